@@ -52,7 +52,7 @@ class BusyEngine(InProcessEngine):
         self._number = 0
 
     def prompts(self, num_tokens: int) -> list[list[int]]:
-        """Prompts that nobody has seen."""
+        """New prompts."""
         return [self._rng.choices(range(3, VOCABULARY), k=num_tokens) for _ in range(NUM_PROMPTS)]
 
     def order(self, message: RouterToEngine) -> None:

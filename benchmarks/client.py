@@ -122,7 +122,7 @@ async def complete(
     Args:
         reply: is filled in while the answer comes, for callers that cancel this before its end.
         shape: `structured_outputs`; the answer may end early then.
-        token_ids: the reply shall have those of the answer: to be asked where the client's time does not matter.
+        token_ids: store the answer's token ids in the reply; for clients whose time does not matter.
     """
     where = urlsplit(url)
     body = json.dumps({

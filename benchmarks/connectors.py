@@ -262,7 +262,7 @@ def _tiers(context: Context, redis_url: str) -> list[Claim]:
 
 
 def recompute_seconds(context: Context, tokens: int) -> float:
-    """TTFT of a prompt that nobody has, on one engine with two threads."""
+    """TTFT of a prompt that is not cached, on one engine with two threads."""
     model = find_model(context.models, "tiny" if context.quick else "mid")
     options = ("--threads", "2", "--kv-cache-memory", "1GiB")
     with pdkv(model, prefill=0, decode=1, options=options) as server:

@@ -49,7 +49,7 @@ class Conversation:
 
 
 def make_turns(seed: int, num_conversations: int, num_turns: int) -> list[list[Turn]]:
-    """Of each conversation; equal seeds make equal ones."""
+    """The turns of each conversation; equal seeds make equal ones."""
     rng = random.Random(seed)
 
     def length(median: float, sigma: float) -> int:

@@ -34,7 +34,7 @@ STREAM_LIMIT_KIB = 30.0
 LATENCY_LIMIT_MS = 2.0
 REFUSAL_LIMIT_MS = 10.0
 PACE_S = 0.002
-"""Of a step, where time is measured."""
+"""Seconds of a step, if time is measured."""
 
 
 def run(context: Context) -> list[Claim]:
@@ -87,7 +87,7 @@ def _run_cpu(server: Server, num_requests: int) -> float:
 
 
 class Shape(NamedTuple):
-    """Of requests."""
+    """The shape of requests."""
 
     input_len: int
     output_len: tuple[int, int]

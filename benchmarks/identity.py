@@ -27,7 +27,7 @@ _ROOT = Path(__file__).parent.parent
 
 
 class Start(NamedTuple):
-    """Of one engine, from the model's files to the first step it could run."""
+    """The start of one engine, from the model's files to the first step it could run."""
 
     wall_s: float
     cpu_s: float  # of all threads: says more than the wall on a machine that others use

@@ -1,8 +1,8 @@
 """pdkv's host tier inside vLLM: one trace of conversations that overflow vLLM's own pool, on the CPU.
 
 Other tiers take no part. vLLM's own OffloadingConnector refuses to run on a CPU. LMCache 0.5.6 has no connector for KV
-in host memory: it says so in its log, then keeps nothing, and each prompt waits seconds for a lookup that nobody
-answers. The virtual environment with vLLM also needs pdkv: python -m benchmarks.peers install-pdkv VENV. With a third
+in host memory: it says so in its log, then keeps nothing, and each prompt waits seconds for a lookup that is never
+answered. The virtual environment with vLLM also needs pdkv: python -m benchmarks.peers install-pdkv VENV. With a third
 server a run took 25 minutes on two cores with avx2.
 """
 

@@ -41,7 +41,7 @@ SIZE_LIMIT, DECODE_LIMIT, ENCODE_LIMIT, CHANGED_LIMIT = 3.5, 0.4, 0.25, 0.005
 
 
 class Speed(NamedTuple):
-    """Of one codec."""
+    """The speed of one codec."""
 
     ratio: float  # of the images' bytes to those of a stored value, padding and envelope included
     encode: float  # GB/s of images, the median
@@ -50,7 +50,7 @@ class Speed(NamedTuple):
 
 
 def run(context: Context) -> list[Claim]:
-    """Of the default level of `cachegen`; the others are printed by main()."""
+    """Results of the default level of `cachegen`; the others are printed by main()."""
     torch.set_num_threads(1)
     codec = make_codec("cachegen")
     speed = measure(codec, *values_of_mid(context.models, 256 if context.quick else 1024), 3 if context.quick else 40)

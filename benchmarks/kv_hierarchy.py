@@ -19,10 +19,10 @@ from pdkv.connector_kit.bench.yardsticks import measure_bare
 
 TOKENS = 4096
 POOL_TOKENS, TOKEN_BYTES = 8192, 32 << 10
-"""Of the device's pool, and mid's KV of a token."""
+"""Bytes of the device's pool, and of mid's KV of a token."""
 
 CONVERSATIONS, TURNS = 16, 16
-"""Of about 2,000 tokens in the end: four times the pool."""
+"""Turns of conversations with about 2,000 tokens in the end: four times the pool."""
 
 LIMIT = 0.25
 

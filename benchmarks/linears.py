@@ -39,7 +39,7 @@ PEAKS = {"avx2": (12, 8), "avx512": (24, 16), "avx512_bf16": (24, 32)}
 """limits.c's: sums, and multiplications of each at once."""
 
 PEAK_OF = {"v3": "avx2", "v4": "avx512", "v4_bf16": "avx512_bf16"}
-"""Of a level; lower ones are not measured."""
+"""Levels measured; lower ones are left out."""
 
 
 class Case(NamedTuple):

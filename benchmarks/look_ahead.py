@@ -29,7 +29,7 @@ from pdkv.kv_store.tiers import TieredStore
 from pdkv.wire.kv import KVLayout
 
 TOKENS = 64
-"""Of a value, which takes a page of the segment here."""
+"""Bytes of a value, which takes a page of the segment here."""
 
 CONVERSATIONS, TURNS = 32, 12
 SHARES = (0.1, 0.25, 0.5, 0.75)
@@ -107,7 +107,7 @@ class _Player:
 
     @property
     def hit_rate(self) -> float:
-        """Of values."""
+        """The hit rate of values."""
         return self.num_hits / max(self.num_wanted, 1)
 
 

@@ -93,7 +93,7 @@ def _busy_s() -> float:
 
 
 def _steps(log: str) -> Counter[int]:
-    """Of all engines, from what they say at their ends."""
+    """Steps of all engines, from the lines at their ends."""
     found: Counter[int] = Counter()
     for line in log.splitlines():
         if _STEPS in line:

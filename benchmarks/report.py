@@ -91,7 +91,7 @@ def _gpu() -> dict[str, str]:
 
 
 def load_average() -> float:
-    """Of the last minute."""
+    """The load average of the last minute."""
     return round(os.getloadavg()[0], 2)
 
 

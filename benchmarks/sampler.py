@@ -71,7 +71,7 @@ def _penalized(context: Context) -> Claim:
     penalties = {"repetition_penalty": 1.05, "presence_penalty": 0.1, "frequency_penalty": 0.1}
     params = {"off": GREEDY, "on": msgspec.structs.replace(GREEDY, **penalties)}
     steps = {name: RepeatedStep(model, dtype, sequences, length, params=own) for name, own in params.items()}
-    times = in_turns(steps, rounds)
+    times = times_in_turns(steps, rounds)
     on, off = times["on"], times["off"]
     name = f"penalties on / off, a step of tiny, {sequences} x {length} tokens"
     return Claim(name, on.median / off.median, 1.03, "lower", on.figures("on") | off.figures("off"))

@@ -34,7 +34,7 @@ class Server(NamedTuple):
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -130,7 +130,7 @@ def end_process(process: "subprocess.Popen[bytes]") -> None:
 
 
 def end_by_signal(number: int, frame: FrameType | None) -> None:
-    """A signal handler by which whoever has started servers ends them."""
+    """A signal handler that ends the started servers."""
     raise SystemExit(128 + number)
 
 

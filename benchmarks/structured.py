@@ -80,7 +80,7 @@ def _rates(context: Context, size: str) -> list[Claim]:
 
 
 def _properties(number: int) -> Shape:
-    """A schema of 50 properties that nobody asked for before."""
+    """A new schema of 50 properties."""
     kinds = ({"type": "string"}, {"type": "integer"}, {"type": "boolean"})
     properties = {f"property_{number}_{i}": kinds[i % 3] for i in range(50)}
     return {"json": {"type": "object", "properties": properties, "required": list(properties)}}

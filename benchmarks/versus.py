@@ -40,7 +40,7 @@ class Versus(NamedTuple):
 
 
 def workload(num_requests: int, concurrency: int) -> Workload:
-    """A closed loop of 512 tokens in, 64 out, with prompts that nobody sent before."""
+    """A closed loop of 512 tokens in, 64 out, with new prompts."""
     return Workload(num_requests, INPUT_LEN, (OUTPUT_LEN, OUTPUT_LEN), concurrency, seed=next(_seeds))
 
 

@@ -32,20 +32,21 @@ if TYPE_CHECKING:
 class TransferKey(NamedTuple):
     """The name of one transfer, or of one part of it.
 
-    A hand-off keeps the attempt that computed it. Any later attempt of its request may read it, in a transfer of its
-    own: a pull and a store find it by `RequestView.source_key`, a push is sent anew for every ticket until the lease
-    ends.
+    A hand-off keeps the attempt that computed it. Any later attempt of its request may read it in its own transfer: a
+    pull and a store find it by `RequestView.source_key`, a push is sent again for every ticket until the lease ends.
     """
 
     transfer_id: str
     attempt: int
-    lent: bool = False  # what an engine lends out of its cache for the transfer's prompt
-    part: int = 0  # of a transfer in several; 0: all of it
+    lent: bool = False  # KV that an engine lends out of its cache for the transfer's prompt
+    part: int = 0  # number of a part of a transfer in several; 0: all of it
     child: int | None = None  # the child of `multi` that reports it
 
 
 Direction = Literal["send", "receive"]
-"""Of a transfer, as its engine sees it: what it borrows for a prompt and what it hands over of it have one key."""
+"""The direction of a transfer, seen from its engine: what it borrows for a prompt and what it hands over of it have one
+key.
+"""
 
 
 class Cancel(NamedTuple):
@@ -69,40 +70,40 @@ class RequestView(msgspec.Struct, frozen=True):
     transfer_id: str
     kv: Literal["local", "handoff", "await_peer"]
     num_tokens: int  # prompt + output so far
-    num_wanted: int  # KV of tokens [0, num_wanted) is useful; the token behind it is computed here
+    num_wanted: int  # KV of tokens [0, num_wanted) is useful; the next token is computed here
     block_keys: Sequence[bytes]  # one per full hash block of the tokens so far
-    handoff: KVHandoff | None = None  # where the KV lies; await_peer: all of it; handoff: what another engine lends
+    handoff: KVHandoff | None = None  # where the KV is; await_peer: all of it; handoff: what another engine lends
     ticket: bytes | None = None  # handoff: where decode wants the KV
-    kv_ready: bool | None = None  # await_peer: what KVReady said; None = nothing yet
-    num_local_hit: int = 0  # tokens of the local hit that its blocks begin with, once it has blocks
-    prompt_token_ids: Sequence[int] = ()  # empty where only requests with its salt or adapter may find its KV
-    kv_terms: KVTerms | None = None  # on which its KV is kept where it is stored
-    num_handed_over: int = 0  # of its first tokens, that another engine has computed and handed over
-    lent: bool = False  # nothing is computed for it: what the cache has is handed off to another engine
+    kv_ready: bool | None = None  # await_peer: the content of KVReady; None = nothing yet
+    num_local_hit: int = 0  # tokens of the local hit at the start of its blocks, once it has blocks
+    prompt_token_ids: Sequence[int] = ()  # not empty if only requests with its salt or adapter may find its KV
+    kv_terms: KVTerms | None = None  # terms on which its KV is kept where it is stored
+    num_handed_over: int = 0  # number of its first tokens that another engine has computed and handed over
+    lent: bool = False  # nothing is computed for it: the cached KV is handed off to another engine
 
     @property
     def transfer_key(self) -> TransferKey:
-        """The name of what it hands off, or loads."""
+        """The name of the transfer that it hands off or loads."""
         return TransferKey(self.transfer_id, self.attempt, self.lent)
 
     @property
     def source_key(self) -> TransferKey:
-        """What its KV is named by where it lies: the hand-off's attempt stays when a later one reads it."""
+        """The name of its KV at the source: the hand-off's attempt stays when a later one reads it."""
         return TransferKey(self.transfer_id, self.attempt if self.handoff is None else self.handoff.attempt)
 
 
 BlockTables = Sequence[Sequence[int]]
 """A request's block tables, one per KV group of the layout, all equally long.
 
--1 stands for a block that the request gave up or never had, since no later token sees it. Such entries begin a table of
-a group with a window; they are never sent, and nothing is loaded for them.
+-1 stands for a block that the request gave up or never had, since no later token sees it. Such entries begin the table
+of a group with a window; they are never sent, and nothing is loaded into them.
 """
 
 
 class BlockIds(Sequence[int]):
-    """The first blocks of a table that grows: a snapshot that copies nothing but what is taken.
+    """The first blocks of a table that grows: a snapshot that copies only the entries that are read.
 
-    A block that its request gives up meanwhile is -1 here, too: only what is taken and held stays.
+    A block that its request gives up later is -1 here, too: only entries that were read, and are held, stay.
     """
 
     __slots__ = ("_block_ids", "_length")
@@ -138,7 +139,7 @@ class BlockIds(Sequence[int]):
 
 
 class ScheduledRange(msgspec.Struct, frozen=True):
-    """A request's tokens [start, stop) are computed in this step into `block_tables` (its whole ones)."""
+    """A request's tokens [start, stop) are computed in this step into `block_tables` (its complete tables)."""
 
     request: RequestView
     start: int
@@ -147,12 +148,12 @@ class ScheduledRange(msgspec.Struct, frozen=True):
 
 
 class ConfirmedRange(msgspec.Struct, frozen=True):
-    """A request's tokens [start, stop) are in its blocks for good: computed and confirmed, loaded, or cached hits.
+    """A request's tokens [start, stop) are final in its blocks: computed and confirmed, loaded, or cached hits.
 
-    Only these may be made visible. A push may send a ScheduledRange, too, once its layers are computed and where all
-    tokens before it are right for good (docs/transfers.md). `last` marks the end of a hand-off: the partial tail is in
-    it. A range is shown again from 0 when the request's ticket arrives, and after a preemption: what was sent is not
-    sent twice.
+    Only these may be made visible. A push may send a ScheduledRange, too, once its layers are computed and if all
+    tokens before it are final (docs/transfers.md). `last` marks the end of a hand-off: the partial tail is in it. A
+    range is shown again from 0 when the request's ticket arrives, and after a preemption; the connector must not send
+    tokens twice.
     """
 
     request: RequestView
@@ -163,29 +164,31 @@ class ConfirmedRange(msgspec.Struct, frozen=True):
 
 
 class Shown(Flag):
-    """Of which requests a connector is shown what happens to their tokens."""
+    """The requests for which a connector is shown what happens to their tokens."""
 
     NONE = 0
-    HANDOFFS = auto()  # those that will be handed off
-    LAYERWISE_LOADS = auto()  # those for which a layerwise load begins in the step
+    HANDOFFS = auto()  # requests that will be handed off
+    LAYERWISE_LOADS = auto()  # requests for which a layerwise load begins in the step
     OTHERS = auto()
     ALL = HANDOFFS | LAYERWISE_LOADS | OTHERS
 
 
 class Observed(NamedTuple):
-    """What a connector needs to be shown each step. Nothing else is gathered: a step of many requests stays cheap."""
+    """What a connector needs to be shown each step. Nothing else is gathered, which keeps a step of many requests
+    cheap.
+    """
 
     scheduled: Shown = Shown.ALL
     confirmed: Shown = Shown.ALL
     waiting_keys: bool = True
     confirmed_tokens: int = 1
-    """A request's confirmed tokens are shown when their number passes a multiple of this, or of the block size where it
+    """A request's confirmed tokens are shown when their number passes a multiple of this, or of the block size if that
     is larger; at once at a hand-off's end, and when its ticket arrives."""
     confirmed_steps: int = 1
-    """A decode's confirmed tokens may be shown so many steps late, with those of others: each time costs by itself."""
+    """Steps by which a decode's confirmed tokens may be shown late, together with others': each showing has a cost."""
 
     def __or__(self, other: "Observed") -> "Observed":
-        """What either needs."""
+        """What either of the two needs."""
         units = [o.confirmed_tokens for o in (self, other) if o.confirmed]
         steps = [o.confirmed_steps for o in (self, other) if Shown.OTHERS in o.confirmed]
         return Observed(
@@ -201,9 +204,9 @@ OBSERVES_NOTHING = Observed(Shown.NONE, Shown.NONE, waiting_keys=False)
 
 
 class SchedulerView(msgspec.Struct, frozen=True):
-    """What happened since the last step, and what this one does; of tokens, what the connector observes.
+    """What happened since the last step, and what this one does, as far as the connector observes it.
 
-    A connector changes nothing in it.
+    A connector must not change it.
     """
 
     step_id: int
@@ -213,7 +216,7 @@ class SchedulerView(msgspec.Struct, frozen=True):
     finished: Sequence[TransferKey]
     aborted: Sequence[TransferKey]
     waiting_keys: Sequence[Sequence[bytes]]  # block keys of the first waiting requests, for a store to prefetch
-    cancelled: Sequence[TransferKey] = ()  # the engine gave these loads up: the workers cancel them in this step
+    cancelled: Sequence[TransferKey] = ()  # loads that the engine gave up: the workers cancel them in this step
     waiting_terms: Sequence[KVTerms | None] = ()  # of each of `waiting_keys`; empty: none has any
 
 
@@ -221,12 +224,14 @@ class SchedulerView(msgspec.Struct, frozen=True):
 
 
 class MatchedTokens(NamedTuple):
-    """How many tokens beyond the local hit can come from outside."""
+    """The number of tokens beyond the local hit that can be loaded from outside."""
 
     num_tokens: int
     mode: LoadMode = "async"
     ask_again: bool = False  # not known yet: `notify` will be called when it is
-    without_handoff: bool = False  # found by itself: what the request's hand-off names, if it has one, is not used
+    without_handoff: bool = (
+        False  # found by its own lookup: what the request's hand-off names, if it has one, is not used
+    )
 
 
 NO_MATCH = MatchedTokens(0)
@@ -236,12 +241,12 @@ ASK_AGAIN = MatchedTokens(0, ask_again=True)
 class BlockHold(NamedTuple):
     """Blocks that a transfer reads; the engine holds them until `get_finished` reports `key` as sent or failed.
 
-    A transfer in several batches names each by a part of its key, so that its blocks come free batch by batch.
+    A transfer in several batches names each by a part of its key, so that its blocks are freed batch by batch.
     """
 
     key: TransferKey
     block_ids: Sequence[int]
-    owner: TransferKey  # the request's transfer: it is not preempted while it is read
+    owner: TransferKey  # the transfer's request: it is not preempted while it is read
 
 
 class KVConnectorMetadata(msgspec.Struct, kw_only=True):
@@ -250,17 +255,19 @@ class KVConnectorMetadata(msgspec.Struct, kw_only=True):
     step_id: int
     needs_layer_hooks: bool = False  # False: no wait_for_layer_load / save_kv_layer in this step
     holds: list[BlockHold] = []  # saves that begin here and read blocks beyond this step
-    # Put in by the runner; never on the wire. None: what a step computes is in its blocks when it returns.
-    earlier_steps: StepDone | None = None  # before what is confirmed is read, or a block is written that had an owner
-    this_step: StepDone | None = None  # before what this step computes is read
+    # Set by the runner; never on the wire. None: the step's results are in its blocks when it returns.
+    earlier_steps: StepDone | None = (
+        None  # to be awaited before confirmed KV is read, or a block is written that had another owner
+    )
+    this_step: StepDone | None = None  # to be awaited before this step's results are read
 
 
 class FinishDecision(NamedTuple):
-    """What becomes of a finished request's blocks."""
+    """What happens to a finished request's blocks."""
 
     hold_blocks: bool  # True: a lease keeps them until Release (pull) or the end of the transfer (push)
-    payload: bytes | None = None  # of the KVHandoff, where the request is handed off
-    until_release: bool = False  # the end of a sending is told, and does not end the lease
+    payload: bytes | None = None  # the payload of the KVHandoff, if the request is handed off
+    until_release: bool = False  # the end of a sending is reported, and does not end the lease
 
 
 class TransferOutcome(NamedTuple):
@@ -269,11 +276,11 @@ class TransferOutcome(NamedTuple):
     code: str = ""  # a TransferError's code, empty when it succeeded
     num_bytes: int = 0
     seconds: float = 0.0
-    num_tokens: int = 0  # of a load that failed: so many of its first tokens are in their blocks all the same
-    num_damaged: int = 0  # stored values that were not what somebody saved under their keys: taken as misses
-    notes: tuple[bytes, ...] = ()  # the connector's own, of all ranks
-    num_expired: int = 0  # stored values whose time was over: misses, too
-    ends_at: int = 0  # unix time at which the first of the stored values that were loaded ends; 0: none of them does
+    num_tokens: int = 0  # of a failed load: the number of its first tokens that are in their blocks all the same
+    num_damaged: int = 0  # stored values that did not match what was saved under their keys: treated as misses
+    notes: tuple[bytes, ...] = ()  # private to the connector, from all ranks
+    num_expired: int = 0  # expired stored values: also misses
+    ends_at: int = 0  # unix time at which the first of the loaded stored values expires; 0: never
 
 
 class TransferResults(NamedTuple):
@@ -296,14 +303,16 @@ class TransferResults(NamedTuple):
 NO_TRANSFERS = TransferResults({}, {}, {}, {})
 
 Stats = Mapping[str, ConnectorStats]
-"""Counts since a side was made, by part of the connector: "" is the connector itself, a name a child or a tier."""
+"""Counts since a side was made, by part of the connector: "" is the connector itself, other names are children or
+tiers.
+"""
 
 
 # --- the interface ------------------------------------------------------------------------------------------------
 
 
 class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a connector is built from."""
+    """The configuration of a connector in one process."""
 
     engine: str
     epoch: str
@@ -313,43 +322,43 @@ class ConnectorConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     model: str = ""  # identity digest, as in the EngineCard; empty: peers' models are not compared
     rank: int = 0  # the rank that this process is
     tp: int = 1  # ranks of the engine
-    kv_checksum: ChecksumMode = "on"  # which hand-offs have digests
-    kv_shards: int = 1  # parts that stored KV heads are cut into: a multiple of every engine's tp
+    kv_checksum: ChecksumMode = "on"  # the hand-offs that have digests
+    kv_shards: int = 1  # number of parts that stored KV heads are cut into: a multiple of every engine's tp
     device: str = "cpu"  # where the KV pool will be: torch's type of device
-    clock: Clock = MONOTONIC  # of all its deadlines; another one cannot be encoded
-    block_table: BlockTable | None = None  # what the pool writes unless Built says another; None: nothing does
+    clock: Clock = MONOTONIC  # for all its deadlines; another clock cannot be encoded
+    block_table: BlockTable | None = None  # written by the pool unless Built names another; None: by nothing
     reserves_pool: bool = True  # whether the memory of a pool of its own is taken at start; False: as it is used
 
 
 class Tiers(ABC):
-    """What a scheduler side says of tiers below the engine's cache, and does about them. No method blocks."""
+    """A scheduler side's interface to tiers below the engine's cache. No method blocks."""
 
     @abstractmethod
     def take_events(self) -> Sequence[TierEvents]:
-        """What entered and left them since the last call: for the routers' choice of engines.
+        """What entered and left them since the last call, for the routers' choice of engines.
 
-        Called after every step, and before the first: it then says which tiers there are, without keys. Only what any
-        request may find by content is told, and each key at most once in a call.
+        Called after every step, and before the first: it then lists the tiers, without keys. Only keys that any request
+        may find by content are reported, each at most once per call.
         """
 
     @abstractmethod
     def order(self, order: CacheOrder) -> int:
-        """An operator's order: carried out by the workers of the next step.
+        """Take an operator's order, to be carried out by the workers of the next step.
 
-        Returns:
-            How many answers `take_answers` will have to it: one for each part of the connector with tiers.
+        Returns: The number of answers that `take_answers` will give to it: one for each part of the connector with
+        tiers.
         """
 
     @abstractmethod
     def take_answers(self) -> Sequence[CacheAnswer]:
-        """Answers that have come since the last call; `notify` tells of them. Tiers are named as in the stats."""
+        """Answers that have come since the last call; `notify` announces them. Tiers are named as in the stats."""
 
     @property
     @abstractmethod
     def problem(self) -> str:
-        """Why what KV travels through cannot be used now; empty: nothing is known to be wrong. For /topology.
+        """Why the medium of KV cannot be used now; empty: no problem is known. For /topology.
 
-        `notify` tells of a change.
+        `notify` announces a change.
         """
 
 
@@ -357,13 +366,15 @@ class SchedulerConnector(ABC):
     """The side in the scheduler's process. Idempotent, without tensors; no method blocks."""
 
     observes: Observed = Observed()
-    """What of `scheduled`, `confirmed` and `waiting_keys` the view has. Constant: the engine looks once."""
+    """Which of `scheduled`, `confirmed` and `waiting_keys` the view has. Constant: the engine reads it once."""
 
     tiers: Tiers | None = None
-    """Of a store, or of what has one among its parts. Constant, too."""
+    """Set for a store, or a connector with one among its parts. Constant, too."""
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
-        """How many tokens behind the local hit can come from outside. Mutates nothing; may be asked often."""
+        """The number of tokens beyond the local hit that can be loaded from outside. Mutates nothing; may be called
+        often.
+        """
         return NO_MATCH
 
     def update_state_after_alloc(
@@ -372,39 +383,40 @@ class SchedulerConnector(ABC):
         """Blocks are allocated for the request's whole wanted range; the load may begin with the next metadata.
 
         Args:
-            block_tables: the request's, local hits first. Of a group with a window it has only the blocks that the
-                token behind the loaded ones sees.
-            num_external_tokens: tokens to load, from request.num_local_hit on; 0: nothing comes from outside.
+            block_tables: the request's, local hits first. A group with a window has only the blocks that the token
+                after the loaded ones sees. num_external_tokens: tokens to load, from request.num_local_hit on; 0:
+                nothing is loaded.
 
-        Returns:
-            The ticket to be forwarded to the peer, for a connector whose peer writes (push).
+        Returns: The ticket to be forwarded to the peer, for a connector whose peer writes (push).
         """
         return None
 
     @abstractmethod
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
-        """This step's orders to the workers. Called once per step, empty steps too."""
+        """This step's orders for the workers. Called once per step, including empty ones."""
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
-        """A request ended; for kv="handoff" the answer says where its KV can be had."""
+        """Note that a request has ended; for kv="handoff" the answer says where its KV can be read."""
         return FinishDecision(hold_blocks=False)
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
-        """What the engine shall act on, from what all ranks reported. Called with every step's, empty ones too."""
+        """What the engine should act on, given the reports of all ranks. Called with every step's, including empty
+        ones.
+        """
         return results
 
     def update_connector_output(self, results: TransferResults) -> None:
-        """Results of all ranks, resolved, before the engine acts on them."""
+        """Take the results of all ranks, resolved, before the engine acts on them."""
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
-        """The engines now known, this one left out."""
+        """Set the engines now known, without this one."""
 
     def get_stats(self) -> Stats:
-        """What this side has counted that its workers do not. For /metrics; called a few times a second."""
+        """What this side has counted that its workers do not count. For /metrics; called a few times a second."""
         return {}
 
     def must_hear_end(self, key: TransferKey) -> bool:
-        """Whether a step shall be made for nothing but to tell that a request or a hand-off is over."""
+        """Whether a step must be made just to report that a request or a hand-off is over."""
         return True
 
     @property
@@ -413,23 +425,23 @@ class SchedulerConnector(ABC):
         return False
 
     def shutdown(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release everything. Idempotent."""
 
 
 class WorkerConnector(ABC):
-    """The side beside one rank's KV cache.
+    """The side next to one rank's KV cache.
 
     Calls of one step, in order: start_load_kv, per layer wait_for_layer_load and save_kv_layer, wait_for_save,
     get_finished, which is also called between two steps. No call posts a transfer or waits for the transport on the
-    step thread. Whoever reads KV that was computed here, to save or to send it, first waits for `meta.earlier_steps` or
+    step thread. Code that reads KV computed here, to save or to send it, first waits for `meta.earlier_steps` or
     `meta.this_step` on its own stream.
     """
 
     metadata_type: ClassVar[type[KVConnectorMetadata]] = KVConnectorMetadata
-    """Of the orders that its scheduler side makes: how the other ranks decode them."""
+    """The type of the scheduler side's orders, as which the other ranks decode them."""
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
-        """The rank's KV pool, `layout.pool_shape(num_blocks)`, for good."""
+        """Take the rank's KV pool, `layout.pool_shape(num_blocks)`, for good."""
 
     def handshake(self) -> bytes:
         """This rank's part of the EngineCard: what a peer needs to reach its KV."""
@@ -440,10 +452,10 @@ class WorkerConnector(ABC):
         """Begin this step's loads. Called before any block of the step is written."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Return when layerwise loads of `layer` are in or have failed; bounded by the connector's deadline."""
+        """Return when layerwise loads of `layer` have arrived or failed; limited by the connector's deadline."""
 
     def save_kv_layer(self, layer: int, kv_cache: "torch.Tensor", meta: KVConnectorMetadata) -> None:
-        """`layer` of the step's tokens is in its blocks; kv_cache is the whole pool."""
+        """Note that `layer` of the step's tokens is in its blocks; kv_cache is the whole pool."""
 
     def wait_for_save(self) -> None:
         """Return when every block of the step is copied out or held. Never waits for the transport."""
@@ -453,7 +465,7 @@ class WorkerConnector(ABC):
         """Transfers that ended since the last call."""
 
     def get_stats(self) -> Stats:
-        """What this rank's side has counted. Called in steps in which transfers ended, behind get_finished."""
+        """What this rank's side has counted. Called in steps in which transfers ended, after get_finished."""
         return {}
 
     def cancel(self, key: TransferKey, direction: Direction) -> None:
@@ -463,44 +475,44 @@ class WorkerConnector(ABC):
         """Between steps: connect lazily to `added`, tear down everything of `removed` incarnations."""
 
     def shutdown(self) -> None:
-        """Stop threads and give everything back. Idempotent."""
+        """Stop threads and release everything. Idempotent."""
 
 
 def _nothing() -> None:
-    """For a connector that owns nothing."""
+    """The default `close` of a connector that owns nothing."""
 
 
 class Built(NamedTuple):
-    """A connector in one process of an engine. Each side, and the pool, is made once at most, where it is wanted.
+    """A connector in one process of an engine. Each side, and the pool, is made at most once, where it is needed.
 
-    Rank 0 makes both sides, the other ranks make their worker side. What both share is made before.
+    Rank 0 makes both sides, the other ranks make their worker side. Shared objects are made before.
     """
 
     scheduler: Callable[[], SchedulerConnector]
     worker: Callable[[], WorkerConnector]  # of the rank that the configuration names
-    block_table: BlockTable | None = None  # what the engine's block pool shall write, for peers to read
+    block_table: BlockTable | None = None  # the table that the engine's block pool must write, for peers to read
     kv_cache: "Callable[[], torch.Tensor | None]" = _nothing
-    """The KV pool, for a transport that shares its memory with peers; None: the engine allocates its own."""
+    """The KV pool of a transport that shares its memory with peers; None: the engine allocates its own."""
     shutdown: Callable[[], None] = _nothing
-    """After both sides: give back what they shared. Idempotent."""
+    """Called after both sides: release what they shared. Idempotent."""
 
 
 class KVConnector(ABC):
-    """The plug point: what a registry name or an entry point resolves to. The interface has no instance of it."""
+    """The plug point: the target of a registry name or an entry point. It is never instantiated."""
 
-    declares: ClassVar[ConnectorPlan]  # what it is with any options
-    options_type: ClassVar[type[Options]] = Options  # what --connector-config may say: its fields
+    declares: ClassVar[ConnectorPlan]  # the part of its plan that holds with any options
+    options_type: ClassVar[type[Options]] = Options  # the keys of --connector-config: its fields
 
     @classmethod
     def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
-        """What it is with these options. Raises ConfigError for an unknown name, or a value that cannot be."""
+        """The plan with these options. Raises ConfigError for an unknown name or an invalid value."""
         cls.options_type.parse(options)
         return cls.declares
 
     @classmethod
     @abstractmethod
     def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
-        """The connector of a process. Raises ConfigError for what cannot be built, and then leaves nothing behind.
+        """Build the connector of a process. Raises ConfigError if that is not possible, and then leaves nothing behind.
 
         `notify` is thread-safe and wakes the engine's loop, which then calls get_finished and asks again about requests
         whose match was not known; a step is made only if a request may go on.

@@ -1,7 +1,7 @@
-"""The table beside a KV pool that makes late reads safe: per block a generation and the key of its content.
+"""The table next to a KV pool that makes late reads safe: per block a generation and the key of its content.
 
 The owner bumps a block's generation before it reuses the block. A reader copies the data and *then* compares the
-generation with the one it was told: what was reused meanwhile is refused, never applied.
+generation with the one it was told: data of a reused block is refused, never applied.
 """
 
 from abc import ABC, abstractmethod
@@ -26,34 +26,34 @@ class BlockTable(ABC):
 
     @abstractmethod
     def reuse(self, block_id: int) -> None:
-        """The block's content ends now: bump its generation and withdraw its key."""
+        """End the block's content: bump its generation and withdraw its key."""
 
     @abstractmethod
     def publish(self, block_id: int, keys: list[bytes]) -> None:
-        """The block is full and immutable; `keys` are its hash blocks' keys, in order."""
+        """Announce a full, immutable block; `keys` are its hash blocks' keys, in order."""
 
     def reuse_all(self, block_ids: Sequence[int]) -> None:
-        """`reuse` each of them, before the caller goes on."""
+        """Call `reuse` for each of them before returning."""
         for block_id in block_ids:
             self.reuse(block_id)
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        """`publish` each of them; `keys` are of all of them, in order, the same number for each."""
+        """Call `publish` for each of them; `keys` are those of all blocks, in order, the same number for each."""
         per_block = len(keys) // max(len(block_ids), 1)
         for i, block_id in enumerate(block_ids):
             self.publish(block_id, list(keys[i * per_block : (i + 1) * per_block]))
 
 
 class LocalBlockTable(BlockTable):
-    """Generations in an array, one int64 per block, and no keys: nobody looks for them."""
+    """Generations in an array, one int64 per block, without keys, since no peer looks for them."""
 
     def __init__(self, num_blocks: int, values: npt.NDArray[np.int64] | None = None) -> None:
-        """`values`: zeros, one for each block, where others see them."""
+        """`values`: zeros, one per block, if peers see them."""
         self.values = np.zeros(num_blocks, dtype=np.int64) if values is None else values
         self._view: memoryview[int] = memoryview(self.values.data)  # for single values ten times as fast as numpy
 
     def close(self) -> None:
-        """Let go of memory that others see. Idempotent."""
+        """Release the memory that peers see. Idempotent."""
         self.values = self.values.copy()
         self._view = memoryview(self.values.data)
 
@@ -64,14 +64,14 @@ class LocalBlockTable(BlockTable):
         self._view[block_id] += 1
 
     def publish(self, block_id: int, keys: list[bytes]) -> None:
-        """Nobody else reads: nothing to do."""
+        """No effect, since no peer reads the keys."""
 
     def generations_of(self, block_ids: Sequence[int] | Ids) -> Ids:
         return self.values[as_ids(block_ids)]
 
     def reuse_all(self, block_ids: Sequence[int]) -> None:
-        """They are all different."""
+        """Bump each block's generation; the blocks are distinct."""
         self.values[as_ids(block_ids)] += 1
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Nothing to do."""
+        """No effect."""

@@ -1,6 +1,6 @@
-"""What a connector is with its options: frozen plain data, made once by whatever starts a deployment.
+"""The plan of a connector with its options: frozen plain data, made once when a deployment is started.
 
-It travels in an engine's spec. Nobody asks a connector's class what it is, or parses its options to find out, again.
+It is part of an engine's spec, so that a connector's class is not asked, nor its options parsed, again.
 """
 
 from collections.abc import Mapping
@@ -13,10 +13,12 @@ import msgspec
 from pdkv.wire.kv import ConnectorKind, LayoutKind, Order, Positions
 
 INTERFACE = 2
-"""Of what connectors are written for: raised where one must be changed. docs/writing-a-transport.md says how."""
+"""The interface that connectors are written for: raised if one must be changed. docs/writing-a-transport.md
+says how.
+"""
 
 CARRIED: tuple[LayoutKind, ...] = ("heads", "windows", "latent")
-"""What is carried by a connector that knows units, blocks and their layout, and nothing of what is in them."""
+"""Kinds of KV carried by a connector that handles units, blocks and their layout without interpreting them."""
 
 NO_CONNECTOR = "none"
 PUSH_ORDERS: tuple[Order, ...] = ("decode_first", "needs_peer_first")
@@ -31,33 +33,35 @@ class Requirement(NamedTuple):
 
     @property
     def installed(self) -> bool:
-        """Whether one of the modules is there. Imports nothing."""
+        """Whether one of the modules is installed. Imports nothing."""
         return any(find_spec(module) is not None for module in self.modules)
 
 
 class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A connector with its options. A class says in `declares` what holds with any, `KVConnector.plan` what with some;
-    name, build and options are the registry's to put in.
+    """A connector with its options. A class states in `declares` what holds with any options, and `KVConnector.plan`
+    what holds with some; the registry fills in name, build and options.
     """
 
-    interface: int  # INTERFACE, as its author knew it
+    interface: int  # INTERFACE, as the author knew it
     kind: ConnectorKind
     name: str = ""  # a registry name or "module:Class"
     build: str = ""  # "module:function", as KVConnector.build
-    probe: str = ""  # "module:function", (plan) -> why what it transfers through cannot be reached now, or ""
+    probe: str = ""  # "module:function", (plan) -> why its medium cannot be reached now, or ""
     options: Mapping[str, str] = {}  # as they were given
     orders: tuple[Order, ...] = ()  # legal hand-off orders; empty: those of its kind
-    parts: "tuple[ConnectorPlan, ...]" = ()  # of a connector that is made of others, in order of preference
+    parts: "tuple[ConnectorPlan, ...]" = ()  # of a connector that consists of others, in order of preference
     content_addressed: bool = False  # it finds KV that any engine has saved or holds
-    lends: bool = False  # a request that will be handed off itself loads what its `handoff` names, too
-    hit_tokens: int = 0  # what others save is found up to multiples of so many tokens; 0: nothing is found so
-    codec: str = ""  # of KV that may differ from what was computed; empty: it is exact
-    own_pool: Literal["none", "offers", "needs"] = "none"  # whether it allocates the KV pool: never, if it may, always
+    lends: bool = False  # a request that will itself be handed off loads what its `handoff` names, too
+    hit_tokens: int = 0  # KV saved by others is found up to multiples of this many tokens; 0: not at all
+    codec: str = ""  # the codec of KV that may differ from what was computed; empty: it is exact
+    own_pool: Literal["none", "offers", "needs"] = (
+        "none"  # whether it allocates the KV pool: never, if it may, or always
+    )
     one_process: bool = False  # its engines share a process: `pd launch` refuses several, and any engine several ranks
-    layouts: tuple[LayoutKind, ...] = ("heads",)  # windows: it takes several block tables; else all tokens are kept
-    positions: tuple[Positions, ...] = ("rotated", "none")  # what is not among these two is refused, never converted
-    wire_version: int = 1  # of what its ranks tell peers and put into cards; 0: peers' are not compared
-    requirements: tuple[Requirement, ...] = ()  # in `declares`: also those of some options only
+    layouts: tuple[LayoutKind, ...] = ("heads",)  # windows: it supports several block tables; else all tokens are kept
+    positions: tuple[Positions, ...] = ("rotated", "none")  # KV not among these two is refused, never converted
+    wire_version: int = 1  # version of its ranks' messages and cards; 0: peers' versions are not compared
+    requirements: tuple[Requirement, ...] = ()  # in `declares`: including those of some options only
 
     def __post_init__(self) -> None:
         if not self.orders:
@@ -66,22 +70,23 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def wire_versions(self) -> dict[str, int]:
-        """Its own and its parts', by name: for the engine's card."""
+        """Its own and its parts' versions by name, for the engine's card."""
         return {part.name: part.wire_version for part in self.parts} | {self.name: self.wire_version}
 
     def on_card(self) -> dict[str, Any]:
-        """What an engine's card says of it."""
+        """The part of it on an engine's card."""
         orders = list(self.orders) if self.name != NO_CONNECTOR else []
         names = ("kind", "content_addressed", "lends")
         return {"connector": self.name, "orders": orders} | {name: getattr(self, name) for name in names}
 
     def hit_spacing(self, block_size: int) -> int:
-        """Tokens from one end of a hit to the next where layers have windows; 0: nothing is found by content.
+        """Tokens from one possible end of a hit to the next, for layers with windows; 0: nothing is found by content.
 
-        What the token behind such an end sees of a window is kept until it was shown: else it could not be saved.
+        The part of a window that the token after such an end sees is kept until it was shown: otherwise it could not be
+        saved.
         """
         return lcm(self.hit_tokens, block_size)
 
 
 NO_PLAN = ConnectorPlan(interface=INTERFACE, kind="store", name=NO_CONNECTOR, wire_version=0)
-"""Of an engine without a connector, and of a side that is built by itself."""
+"""The plan of an engine without a connector, and of a side that is built separately."""

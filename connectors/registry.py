@@ -26,7 +26,7 @@ SHIPPED: Mapping[str, str] = {
     "shared_storage": "pdkv.connectors.store.shared_storage:SharedStorageConnector",
     "store": "pdkv.connectors.store.url:StoreUrlConnector",
 }
-"""name -> "module:Class" of what this distribution ships; the only place that says so. Imported on first use."""
+"""name -> "module:Class" of the shipped connectors; defined only here. Imported on first use."""
 
 
 CONNECTORS: "Registry[KVConnector]" = Registry(
@@ -38,8 +38,8 @@ def load_connector(name: str) -> "type[KVConnector]":
     """Import and return the connector class behind `name`.
 
     Raises:
-        UnknownConnector: no such name, or its module or class is missing.
-        ConfigError: what it names is no KVConnector, or one for another interface; or it imports what is missing.
+        UnknownConnector: unknown name, or its module or class is missing. ConfigError: it is not a KVConnector, or one
+            for another interface; or an import of it is missing.
     """
     connector = CONNECTORS.load(name)
     number = connector.declares.interface if hasattr(connector, "declares") else 1
@@ -52,10 +52,10 @@ def load_connector(name: str) -> "type[KVConnector]":
 
 
 def plan_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
-    """What the connector behind `name` is with these options, perhaps OptionTexts. It need not be installed.
+    """The plan of the connector behind `name` with these options, which may be OptionTexts. It need not be installed.
 
     Raises:
-        ConfigError: an option is unknown or wrong; and as `load_connector`.
+        ConfigError: an option is unknown or wrong; and the errors of `load_connector`.
     """
     texts = options if isinstance(options, OptionTexts) else OptionTexts(options, f"connector {name}")
     plan = load_connector(name).plan(texts)
@@ -64,14 +64,14 @@ def plan_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
 
 
 def check_connector(name: str, options: Mapping[str, str]) -> ConnectorPlan:
-    """As `plan_connector`, of a connector that is installed, too. Raises ConfigError where it is not."""
+    """As `plan_connector`, for a connector that must be installed. Raises ConfigError if it is not."""
     plan = plan_connector(name, options)
     check_installed(plan)
     return plan
 
 
 def check_installed(plan: ConnectorPlan) -> None:
-    """Raises ConfigError for a package that is missing."""
+    """Raise ConfigError for a missing package."""
     for requirement in plan.requirements:
         if not requirement.installed:
             packages = " or ".join(requirement.modules)
@@ -79,9 +79,9 @@ def check_installed(plan: ConnectorPlan) -> None:
 
 
 def probe_connector(plan: ConnectorPlan) -> str:
-    """Why what it transfers through cannot be reached now; empty: nothing is known to be wrong.
+    """Why the connector's medium cannot be reached now; empty: no problem is known.
 
-    May block up to the deadlines that the options set. Raises ConfigError for what waiting would not cure.
+    May block up to the deadlines in the options. Raises ConfigError for errors that waiting would not cure.
     """
     problems = {part.name: probe_connector(part) for part in plan.parts}
     if plan.probe:
@@ -93,8 +93,8 @@ def build_connector(config: "ConnectorConfig", notify: Callable[[], None]) -> "B
     """One rank's connector, of the plan in its configuration.
 
     Raises:
-        ConfigError: the engine's KV is none that the plan names, or its ranks are not in one process. And what its
-            `build` raises.
+        ConfigError: the plan does not support the engine's KV, or its ranks are not in one process. Also raises what
+            its `build` raises.
     """
     plan, layout = config.plan, config.layout
     if plan.one_process and config.tp > 1:
@@ -104,8 +104,8 @@ def build_connector(config: "ConnectorConfig", notify: Callable[[], None]) -> "B
     ):  # fmt: skip
         if not {*ours} <= {*theirs}:
             raise ConfigError(
-                f"connector {plan.name} carries KV {what} {', '.join(theirs)}, and the KV of engine {config.engine} is "
-                f"{', '.join(ours)}"
+                f"connector {plan.name} carries KV {what} {', '.join(theirs)}, but the KV of engine {config.engine} "
+                f"is {', '.join(ours)}"
             )
     built: Built = resolve_name(config.plan.build)(config, notify)
     return built

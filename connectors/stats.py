@@ -1,4 +1,4 @@
-"""What connectors count, added up: over ranks, over the parts of a connector, over transfers."""
+"""Adds up the counts of connectors: over ranks, over the parts of a connector, over transfers."""
 
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -10,7 +10,7 @@ from pdkv.wire.reports import ConnectorStats, TierHeld, largest_owners
 
 
 def sum_stats(stats: Iterable[Stats]) -> dict[str, ConnectorStats]:
-    """Part by part."""
+    """The sum, part by part."""
     total: dict[str, ConnectorStats] = {}
     for one in stats:
         for part, counts in one.items():
@@ -19,12 +19,12 @@ def sum_stats(stats: Iterable[Stats]) -> dict[str, ConnectorStats]:
 
 
 def stats_under(name: str, stats: Stats) -> dict[str, ConnectorStats]:
-    """The same as parts of `name`."""
+    """The same counts as parts of `name`."""
     return {f"{name}/{part}" if part else name: counts for part, counts in stats.items()}
 
 
 def stats_of_tiers(tiers: Mapping[str, TierCounts]) -> dict[str, ConnectorStats]:
-    """What a store says of its tiers."""
+    """The counts of a store's tiers."""
     return {
         name: ConnectorStats(
             tier_hits=tier.hits,
@@ -42,7 +42,9 @@ def _told(held: Held) -> TierHeld:
 
 
 def stats_of_transfer(direction: Literal["send", "receive"], outcome: TransferOutcome) -> ConnectorStats:
-    """One transfer that ended on this rank. Where no byte was moved there was nothing to do; a cancel is no failure."""
+    """The counts of one transfer that ended on this rank. If no byte moved there was nothing to do; a cancel is not a
+    failure.
+    """
     saves = direction == "send"
     failed = int(bool(outcome.code) and outcome.code != TransferCancelled.code)
     ended = int(not outcome.code and outcome.num_bytes > 0)

@@ -1,7 +1,7 @@
-"""When a step's KV is in its blocks. Whoever reads computed KV waits for it.
+"""The moment when a step's KV is in its blocks. Readers of computed KV wait for it.
 
-A device computes behind its host. The runner makes one StepDone for each plan and carries it to the readers in the
-step's metadata, with that of the steps whose outputs the plan was made from: those confirm what may be read, and give
+A device runs asynchronously to its host. The runner makes one StepDone for each plan and passes it to the readers in
+the step's metadata, with that of the steps whose outputs the plan was made from: those confirm what may be read, and
 free what may be written.
 """
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 class StepDone:
-    """One step's end, on a host that has computed what it has returned from: there is nothing to wait for."""
+    """One step's end on a synchronous host, for which there is nothing to wait."""
 
     def record(self) -> None:
-        """All of the step's kernels are queued. Called once, on the step thread."""
+        """Note that all of the step's kernels are queued. Called once, on the step thread."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return when the step's KV is in its blocks, for somebody else to read it. On I/O threads.
+        """Wait until the step's KV is in its blocks, readable from elsewhere. For I/O threads.
 
         Raises:
             TransferTimeout: it is not within that time.
         """
 
     def wait_on_stream(self, timeout_s: float) -> None:
-        """What this thread queues on its current stream from now on comes behind the step. On I/O threads.
+        """Order later work on this thread's current stream after the step. For I/O threads.
 
         Raises:
             TransferTimeout: the step's kernels were not even queued within that time.
@@ -74,11 +74,13 @@ class StepsDone:
         self._steps: deque[tuple[int, StepDone]] = deque([(-1, ON_HOST)])
 
     def add(self, step_id: int, done: StepDone) -> None:
-        """A step is about to be launched."""
+        """Add a step that is about to be launched."""
         self._steps.append((step_id, done))
 
     def up_to(self, step_id: int | None) -> StepDone:
-        """The end of that step and of all before it; None: of all that were added. Never asked for less than before."""
+        """The end of that step and of all before it; None: of all added steps. Requests never go back to
+        earlier steps.
+        """
         while len(self._steps) > 1 and (step_id is None or self._steps[1][0] <= step_id):
             self._steps.popleft()
         return self._steps[0][1]

@@ -50,13 +50,15 @@ from pdkv.wire.tiers import CacheOrder
 logger = logging.getLogger(__name__)
 
 EXPIRY_INTERVAL_S = 0.02
-"""Deadlines are looked at this often while steps follow each other; an idle engine sleeps until the next one."""
+"""Seconds between checks of deadlines while steps follow one another; an idle engine sleeps until the next deadline."""
 
 TRANSFER_POLL_S = 0.5
-"""While transfers are pending, an empty step at least this often lets the connector see its own deadlines."""
+"""While transfers are pending, at least one empty step per this many seconds lets the connector check its own
+deadlines.
+"""
 
 LOAD_INTERVAL_S = 0.1
-"""How often a busy engine reports its load."""
+"""Seconds between load reports of a busy engine."""
 
 
 class EngineCore:
@@ -105,7 +107,7 @@ class EngineCore:
         self._last_step = 0.0
         self._cache_orders = CacheOrders(scheduler.kv, scheduler.external, card.connector)
 
-    # --- the loop's view ------------------------------------------------------------------------------------------
+    # --- interface for the loop -----------------------------------------------------------------------------------
 
     @property
     def external(self) -> ExternalKV:
@@ -118,7 +120,7 @@ class EngineCore:
         return self.scheduler.queues.needs_step or self.external.has_news or self.grammars.has_answers
 
     def wake(self) -> None:
-        """The connector's notify: what has ended is settled now. A step follows only where a request may go on.
+        """Settle what has ended, on the connector's notification. A step follows only if a request may continue.
 
         Raises what the executor raises: the engine is then lost.
         """
@@ -126,7 +128,7 @@ class EngineCore:
         self.scheduler.ask_again()
 
     def next_deadline(self) -> float | None:
-        """The earliest time at which `step` must be called although nothing else happens."""
+        """The earliest time at which `step` must be called even if nothing else happens."""
         deadlines = [self._book.next_deadline()]
         others = self.scheduler.loads.next_deadline(), self.prefill.next_deadline(), self.scheduler.trials.deadline
         deadlines += [d for d in (*others, self._cache_orders.deadline) if d is not None]
@@ -144,13 +146,15 @@ class EngineCore:
         return self.executor.execute(self.plan_step(now))
 
     def settle_finished(self) -> None:
-        """Before a plan, where the executor is idle: what transfers bring is in this step, not behind an empty one."""
+        """Settle ended transfers before a plan, while the executor is idle, so that they count in this step, not after
+        an empty one.
+        """
         ended = self.executor.take_finished()
         if ended.transfers:
             self.settle(ended)
 
     def plan_step(self, now: float) -> StepPlan:
-        """The executor's next step. Two that were planned may be unfinished."""
+        """The executor's next step. Two planned steps may be unfinished."""
         self.expire(now)
         self._book.take_grammars()
         self._last_step = now
@@ -170,7 +174,7 @@ class EngineCore:
         return plan
 
     def _note_preemption(self, now: float) -> None:
-        """Say, now and then, who lost its KV blocks: the pool is too small for what runs."""
+        """Log now and then which requests lost their KV blocks: the pool is too small for the running requests."""
         request, count = self.scheduler.last_preempted, self.scheduler.num_preemptions
         self.scheduler.last_preempted = None
         if request is not None and self._preemption_log_limit.passes(now):
@@ -178,7 +182,7 @@ class EngineCore:
             logger.info(text, request.name, count)
 
     def finish_step(self, output: StepOutput, now: float) -> None:
-        """Update: tokens leave, requests end or are handed off, transfers are settled."""
+        """Update after a step: tokens leave, requests end or are handed off, transfers are settled."""
         self.counters.steps += 1
         if output.connector_stats is not None:
             self.external.worker_stats = output.connector_stats
@@ -197,7 +201,7 @@ class EngineCore:
         self.watch.end(now)
 
     def settle(self, ended: Ended) -> None:
-        """What ended between two steps."""
+        """Settle what ended between two steps."""
         if ended.stats is not None:
             self.external.worker_stats = ended.stats
         self._sends_ended(self.scheduler.settle(ended.transfers))
@@ -210,7 +214,7 @@ class EngineCore:
             self.prefill.sending_ended(*send)
 
     def take_messages(self, now: float) -> list[tuple[str, list[EngineToRouter]]]:
-        """Messages for each router since the last call, cache events and load among them."""
+        """Messages for each router since the last call, including cache events and load."""
         self.reports.flush_events()
         if now >= self._next_load or not (self.has_work or self.watch.num_under_way):
             self._next_load = now + LOAD_INTERVAL_S
@@ -227,10 +231,10 @@ class EngineCore:
         self.grammars.close()
         self._shutdown()
 
-    # --- messages in ----------------------------------------------------------------------------------------------
+    # --- incoming messages ----------------------------------------------------------------------------------------
 
     def router_joined(self, router_id: str, epoch: str) -> None:
-        """A router said Hello; a new epoch ends only its own predecessor's requests and leases."""
+        """Note a router's Hello; a new epoch ends only its own predecessor's requests and leases."""
         if self.reports.routers.get(router_id, epoch) != epoch:
             self.router_left(router_id)
         self.reports.join(router_id, epoch)
@@ -248,7 +252,7 @@ class EngineCore:
     def handle_guarded(
         self, router_id: str, message: RouterToEngine, now: float, prepared: Prepared | None = None
     ) -> None:
-        """Act on one message; one that this code cannot stand fails its own request and nothing else.
+        """Act on one message; one that this code cannot handle fails its own request and nothing else.
 
         Raises:
             RankError: another rank failed.
@@ -269,15 +273,15 @@ class EngineCore:
                 text = f"{kind} caused an error in the engine: {type(error).__name__}: {error}"
                 code = error.code if isinstance(error, PdkvError) else PdkvError.code
                 self._outbox(router_id, Failed(*key, code, text[:MAX_ERROR_CHARS], False))
-                self._book.abort_attempt(router_id, key)  # if that fails, too, the engine starts anew
+                self._book.abort_attempt(router_id, key)  # if that fails, too, the engine restarts
 
     def handle(self, router_id: str, message: RouterToEngine, now: float, prepared: Prepared | None = None) -> None:
-        """Act on one message; what belongs to an ended or unknown attempt is counted and dropped.
+        """Act on one message; messages about an ended or unknown attempt are counted and dropped.
 
         Args:
-            prepared: what is known already of a Submit's tokens.
+            prepared: what is already known of a Submit's tokens.
         """
-        if not isinstance(message, Continue | Release | AskReport):  # those say themselves whether anything follows
+        if not isinstance(message, Continue | Release | AskReport):  # these report themselves whether anything follows
             self.scheduler.queues.needs_step = True
         match message:
             case Submit():
@@ -297,7 +301,7 @@ class EngineCore:
                 elif not self.prefill.handle(router_id, message):
                     self.counters.dropped_messages += 1
                 else:
-                    self.scheduler.go_on()  # blocks may have come free
+                    self.scheduler.go_on()  # blocks may have been freed
             case CacheOrder():
                 self._cache_orders.begin(router_id, message, now)
             case AskReport(number=number):
@@ -308,7 +312,7 @@ class EngineCore:
                 self.counters.dropped_messages += 1
 
     def _deliver(self, request: Request, message: RouterToEngine) -> None:
-        """News about a live request."""
+        """Pass a message to its live request."""
         match message:
             case Continue(token_ids=token_ids):
                 if not request.output_token_ids and not request.in_worker:  # else it draws the token itself
@@ -321,13 +325,13 @@ class EngineCore:
                 if request.kv == "await_peer":
                     request.handoff = message
             case KVReady() if request.kv == "handoff" and not request.borrows:
-                pass  # its loan is over, and what it loads has nothing to do with that
+                pass  # its loan is over, which does not affect what it loads
             case KVReady(ok=ok, code=code):
                 request.kv_ready = ok
                 if not ok:
                     self.scheduler.loads.fail(request, TransferOutcome(code))
                     self._book.fail_rejected()
-            case _:  # a ticket for who sends nothing, a hand-off of another transfer
+            case _:  # a ticket for an engine that sends nothing, or a hand-off of another transfer
                 self.counters.dropped_messages += 1
 
     def expire(self, now: float) -> None:
@@ -340,4 +344,4 @@ class EngineCore:
         self._book.fail_rejected()
         self.prefill.expire(now)
         if self.scheduler.trials.expire(now):
-            logger.warning("a router did not say whether a request may run alone; it runs as others do")
+            logger.warning("a router did not say whether a request may run alone; it runs with others")

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar, in no queue of the scheduler; and those that wait for a mask that was late."""
+"""Requests that wait for their grammar, outside the scheduler's queues, and those that wait for a late mask."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -25,7 +25,7 @@ class Ticket(Protocol):
 
 
 class GrammarStore(Protocol):
-    """Who gets grammars ready, and knows which answers are late or fail; see `GrammarHost`."""
+    """Prepares grammars, and knows which answers are late or have failed; see `GrammarHost`."""
 
     @property
     def has_failed(self) -> bool: ...
@@ -40,24 +40,24 @@ class GrammarStore(Protocol):
 
 
 class Answered(NamedTuple):
-    """A request that waits no longer."""
+    """A request that no longer waits."""
 
     request: Request
-    error: PdkvError | None  # None: its grammar is there
+    error: PdkvError | None  # None: its grammar is ready
 
 
 class GrammarWait:
     """The grammars of an engine's requests. Single-threaded.
 
     Args:
-        store: None: this engine can enforce none. Stays the caller's.
+        store: None: this engine cannot enforce grammars. The caller owns it.
     """
 
     def __init__(self, store: GrammarStore | None) -> None:
         self._store = store
         self._tickets: dict[RequestKey, tuple[Request, Ticket]] = {}
-        self._waiting: dict[RequestKey, Ticket] = {}  # of those, the ones whose grammar is not there yet
-        self._late: dict[RequestKey, Request] = {}  # of the others, the ones that a step has left out
+        self._waiting: dict[RequestKey, Ticket] = {}  # requests whose grammar is not ready yet
+        self._late: dict[RequestKey, Request] = {}  # the other requests, those that a step has left out
         self._resumed: list[RequestKey] = []
 
     @property
@@ -67,17 +67,17 @@ class GrammarWait:
 
     @property
     def has_answers(self) -> bool:
-        """Whether `take_answers` has something, or `resume`."""
+        """Whether `take_answers` or `resume` has something."""
         if self._store is None or not self._tickets:
             return False
         done = any(ticket.done for ticket in self._waiting.values())
         return done or self._store.has_failed or any(map(self._store.is_in, self._late))
 
     def add(self, request: Request) -> bool:
-        """Ask for a new request's grammar. Returns whether it may be scheduled now; else it waits.
+        """Request a new request's grammar. Returns whether it may be scheduled now; else it waits.
 
         Raises:
-            PdkvError: its grammar cannot be had, and why.
+            PdkvError: its grammar cannot be prepared, and why.
         """
         grammar = request.submit.params.grammar
         if grammar is None:
@@ -95,9 +95,7 @@ class GrammarWait:
         return ticket.done
 
     def take_answers(self) -> list[Answered]:
-        """Requests whose wait is over, in the order in which they came; and any that has failed. Those with an error
-        are to be removed.
-        """
+        """Requests whose wait is over, in order of arrival, and those that failed, which the caller must remove."""
         if self._store is None or not self._tickets:
             return []
         answers = []
@@ -113,25 +111,25 @@ class GrammarWait:
         ]
 
     def left_out(self, request: Request) -> None:
-        """A step had no mask for it: it goes on when that is there."""
+        """Note that a step had no mask for it: it continues when the mask is ready."""
         request.leave_out()
         self._late[request.key] = request
 
     def resume(self) -> bool:
-        """Those whose masks are there now go on. Returns whether one does."""
+        """Let requests whose masks are ready continue. Returns whether there is one."""
         if self._store is None:
             return False
         found = [key for key in self._late if self._store.is_in(key)]
         for key in found:
             request = self._late.pop(key)
-            if request.awaits_mask:  # else it was preempted meanwhile
+            if request.awaits_mask:  # else it was preempted in the meantime
                 request.awaits_mask = False
                 self._resumed.append(key)
         return bool(found)
 
     def remove(self, request: Request) -> bool:
-        """The request ends. Returns whether it was still waiting for its grammar, so that the scheduler does not know
-        it.
+        """Forget a request that ends. Returns whether it was still waiting for its grammar, unknown to the
+        scheduler.
         """
         self._late.pop(request.key, None)
         waited = self._waiting.pop(request.key, None) is not None
@@ -140,13 +138,13 @@ class GrammarWait:
         return waited
 
     def complete(self, plan: StepPlan) -> StepPlan:
-        """The plan with those that are drawn for again."""
+        """The plan with the requests that may draw again."""
         if not self._resumed:
             return plan
         resumed, self._resumed = self._resumed, []
         return msgspec.structs.replace(plan, resumed=resumed)
 
     def close(self) -> None:
-        """Nothing is needed any more. Idempotent."""
+        """Release everything. Idempotent."""
         for request, _ in list(self._tickets.values()):
             self.remove(request)

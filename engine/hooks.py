@@ -11,32 +11,32 @@ from pdkv.wire.messages import EngineToRouter, RouterToEngine
 
 
 class SendToRouter(Protocol):
-    """Where messages to a router go; they leave after the step."""
+    """Sends messages to a router; they leave after the step."""
 
     def __call__(self, router_id: str, message: EngineToRouter) -> None: ...
 
 
 class PrefillHooks(Protocol):
-    """What prefill adds to an engine: hand-offs, and leases on their blocks."""
+    """The prefill role's part in an engine: hand-offs, and leases on their blocks."""
 
     def may_start(self, request: Request, num_blocks: int) -> bool:
-        """Whether a waiting request that will need `num_blocks` blocks may be admitted now."""
+        """Whether a waiting request that needs `num_blocks` blocks may be admitted now."""
         ...
 
     def may_lend(self, num_blocks: int) -> bool:
-        """Whether so many cached blocks may be leased to another engine now."""
+        """Whether this many cached blocks may be leased to another engine now."""
         ...
 
     def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
-        """A request with kv="handoff" is done; the role takes its blocks over (they are still held)."""
+        """Take over a finished request with kv="handoff" and its blocks, which are still held."""
         ...
 
     def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:
-        """A transfer from here ended."""
+        """Note that a transfer from here has ended."""
         ...
 
     def handle(self, router_id: str, message: RouterToEngine) -> bool:
-        """A message that names no live request. True: it was this role's."""
+        """Handle a message that names no live request. True: it was for this role."""
         ...
 
     def holds(self, key: TransferKey) -> bool:
@@ -44,11 +44,11 @@ class PrefillHooks(Protocol):
         ...
 
     def router_left(self, router_id: str) -> None:
-        """Everything of that router ends."""
+        """End everything of that router."""
         ...
 
     def expire(self, now: float) -> None:
-        """End what is past its deadline."""
+        """End whatever is past its deadline."""
         ...
 
     def next_deadline(self) -> float | None:
@@ -57,36 +57,38 @@ class PrefillHooks(Protocol):
 
 
 class LoadCounts(NamedTuple):
-    """Loads of one engine since its start."""
+    """Counts of one engine's loads since its start."""
 
     num_failures: int
-    num_partial: int  # a store had less than it said: what came is used
+    num_partial: int  # a store had less than it said: the part that arrived is used
     bytes_received: int
     transfer_seconds: float
 
 
 class DecodeHooks(Protocol):
-    """What decode adds to an engine: who may load KV from outside, and what happens when a load ends."""
+    """The decode role's part in an engine: which requests may load KV from outside, and what happens when a
+    load ends.
+    """
 
     def may_load(self, request: Request, num_blocks: int, num_others: int) -> bool:
-        """Whether a remote load may take `num_blocks` now, hits that nobody holds yet among them.
+        """Whether a remote load may take `num_blocks` now, including hits that are not held yet.
 
         `num_others` requests run or load already.
         """
         ...
 
     def declines(self, request: Request, num_missing: int) -> bool:
-        """Whether a conditional request is better computed here than loaded. True: the peer has been told."""
+        """Whether a conditional request had better be computed here than loaded. True: the peer has been told."""
         ...
 
     def load_allocated(self, request: Request, start: int, stop: int, ticket: bytes | None) -> None:
-        """The request's blocks for a remote load of tokens [start, stop) are reserved."""
+        """Note that the request's blocks for a remote load of tokens [start, stop) are reserved."""
         ...
 
     def load_ended(self, request: Request, ok: bool, outcome: TransferOutcome) -> bool:
-        """A load ended. False: the request must fail instead of being computed here."""
+        """Note that a load ended. False: the request must fail instead of being computed here."""
         ...
 
     def counts(self) -> LoadCounts:
-        """What the loads so far came to."""
+        """Counts of the loads so far."""
         ...

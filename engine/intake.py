@@ -1,7 +1,7 @@
-"""What comes from routers, in order; a thread of its own hashes long prompts before the engine looks at them.
+"""Queues the input from routers in order; a separate thread hashes long prompts before the engine sees them.
 
-A prompt of 131k tokens has 8,192 block keys. Whatever comes behind it waits with it: an Abort never overtakes its
-Submit here, and a router that leaves leaves behind its requests.
+A prompt of 131k tokens has 8,192 block keys. Everything after it waits with it: an Abort never overtakes its Submit
+here, and a router leaves only after its requests have arrived.
 """
 
 import logging
@@ -20,11 +20,11 @@ from pdkv.wire.messages import Submit
 logger = logging.getLogger(__name__)
 
 MIN_TOKENS = 4096
-"""Shorter prompts are hashed at once: that takes less than the way to the thread and back."""
+"""Shorter prompts are hashed at once, which takes less time than passing them to the thread and back."""
 
 
 class Prepared(NamedTuple):
-    """What the engine needs to know of a Submit's tokens, prompt and output."""
+    """The block keys and token range of a Submit's prompt and output."""
 
     root: bytes  # parent of the first key
     keys: list[bytes]  # one per full hash block
@@ -47,7 +47,7 @@ def root_of(card: EngineCard, submit: Submit) -> bytes:
 
 
 def prepare(card: EngineCard, submit: Submit) -> Prepared:
-    """Read all tokens of a Submit once. Raises OverflowError for a token that no int32 holds."""
+    """Read all tokens of a Submit once. Raises OverflowError for a token that does not fit into int32."""
     tokens = as_tokens([*submit.prompt_token_ids, *submit.output_token_ids])
     root = root_of(card, submit)
     keys = keys_behind(root, tokens, hash_block_size=card.hash_block_size)
@@ -55,17 +55,17 @@ def prepare(card: EngineCard, submit: Submit) -> Prepared:
 
 
 class Intake:
-    """A queue with a thread in it. `put`, `take` and `close` are the step thread's.
+    """A queue with a thread behind it. `put`, `take` and `close` are called on the step thread.
 
     Args:
-        prepare: what the thread does with a long Submit.
+        prepare: called by the thread for a long Submit.
         notify: called by the thread when `take` has something.
     """
 
     def __init__(self, prepare: Callable[[Submit], Prepared], notify: Callable[[], None]) -> None:
         self._prepare = prepare
         self._notify = notify
-        self._arrivals: deque[Arrival] = deque()  # before them nothing waits any more
+        self._arrivals: deque[Arrival] = deque()  # everything before them is ready
         self._under_way = 0
         self._todo: queue.SimpleQueue[Arrival | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
@@ -73,7 +73,7 @@ class Intake:
 
     @property
     def is_empty(self) -> bool:
-        """Whether `take` has returned all that was put in."""
+        """Whether `take` has returned everything that was put in."""
         return not (self._under_way or self._arrivals)
 
     def put(self, router_id: str, message: object) -> None:
@@ -87,7 +87,7 @@ class Intake:
         self._todo.put(arrival)
 
     def take(self) -> list[Arrival]:
-        """What is ready, in the order in which it was put in. Never blocks."""
+        """The items that are ready, in order. Never blocks."""
         taken = list(self._arrivals)
         self._arrivals.clear()
         while self._under_way:
@@ -99,7 +99,7 @@ class Intake:
         return taken
 
     def close(self) -> None:
-        """End the thread; what it has not done is dropped. Idempotent."""
+        """End the thread; unfinished items are dropped. Idempotent."""
         self._thread.stop()
 
     def _run(self, stopping: threading.Event) -> None:
@@ -107,8 +107,8 @@ class Intake:
             if _is_long(arrival.message):
                 try:
                     arrival = arrival._replace(prepared=self._prepare(arrival.message))
-                except Exception:  # the engine meets the same error, and answers it
-                    logger.debug("a prompt cannot be hashed ahead", exc_info=True)
+                except Exception:  # the engine meets the same error, and answers with it
+                    logger.debug("a prompt cannot be hashed in advance", exc_info=True)
             self._done.put(arrival)
             self._notify()
 

@@ -1,6 +1,4 @@
-"""Loans: what an engine's cache has of a prompt is handed off to another engine, and nothing is computed for it
-(docs/kv-hierarchy.md).
-"""
+"""Loans: hands the cached part of a prompt off to another engine without computing anything (docs/kv-hierarchy.md)."""
 
 from pdkv.engine.hooks import PrefillHooks
 from pdkv.engine.kv.kv_cache_manager import PrefixHit
@@ -10,8 +8,8 @@ from pdkv.errors import KVNotFound
 
 
 def lend(request: Request, scheduler: Scheduler, prefill: PrefillHooks, now: float) -> None:
-    """Hand off what the cache has of a prompt: leased as after a prefill, under the borrower's name for it, within the
-    same bound of leased blocks. Nobody waits for that: what cannot be lent is computed.
+    """Hand off the cached part of a prompt: leased as after a prefill, under the borrower's transfer id, within the
+    same limit on leased blocks. The borrower does not wait: what cannot be lent is computed.
 
     Raises:
         KVNotFound: it is not lent.
@@ -29,7 +27,7 @@ def lend(request: Request, scheduler: Scheduler, prefill: PrefillHooks, now: flo
 
 
 def _why_not(request: Request, hit: PrefixHit, scheduler: Scheduler, prefill: PrefillHooks) -> str:
-    """Empty: it is lent."""
+    """Why it cannot be lent; empty: it can."""
     if not hit.num_tokens:
         return "the cache has nothing of it"
     if not prefill.may_lend(scheduler.kv.num_kept(hit.num_tokens)):

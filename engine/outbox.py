@@ -1,4 +1,4 @@
-"""What an engine says, until its loop sends it."""
+"""Messages of an engine until its loop sends them."""
 
 from pdkv.wire.messages import EngineToRouter
 

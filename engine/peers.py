@@ -1,4 +1,4 @@
-"""The other engines, as the routers tell of them."""
+"""The other engines, as the routers report them."""
 
 import logging
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 class Workers(Protocol):
-    """Who is told which engines came and went: the executor, or who passes it on to the executor's thread."""
+    """The receiver of peer changes: the executor, or a relay to the executor's thread."""
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None: ...
 
 
 class PeerTable:
-    """Which engines are there: the connector's two sides are told of every change."""
+    """The known engines: both sides of the connector are told of every change."""
 
     def __init__(
         self, card: EngineCard, connector: SchedulerConnector | None, workers: Workers, counters: Counters
@@ -27,16 +27,18 @@ class PeerTable:
         self.counters = counters
         self._engine = card.engine
         self._connector = connector
-        self._cards: dict[str, Sequence[EngineCard]] = {}  # by router, the last that spoke at the end
+        self._cards: dict[str, Sequence[EngineCard]] = {}  # by router, the latest speaker last
         self._peers: dict[str, EngineCard] = {}  # by epoch
 
     def router_left(self, router_id: str) -> None:
-        """What only that router knew is gone."""
+        """Drop what only that router knew."""
         if self._cards.pop(router_id, None) is not None:
             self._update()
 
     def take_cards(self, router_id: str, cards: Sequence[EngineCard]) -> None:
-        """A router tells all engines that it knows. Raises what the connector raises; then all is as it was before."""
+        """Take a router's list of all engines. Raises what the connector raises, and then leaves everything
+        unchanged.
+        """
         before = dict(self._cards)
         self._cards.pop(router_id, None)
         self._cards[router_id] = cards
@@ -58,7 +60,7 @@ class PeerTable:
         self._peers = peers
 
     def refused(self, added: Sequence[EngineCard], removed: Sequence[EngineCard], error: Exception) -> None:
-        """The workers could not stand that change, which they were told of a while ago: the next one says it again."""
+        """Note that the workers refused an earlier change: the next change repeats it."""
         self.counters.dropped_messages += 1
         logger.error("the connector's workers refused a change of peers: %s", error, exc_info=error)
         for card in added:

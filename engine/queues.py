@@ -1,4 +1,4 @@
-"""The requests of one engine that run and that wait, and their places in the workers' batch."""
+"""The running and the waiting requests of one engine, and their places in the workers' batch."""
 
 from bisect import insort_right
 from collections import OrderedDict
@@ -19,7 +19,7 @@ def _priority(request: Request) -> int:
 
 Lane = Literal["ticket", "handoff", "other"]
 LANES: Sequence[Lane] = ("ticket", "handoff", "other")
-"""Of the requests that wait: with a ticket, others that will be handed off, all others."""
+"""Lanes of waiting requests: with a ticket, others that will be handed off, all others."""
 
 _Lane = OrderedDict[RequestKey, tuple[int, Request]]  # with the number of a request's place among its equals
 
@@ -72,7 +72,7 @@ class Waiting(Collection[Request]):
 
 
 class Queues:
-    """Who runs, who waits, and who has a place in the workers' batch."""
+    """The running and waiting requests, and which of them have a place in the workers' batch."""
 
     def __init__(self, kv: KVCacheManager, max_num_seqs: int) -> None:
         self.waiting = Waiting()
@@ -85,26 +85,26 @@ class Queues:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody runs and nobody waits: nothing that comes free is of use to anyone yet."""
+        """Whether no request runs or waits, so that freed resources are of no use yet."""
         return not (self.running or self.waiting)
 
     @property
     def has_place(self) -> bool:
-        """Whether the workers' batch takes another request."""
+        """Whether the workers' batch has room for another request."""
         return self._num_places_taken < self._max_num_seqs
 
     def run(self, request: Request) -> None:
-        """The request is one of the running from now on, behind its equals."""
+        """Add the request to the running ones, after those of equal priority."""
         insort_right(self.running, request, key=_priority)
 
     def join_workers(self, request: Request) -> None:
-        """The request has a place in the workers' batch from now on."""
+        """Give the request a place in the workers' batch."""
         if not request.in_worker:
             request.in_worker = True
             self._num_places_taken += 1
 
     def leave_workers(self, request: Request) -> None:
-        """The request is in the workers' batch no longer."""
+        """Take the request's place in the workers' batch away."""
         if request.in_worker:
             request.in_worker = False
             self._num_places_taken -= 1
@@ -116,7 +116,7 @@ class Queues:
         return left
 
     def remove(self, request: Request) -> None:
-        """The request ends: it leaves its queue, its blocks and its place."""
+        """Remove a request that ends from its queue, its blocks and its place."""
         if request in self.waiting:
             self.waiting.remove(request)
         elif request in self.running:
@@ -124,14 +124,14 @@ class Queues:
         self._give_back(request)
 
     def send_back(self, request: Request) -> None:
-        """The request, in neither queue now, starts again from the waiting, before others of its priority."""
+        """Send a request that is in neither queue now back to the waiting ones, before others of its priority."""
         self._give_back(request)
         request.restart()
         self.waiting.add(request, before_equals=True)
         self.needs_step = True
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where a queue is out of order, or places in the workers' batch are miscounted."""
+        """Raise AssertionError if a queue is out of order, or places in the workers' batch are miscounted."""
         for queue in (self.waiting, self.running):
             priorities = [_priority(request) for request in queue]
             assert priorities == sorted(priorities), priorities

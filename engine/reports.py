@@ -1,4 +1,4 @@
-"""What an engine tells routers of itself: cache events, snapshots of the cache, its load."""
+"""Reports of an engine to routers: cache events, snapshots of the cache, its load."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from pdkv.wire.messages import CacheCleared, KVEvent, KVEvents
 from pdkv.wire.reports import LoadReport, SourceCounts
 
 MAX_KEYS_PER_EVENTS = 16_384
-"""Block keys that one KVEvents tells; more are told in parts."""
+"""The most block keys in one KVEvents; more are sent in parts."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Since start."""
+    """Counts since the start."""
 
     computed: int = 0
     recomputed: int = 0
@@ -41,13 +41,13 @@ class Counters:
 
 
 class Reports:
-    """The routers of an engine and what each of them is told."""
+    """The routers of an engine and what each of them has been told."""
 
     def __init__(
         self, card: EngineCard, scheduler: Scheduler, decode: DecodeHooks, grammars: GrammarWait, outbox: Outbox
     ) -> None:
         self.routers: dict[str, str] = {}
-        """Epochs of the routers that are there, by their ids."""
+        """Epochs of the connected routers, by their ids."""
         self.counters = Counters()
         self._card = card
         self._scheduler = scheduler
@@ -58,11 +58,11 @@ class Reports:
         self._event_number = 0
         self._lower_tiers = LowerTiers()
         self._asked: dict[str, int] = {}  # number of the last AskReport, by router
-        self._begun: dict[str, int] | None = None  # of those that the ranks' answer is awaited for
-        self._told: set[str] = set()  # routers that were told the whole cache since messages left last
+        self._begun: dict[str, int] | None = None  # those that await the ranks' answer
+        self._told: set[str] = set()  # routers that were sent the whole cache since messages last left
 
     def join(self, router_id: str, epoch: str) -> None:
-        """Tell a router that said Hello all there is."""
+        """Send a new router everything."""
         self.routers.pop(router_id, None)  # it needs no events from before its snapshot
         self.flush_events()
         self.routers[router_id] = epoch
@@ -70,40 +70,40 @@ class Reports:
         self._outbox(router_id, self.make_load())
 
     def leave(self, router_id: str) -> None:
-        """Tell that router nothing any more."""
+        """Stop reporting to that router."""
         self.routers.pop(router_id, None)
         for numbers in (self._asked, self._begun or {}):
             numbers.pop(router_id, None)
 
     def resync(self, router_id: str) -> None:
-        """Tell a router that has missed events the whole cache, once between two sendings."""
+        """Send the whole cache to a router that has missed events, once between two sendings."""
         if router_id in self.routers and router_id not in self._told:
             self._send_snapshot(router_id)
 
     def ask(self, router_id: str, number: int) -> None:
-        """A router asks for a report of now, under that number."""
+        """Note a router's request, under that number, for a current report."""
         self._asked[router_id] = number
 
     def begin(self) -> bool:
-        """Whether routers wait for a report, and none is under way: `answer` follows, once the ranks have answered."""
+        """Whether routers wait for a report and none is in progress: `answer` follows, once the ranks have answered."""
         if not self._asked or self._begun is not None:
             return False
         self._begun, self._asked = self._asked, {}
         return True
 
     def answer(self) -> None:
-        """The ranks have answered: report to the routers for which `begin` was."""
+        """Report to the routers of the last `begin`: the ranks have answered."""
         load = self.make_load()
         for router_id, number in (self._begun or {}).items():
             self._outbox(router_id, msgspec.structs.replace(load, answers=number))
         self._begun = None
 
     def sent(self) -> None:
-        """All messages leave now."""
+        """Note that all messages leave now."""
         self._told.clear()
 
     def flush_events(self) -> None:
-        """Tell all routers what entered and left the cache, and tiers below it, since they were told last."""
+        """Tell all routers what has entered and left the cache, and the tiers below it, since the last time."""
         pool = self._scheduler.kv.pool
         if pool.events:
             events, pool.events = pool.events, []
@@ -118,7 +118,9 @@ class Reports:
                     self._outbox(router_id, told)
 
     def _send_snapshot(self, router_id: str) -> None:
-        """Tell one router the whole cache, under the number of the last events, and what is known of tiers below."""
+        """Send one router the whole cache, under the number of the last events, and the known content of tiers
+        below.
+        """
         self._told.add(router_id)
         for told in self._lower_tiers.snapshot():
             self._outbox(router_id, told)
@@ -126,7 +128,7 @@ class Reports:
             self._outbox(router_id, part)
 
     def make_load(self) -> LoadReport:
-        """What the engine has to do, and what it has counted."""
+        """The engine's current work and its counts."""
         loads, counters, scheduler = self._decode.counts(), self.counters, self._scheduler
         return LoadReport(
             waiting=len(scheduler.waiting) + len(scheduler.external.loads) + self._grammars.num_waiting,
@@ -149,7 +151,7 @@ class Reports:
         )
 
     def report_load(self) -> None:
-        """Tell all routers the load where it has changed."""
+        """Tell all routers the load if it has changed."""
         load = self.make_load()
         if load != self._last_load:
             self._last_load = load

@@ -15,9 +15,9 @@ from pdkv.wire.types import RequestKey
 
 
 class Request:
-    """State of a Submit. Tokens [0, num_computed) are computed or being computed, [0, num_confirmed) are for good.
+    """The state of a Submit. Tokens [0, num_computed) are computed or being computed, [0, num_confirmed) are confirmed.
 
-    While steps with drafts are in flight, the number computed is the most that it may be.
+    While steps with drafts are in flight, `num_computed` is the largest possible number.
     """
 
     __slots__ = (
@@ -32,7 +32,7 @@ class Request:
     def __init__(
         self, submit: Submit, router_id: str, hash_root: bytes, arrival: float, hash_keys: Sequence[bytes] = ()
     ) -> None:
-        """`hash_keys`: those of its full hash blocks that are known already, from the first on."""
+        """`hash_keys`: the known keys of its full hash blocks, from the first on."""
         self.submit = submit
         self.key: RequestKey = (submit.request_id, submit.attempt)
         self.transfer_key = TransferKey(submit.transfer_id, submit.attempt, lent=submit.until == "cached")
@@ -42,44 +42,44 @@ class Request:
         self.deadline = arrival + submit.timeout_s
         self.prompt_token_ids = submit.prompt_token_ids
         self.output_token_ids = list(submit.output_token_ids)
-        self.end_at = _end_at(submit)  # with so many tokens it is over: nothing is computed behind the last but one
+        self.end_at = _end_at(submit)  # at this many tokens it is over: nothing is computed after the last but one
         self.kv = submit.kv  # becomes "local" with `compute_here`
         self.handoff = submit.handoff
         self.num_handed_over = 0  # tokens that another engine has computed
         self.ticket = submit.ticket
         self.ticket_number = 0
         self.grammar: int | None = None  # the number by which its grammar is known
-        self.trial_tokens = submit.trial_tokens  # new tokens that it has yet to get alone
+        self.trial_tokens = submit.trial_tokens  # new tokens that it must still get alone
         self.kv_ready: bool | None = None
         self.hash_root = hash_root
         self.hash_keys = list(hash_keys)  # one per full hash block of prompt + output
-        self.load_failed = False  # nothing more is asked from outside
-        self.restarts = 0  # times it was reset; results of a step planned under another value are dropped
-        self.preempted = False  # what is computed from now on is computed again
-        self.computed_before: list[tuple[int, int, bool]] = []  # prompt ranges of earlier lives; whether again then
+        self.load_failed = False  # nothing more is asked for from outside
+        self.restarts = 0  # number of resets; results of a step planned under another value are dropped
+        self.preempted = False  # tokens computed from now on are computed again
+        self.computed_before: list[tuple[int, int, bool]] = []  # prompt ranges computed in earlier lives
         self._reset()
 
     def _reset(self) -> None:
-        self.block_tables: list[list[int]] = []  # one per KV group, equally long; -1: given up, or never had
-        self.num_given_up: list[int] = []  # by group, how many entries at the table's start are -1
+        self.block_tables: list[list[int]] = []  # one per KV group, equally long; -1: given up, or never needed
+        self.num_given_up: list[int] = []  # by group, the number of -1 entries at the table's start
         self.num_computed = 0
         self.num_confirmed = 0
         self.num_reported = 0  # confirmed tokens that the connector has been told of
-        self.num_full_blocks = 0  # of each group, that shall be in the cache
-        self.num_committed_blocks = 0  # that are
-        self.due_at = 0  # with fewer tokens confirmed nothing of it enters the cache, and nothing is told of it
+        self.num_full_blocks = 0  # blocks of each group that are to enter the cache
+        self.num_committed_blocks = 0  # blocks that have
+        self.due_at = 0  # with fewer confirmed tokens, nothing of it enters the cache or is reported
         self.num_local_hit = 0
         self.num_external = 0
         self.source_is_peer = False
         self.in_worker = False
         self.num_worker_blocks = 0
         self.last_step_id = -1  # last step that names this request's blocks
-        self.num_in_flight = 0  # tokens that steps in flight will draw, at most: known with their updates
-        self.num_drafts = 0  # of these, behind drafts: they may not come
-        self.awaits_mask = False  # nothing is computed for it until the mask of its next token is there
+        self.num_in_flight = 0  # the most tokens that steps in flight will draw: known with their updates
+        self.num_drafts = 0  # the part of these after drafts, which may not come
+        self.awaits_mask = False  # nothing is computed for it until the mask of its next token is ready
 
     def restart(self) -> None:
-        """Forget all that was computed: what steps in flight bring for it is dropped."""
+        """Forget everything computed: what steps in flight bring for it is dropped."""
         start, stop = self.num_local_hit + self.num_external, min(self.num_confirmed, len(self.prompt_token_ids))
         if start < stop:
             self.computed_before.append((start, stop, self.preempted))
@@ -88,33 +88,33 @@ class Request:
         self._reset()
 
     def resume(self, num_tokens: int) -> None:
-        """Go on behind tokens [0, num_tokens), which are in its blocks, and forget what steps in flight compute."""
+        """Continue after tokens [0, num_tokens), which are in its blocks, and forget what steps in flight compute."""
         self.restarts += 1
-        self.preempted = True  # what should have come from outside is computed again
+        self.preempted = True  # what was to be loaded from outside is computed again
         self.num_external = num_tokens - self.num_local_hit
         self.num_computed = self.num_confirmed = num_tokens
         self.num_reported = self.num_worker_blocks = self.due_at = self.num_in_flight = 0
         self.num_drafts = 0
 
     def leave_out(self) -> None:
-        """A step drew nothing for it, and those behind it in flight bring nothing: it goes on behind what is known."""
+        """Note that a step drew nothing for it, nor will later ones in flight: it continues after the known tokens."""
         self.restarts += 1
         self.awaits_mask = True
-        self.num_computed = self.num_tokens - 1  # computed again: what is drawn behind it needs its logits
+        self.num_computed = self.num_tokens - 1  # computed again: drawing the next token needs its logits
         self.num_in_flight = self.num_drafts = 0
 
     @property
     def borrows(self) -> bool:
-        """Whether its hand-off names what another engine lends, for a prompt that is handed off itself."""
+        """Whether its hand-off names KV that another engine lends, for a prompt that is itself handed off."""
         return self.handoff is not None and self.kv == "handoff"
 
     def go_without_loan(self) -> None:
-        """It has found as much elsewhere, which neither the lender's end nor the loan's deadline concerns."""
+        """Continue without the loan: as much was found elsewhere, independent of the lender and the loan's deadline."""
         if self.borrows:
             self.handoff = None
 
     def compute_here(self) -> None:
-        """The peer's part is over, one way or the other."""
+        """Compute the rest here: the peer's part is over, one way or the other."""
         if self.kv == "await_peer" and self.handoff is not None:
             self.num_handed_over = self.handoff.num_tokens
         self.handoff = None
@@ -123,11 +123,11 @@ class Request:
 
     @property
     def name(self) -> RequestName:
-        """What log lines call it."""
+        """Its name in log lines."""
         return name_of(self.submit)
 
     def begins(self, now: float) -> None:
-        """A step computes it; the first one counts."""
+        """Note that a step computes it; the first one counts."""
         if self.started is None:
             self.started = now
 
@@ -143,24 +143,24 @@ class Request:
 
     @property
     def num_planned(self) -> int:
-        """Tokens known, and those that steps in flight will draw, at most."""
+        """Known tokens, and the most that steps in flight will draw."""
         return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_in_flight
 
     @property
     def is_ending(self) -> bool:
-        """Whether the steps in flight end it by its length, or may, if all drafts are right: until that is known it
-        computes nothing more. At its end it gives its blocks back.
+        """Whether the steps in flight end it by its length, or may if all drafts are right: until that is known,
+        nothing more is computed for it. At its end it gives its blocks back.
         """
         return self.num_in_flight > 0 and self.num_planned >= self.end_at
 
     @property
     def stands_still(self) -> bool:
-        """Whether nothing is computed for it now: it is ending, or the mask of its next token is not there."""
+        """Whether nothing is computed for it now: it is ending, or the mask of its next token is not ready."""
         return self.is_ending or self.awaits_mask
 
     @property
     def num_wanted(self) -> int:
-        """KV of tokens [0, num_wanted) may come from a cache or from outside; the one behind it is computed here."""
+        """KV of tokens [0, num_wanted) may come from a cache or from outside; the next token is computed here."""
         if self.kv == "await_peer" and not self.output_token_ids:
             return len(self.prompt_token_ids)
         return self.num_tokens - 1
@@ -196,7 +196,7 @@ class Request:
         )
 
     def view(self) -> RequestView:
-        """What a connector may see."""
+        """The part that a connector may see."""
         submit = self.submit
         return RequestView(
             request_id=submit.request_id,
@@ -217,9 +217,10 @@ class Request:
         )
 
     def sources(self) -> SourceCounts:
-        """Prompt tokens by where their KV came from, as things stand; they sum to the prompt's length.
+        """Prompt tokens by the current source of their KV; they sum to the prompt's length.
 
-        What the request computed before a preemption and found again, here or outside, was computed, and is no hit.
+        Tokens that the request computed before a preemption and found again, here or outside, count as computed, not as
+        a hit.
         """
         prompt = len(self.prompt_token_ids)
         local = min(self.num_local_hit, prompt)
@@ -239,20 +240,20 @@ class Request:
 
 
 def _end_at(submit: Submit) -> int:
-    """Tokens of prompt and output behind which a request ends by what it asks for, if nothing ends it before."""
+    """The number of prompt and output tokens at which a request ends by its own limits."""
     num_prompt, most = len(submit.prompt_token_ids), submit.params.max_tokens
     end_at = maxsize if most is None else num_prompt + most
     return end_at if submit.until == "end" else min(end_at, num_prompt + len(submit.output_token_ids) + 1)
 
 
 def name_of(submit: Submit) -> RequestName:
-    """What log lines call a request."""
+    """The name of a request in log lines."""
     return RequestName(submit.request_id, submit.attempt, label=submit.label, traceparent=submit.traceparent)
 
 
 def held_blocks(tables: Sequence[Sequence[int]], first: int = 0) -> Sequence[int]:
-    """The blocks of all groups' tables, from entry `first` on, without those that were given up."""
-    if len(tables) == 1 and (not tables[0] or tables[0][0] >= 0):  # what was given up is at the start
+    """The blocks of all groups' tables, from entry `first` on, without those given up."""
+    if len(tables) == 1 and (not tables[0] or tables[0][0] >= 0):  # entries given up are at the start
         return tables[0][first:] if first else tables[0]
     return [block_id for table in tables for block_id in table[first:] if block_id >= 0]
 

@@ -37,14 +37,14 @@ from pdkv.wire.types import RequestKey
 logger = logging.getLogger(__name__)
 
 MAX_TOMBSTONES = 4096
-"""Aborts that overtook their Submit, and ended attempts, that are remembered."""
+"""The number of remembered ended attempts, and of Aborts that overtook their Submit."""
 
 _FAILURE_LEVELS = dict.fromkeys((RequestTimeout.code, InvalidRequest.code, GrammarGivenUp.code), logging.INFO)
-"""Of the log line of a request that failed: those are the client's doing, as far as an engine can tell."""
+"""Log level of failed requests: as far as an engine can tell, clients cause them."""
 
 
 class RequestBook:
-    """Live requests, and the attempts that are over: what is said to them later is dropped."""
+    """Live requests, and ended attempts, for which later messages are dropped."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class RequestBook:
         self._deadlines: list[tuple[float, RequestKey]] = []  # a heap: of live requests, and of others that are over
 
     def submit(self, router_id: str, submit: Submit, now: float, prepared: Prepared | None) -> None:
-        """Take a request in, or say why not."""
+        """Accept a request, or answer why not."""
         key = (submit.request_id, submit.attempt)
         live = self._attempts.get(submit.request_id)
         if key in self._ended or (live is not None and live >= submit.attempt):
@@ -115,11 +115,11 @@ class RequestBook:
             self._scheduler.add(request)
 
     def _refuse(self, router_id: str, key: RequestKey, error: PdkvError) -> None:
-        """A Submit cannot be served."""
+        """Answer a Submit that cannot be served."""
         self._outbox(router_id, _failed(key, error))
 
     def take_grammars(self) -> None:
-        """Those whose grammar is there wait with all others from now on; those whose mask is there go on."""
+        """Queue requests whose grammar is ready; let those whose mask is ready continue."""
         for request, error in self._grammars.take_answers():
             if error is None:
                 self._scheduler.add(request)
@@ -131,7 +131,7 @@ class RequestBook:
             self._scheduler.go_on()
 
     def _check(self, router_id: str, submit: Submit, older: Request | None, prepared: Prepared | None) -> None:
-        """Raises InvalidRequest for a Submit that can never work, or that would take what is another request's."""
+        """Raise InvalidRequest for a Submit that can never work, or that would take something of another request."""
         bounds = None if prepared is None else (prepared.lowest, prepared.highest)
         self._stop_rules.check(submit, has_connector=self._scheduler.external.connector is not None, bounds=bounds)
         if older is not None and older.router_id != router_id:
@@ -140,17 +140,17 @@ class RequestBook:
         if transfer in self._transfers or self._prefill.holds(transfer):
             raise InvalidRequest(f"transfer {submit.transfer_id} belongs to another request", param="transfer_id")
         if submit.handoff is not None and submit.handoff.transfer_id != submit.transfer_id:
-            text = f"the hand-off is for transfer {submit.handoff.transfer_id}, not for {submit.transfer_id}"
+            text = f"the hand-off is for transfer {submit.handoff.transfer_id}, expected {submit.transfer_id}"
             raise InvalidRequest(text, param="handoff")
         if submit.handoff is not None and submit.handoff.lent != (submit.kv == "handoff"):
-            text = "a prompt that is handed off reads what is lent, any other one a hand-off"
+            text = "a prompt that is handed off must read a loan, and any other one a hand-off"
             raise InvalidRequest(text, param="handoff")
         if submit.handoff is not None and submit.handoff.attempt > submit.attempt:
-            text = f"the hand-off is of attempt {submit.handoff.attempt}, which comes after attempt {submit.attempt}"
+            text = f"the hand-off is of attempt {submit.handoff.attempt}, which is later than attempt {submit.attempt}"
             raise InvalidRequest(text, param="handoff")
 
     def go_on(self, request: Request, token_ids: Sequence[int]) -> None:
-        """The first token is known; what follows is drawn here."""
+        """Continue after the first token, which is known now: later ones are drawn here."""
         try:
             self._stop_rules.check_continue(request, token_ids)
         except InvalidRequest as error:
@@ -158,10 +158,10 @@ class RequestBook:
             return
         request.output_token_ids += token_ids
         self._scheduler.loads.wake(request)
-        self._scheduler.go_on()  # it may be among those that wait
+        self._scheduler.go_on()  # it may be among the waiting ones
 
     def abort_attempt(self, router_id: str, key: RequestKey) -> None:
-        """That attempt is over, whether it is live, has ended, or is still to come."""
+        """End that attempt, whether it is live, has ended, or is still to come."""
         request = self.live.get(key)
         if request is not None and request.router_id != router_id:
             self.counters.dropped_messages += 1
@@ -171,13 +171,13 @@ class RequestBook:
             self._remember(key)
 
     def end(self, request: Request) -> None:
-        """A request has its answer here."""
+        """End a request that has its answer here."""
         if request.submit.cache_salt != PROBE_SALT:
             self.counters.add(request.sources())
         self._forget(request)
 
     def abort(self, request: Request) -> None:
-        """A request is over without one."""
+        """End a request without an answer."""
         self._scheduler.external.aborted(request.transfer_key, cancel_sending=True)
         self._forget(request)
 
@@ -188,7 +188,7 @@ class RequestBook:
         self.abort(request)
 
     def fail_rejected(self) -> None:
-        """Requests whose load failed under the policy "fail"."""
+        """Fail requests whose load failed under the policy "fail"."""
         rejected, self._scheduler.loads.rejected = self._scheduler.loads.rejected, []
         for request, outcome in rejected:
             self.fail(request, outcome.code, f"the KV of the prompt could not be loaded: {outcome.code}", True)
@@ -207,7 +207,7 @@ class RequestBook:
             self._ended.popitem(last=False)
 
     def advance(self, drawn: Drawn, output: StepOutput, now: float) -> None:
-        """New tokens leave; the request ends, is handed off, or goes on."""
+        """Send out new tokens; the request ends, is handed off, or continues."""
         request, sampled, position, reason = drawn.request, drawn.sampled, drawn.position, drawn.reason
         key = request.key
         token_ids = request.output_token_ids[position:]
@@ -219,7 +219,7 @@ class RequestBook:
         self._outbox(request.router_id, tokens)
         if reason is not None:
             self._scheduler.external.finished(request)
-            if request.ticket is not None:  # nobody waits for the KV any more
+            if request.ticket is not None:  # the KV is no longer needed
                 self._scheduler.external.aborted(request.transfer_key, cancel_sending=True)
             self._outbox(
                 request.router_id, Finished(*key, reason, request.sources(), drawn.stop_token_id, *request.times(now))
@@ -232,7 +232,7 @@ class RequestBook:
             self.end(request)
 
     def name_of(self, message: RouterToEngine) -> "RequestName | str":
-        """What a message is about, for a log line."""
+        """The subject of a message, for a log line."""
         key = key_of(message)
         request = self.live.get(key) if key is not None else None
         if request is not None:
@@ -242,7 +242,7 @@ class RequestBook:
         return RequestName(*key) if key is not None else "no request"
 
     def router_left(self, router_id: str) -> None:
-        """Abort that router's."""
+        """Abort all requests of that router."""
         for request in [r for r in self.live.values() if r.router_id == router_id]:
             self.abort(request)
 

@@ -2,7 +2,7 @@
 
 Running requests first, then waiting ones, within one token budget; both by priority, and within one priority first
 come, first served. Chunked prefill, prefix hits, remote KV and decode are the same arithmetic on counters. A plan's
-update may lag: what its requests lost meanwhile is dropped by counter.
+update may lag: tokens that its requests have lost since are dropped by counter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,14 @@ from pdkv.wire.types import RequestKey
 
 
 class SchedulerLimits(NamedTuple):
-    """Bounds of one step."""
+    """Limits of one step."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     long_prefill_token_threshold: int = 0  # 0: none
     kv_load_timeout_s: float = 30.0
-    num_draft_tokens: int = 0  # of a request that decodes, at most
-    decodes_with_loads: bool = True  # a step may have both single tokens and loads that come layer by layer
+    num_draft_tokens: int = 0  # the most tokens of a decoding request
+    decodes_with_loads: bool = True  # a step may have both single tokens and layer-by-layer loads
 
 
 class _Share(msgspec.Struct, frozen=True, gc=False):
@@ -42,27 +42,27 @@ class _Share(msgspec.Struct, frozen=True, gc=False):
     request: Request
     restarts: int
     stop: int  # tokens [.., stop) are computed when the step is confirmed
-    num_drawn: int  # tokens, at most
+    num_drawn: int  # the most tokens drawn
 
 
 class Drawn(msgspec.Struct, frozen=True, gc=False):
-    """What a confirmed step drew for one request, up to its end."""
+    """The tokens that a confirmed step drew for one request, up to its end."""
 
     request: Request
     sampled: SampledTokens
-    position: int  # of the first token in the output
+    position: int  # position of the first token in the output
     reason: FinishReason | None  # why the last one ends it
     stop_token_id: int | None
 
 
 class StepResult(NamedTuple):
-    """What a confirmed step came to."""
+    """The results of a confirmed step."""
 
     drawn: list[Drawn]
     failed: list[tuple[Request, StepFailure]]  # nothing of their step counts
-    late: list[Request]  # they drew nothing, and are to be left out until they can
+    late: list[Request]  # they drew nothing, and are left out until they can
     sends: list[EndedSend]
-    computed: bool  # somebody was in it
+    computed: bool  # the step had requests
 
 
 _NO_DRAFTS: Mapping[RequestKey, int] = {}
@@ -70,11 +70,11 @@ _NO_DRAFTS: Mapping[RequestKey, int] = {}
 Admission = Literal["admitted", "skipped", "capped", "blocked"]
 
 _PASSING: Mapping[Admission, Sequence[Lane]] = {"capped": ("ticket", "other"), "blocked": ("ticket",)}
-"""Who may pass a request that waits for room."""
+"""Lanes whose requests may pass one that waits for room."""
 
 
 class Scheduler:
-    """Queues and counters of one engine. Single-threaded; touches no socket, clock or tensor."""
+    """The queues and counters of one engine. Single-threaded; touches no socket, clock or tensor."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Scheduler:
         self._decode = decode
         self._stop_rules = stop_rules
         self._in_flight: dict[int, list[_Share]] = {}
-        self._settled = -1  # the last step that `update` was given
+        self._settled = -1  # the last step passed to `update`
         self._next_step_id = 0
 
     # --- one step -------------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Scheduler:
         return StepPlan(step_id, new, scheduled, self.queues.take_left(), meta, cancels, settled=self._settled)
 
     def _look_after_trial(self, batch: Sequence[tuple[Request, int]]) -> None:
-        """After planning: a suspect could run now, or the one on trial cannot, and all others stand still for it."""
+        """After planning: check whether a suspect could run now, or the one on trial cannot and holds up all others."""
         if self.trials.wants_step:
             self.queues.needs_step = True
         elif self.trials.is_open and not batch and not any(self._in_flight.values()):
@@ -135,7 +135,7 @@ class Scheduler:
             self._look_after_end_of_trial()
 
     def _look_after_end_of_trial(self) -> None:
-        """A trial is over when no step that has the suspect in it is under way any more."""
+        """End a trial once no step in flight has the suspect in it."""
         if self.trials.active:
             self.trials.close(is_idle=not any(self._in_flight.values()))
 
@@ -149,7 +149,7 @@ class Scheduler:
         for share in shares:
             request, stop = share.request, share.stop
             if share.restarts != request.restarts:
-                continue  # aborted, preempted or sent back meanwhile
+                continue  # aborted, preempted or sent back in the meantime
             failure = output.failed.get(request.key) if output.failed else None
             if failure is not None:
                 self.kv.discard(request, failure.bad_blocks)
@@ -171,7 +171,7 @@ class Scheduler:
         return result
 
     def _take_drawn(self, request: Request, sampled: SampledTokens, num_drawn: int) -> Drawn:
-        """Add what a step drew to the request's output, and give back what it might have drawn."""
+        """Add a step's drawn tokens to the request's output, and drop the ones it might have drawn."""
         count = len(sampled.token_ids)
         request.num_in_flight -= num_drawn
         request.num_drafts -= num_drawn - 1
@@ -184,31 +184,31 @@ class Scheduler:
         return Drawn(request, sampled, position, reason, stop_token_id)
 
     def go_on(self) -> None:
-        """What came free, or what is known now, may let somebody go on."""
+        """Note that freed resources or new knowledge may let a request continue."""
         if not self.queues.is_empty:
             self.queues.needs_step = True
 
     @property
     def can_go_on(self) -> bool:
-        """Whether somebody has something to compute, as far as can be told without planning."""
+        """Whether some request has something to compute, as far as is known without planning."""
         if self.trials.active and any(self._in_flight.values()):
             return False  # nothing is planned ahead while one is near
         return bool(self.waiting) or any(r.num_planned > r.num_computed for r in self.running if not r.stands_still)
 
     def compute_on(self) -> None:
-        """A step has ended: another one follows if somebody has something to compute."""
+        """Note that a step has ended: another one follows if some request has something to compute."""
         if self.can_go_on:
             self.queues.needs_step = True
 
     def ask_again(self) -> None:
-        """The connector may know now what it did not: whoever waits for its answer asks with the next step."""
+        """Ask the connector again: requests that wait for its answer ask with the next step."""
         if self.external.unstarted:
             self.queues.needs_step = True
         else:
             self.compute_on()
 
     def settle(self, results: TransferResults) -> list[EndedSend]:
-        """Transfers have ended, with a step or between two: loads, holds and quarantines end with them."""
+        """Settle ended transfers, with a step or between two: loads, holds and quarantines end with them."""
         settled = self.external.settle(results)
         self.loads.settle(settled.loads)
         if settled.freed:
@@ -216,12 +216,12 @@ class Scheduler:
         return settled.sends
 
     def add(self, request: Request) -> None:
-        """A new request comes."""
+        """Add a new request."""
         self.trials.add(request)
         self.waiting.add(request)
 
     def remove(self, request: Request) -> None:
-        """The request ends here and gives everything back; what may still be written is quarantined."""
+        """Remove a request and give everything back; blocks that may still be written are quarantined."""
         self.loads.give_up(request)
         self.trials.remove(request)
         self.queues.remove(request)
@@ -231,23 +231,22 @@ class Scheduler:
     # --- schedule: running ----------------------------------------------------------------------------------------
 
     def _schedule_running(self, budget: int, batch: list[tuple[Request, int]]) -> int:
-        """Share the budget out to running requests, the most urgent first; preempts from the end.
+        """Divide the budget among running requests, the most urgent first; preempts from the end.
 
-        Behind one that waits for blocks only those go on that need none. A prompt leaves a token for each request
-        behind it that decodes: a stream is not to stand still until a more urgent prompt is computed.
+        After one that waits for blocks, only requests that need none continue. A prompt leaves a token for each
+        decoding request behind it, so that a stream does not stand still until a more urgent prompt is computed.
 
-        Returns:
-            What is left for waiting requests.
+        Returns: The budget that is left for waiting requests.
         """
         index, starved = 0, False
-        decodes: int | None = None  # requests from `index` on that decode, counted where there is a prompt before them
+        decodes: int | None = None  # decoding requests from `index` on, counted if a prompt is before them
         while index < len(self.running) and budget > 0:
             request, most = self.running[index], budget
             if _decodes(request):
                 decodes = decodes and decodes - _wants_a_token(request)
             elif decodes is None:
                 decodes = min(sum(map(_wants_a_token, self.running[index:])), self.limits.max_num_seqs)
-                most = max(budget - decodes, 1)  # it advances even where they need the whole budget
+                most = max(budget - decodes, 1)  # it advances even if they need the whole budget
             else:
                 most = max(budget - decodes, 0)
             num_tokens = self._num_schedulable(request, most)
@@ -266,7 +265,7 @@ class Scheduler:
         return 0 if starved else budget
 
     def _add_drafts(self, batch: Sequence[tuple[Request, int]], budget: int) -> dict[RequestKey, int]:
-        """Drafts for those of the batch that decode, as far as the budget goes and blocks are left. By request."""
+        """Drafts for decoding requests of the batch, as far as the budget and the blocks allow. By request."""
         drafts: dict[RequestKey, int] = {}
         for request, num_tokens in batch:
             stop = request.num_computed + num_tokens
@@ -280,14 +279,14 @@ class Scheduler:
         return drafts
 
     def _select_certain(self, batch: Sequence[tuple[Request, int]]) -> Sequence[tuple[Request, int]]:
-        """Those of whom it is known which tokens this step computes, drafts aside."""
+        """The requests whose tokens in this step are certain (no drafts)."""
         return [share for share in batch if not share[0].num_drafts] if self.limits.num_draft_tokens else batch
 
     def _make_room(self, request: Request, num_tokens: int, index: int) -> bool:
         """Give running[index] the blocks up to `num_tokens`, preempting from the end of running[index:].
 
-        Returns:
-            False: not in this step. Blocks come back with the end of a step or of a transfer, or it was the last one.
+        Returns: False: not in this step. Blocks come back with the end of a step or of a transfer, or it was the last
+        one.
         """
         while not self.kv.grow(request, num_tokens):
             ending = [r.held_blocks() for r in self.running if r.is_ending]
@@ -302,8 +301,8 @@ class Scheduler:
         return True
 
     def _num_schedulable(self, request: Request, budget: int) -> int:
-        """Tokens of the request to compute in this step: also those that steps in flight draw, which the workers know
-        by then. 0 where these end it.
+        """Tokens of the request to compute in this step, including those that steps in flight draw, which the workers
+        will know by then. 0 if these end it.
         """
         if request.stands_still or (self.trials.active and self.trials.holds(request)):
             return 0
@@ -313,7 +312,7 @@ class Scheduler:
         return min(num_tokens, self._most_of_prompt(num_tokens), budget)
 
     def _most_of_prompt(self, num_tokens: int) -> int:
-        """Of so many tokens of a prompt, those that one step may compute: there is no bound where no other request
+        """The number of these tokens of a prompt that one step may compute: there is no bound where no other request
         waits for the step's end.
         """
         is_alone = len(self.running) + len(self.waiting) <= 1
@@ -322,13 +321,13 @@ class Scheduler:
     def _pick_victim(self, index: int) -> Request | None:
         """The least urgent of running[index:], none of which is in this step yet, whose blocks no transfer reads.
 
-        Not one that will end with what it has: nothing is gained by computing that again.
+        Requests that will end with the blocks they have are skipped: computing them again gains nothing.
         """
         candidates = (r for r in reversed(self.running[index:]) if not r.is_ending)
         return next((r for r in candidates if not self.external.has_saves(r.transfer_key)), None)
 
     def _preempt(self, request: Request) -> None:
-        """Take the request's blocks; it comes again before its equals, and its content may still be found."""
+        """Take the request's blocks; it is queued before its equals, and its content may still be found."""
         self.num_preemptions += 1
         self.last_preempted = request
         self.running.remove(request)
@@ -339,9 +338,9 @@ class Scheduler:
     # --- schedule: waiting ----------------------------------------------------------------------------------------
 
     def _schedule_waiting(self, budget: int, batch: list[tuple[Request, int]], step_id: int, now: float) -> None:
-        """Admit waiting requests in order. Behind one that finds no memory only requests with a ticket may pass.
+        """Admit waiting requests in order. Only requests with a ticket may overtake one that finds no memory.
 
-        Behind a hand-off that the role's cap holds back no other one may, or a big prompt would never get its turn.
+        No hand-off may overtake one that the role's limit holds back, or a long prompt would never get its turn.
         """
         self.is_short_of_blocks = False
         lanes, most = list(LANES), self.limits.max_num_seqs + 64  # beside who may be skipped
@@ -400,13 +399,15 @@ class Scheduler:
         return self._admit_now(request, hit, matched, budget, step_id, now)
 
     def _may_load_beside(self, batch: Sequence[tuple[Request, int]]) -> bool:
-        """Whether a load may come layer by layer in this step: on a device decodes would wait, and have no graph."""
+        """Whether a load may come layer by layer in this step: on a device, decodes would wait, and run without a
+        graph.
+        """
         return self.limits.decodes_with_loads or all(num_tokens > 1 for _, num_tokens in batch)
 
     def _admit_now(
         self, request: Request, hit: PrefixHit, matched: MatchedTokens, budget: int, step_id: int, now: float
     ) -> tuple[Admission, int]:
-        """Schedule at once behind the local hit and, layerwise, what comes from outside during the step."""
+        """Schedule at once after the local hit and, layerwise, the tokens that are loaded during the step."""
         start = hit.num_tokens
         done = start + matched.num_tokens
         num_tokens = min(request.num_tokens - done, self._most_of_prompt(request.num_tokens), budget)
@@ -460,5 +461,5 @@ def _decodes(request: Request) -> bool:
 
 
 def _wants_a_token(request: Request) -> bool:
-    """Whether it decodes, and is not to stand still."""
+    """Whether it decodes, and must not stand still."""
     return _decodes(request) and not request.stands_still

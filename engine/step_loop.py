@@ -1,6 +1,7 @@
-"""What turns an engine's wheel: steps in turn on the loop's own thread, or planned ahead for one of the model's own.
+"""Drives an engine's steps: one after the other on the loop's own thread, or planned ahead for a separate thread of the
+model.
 
-The loop waits for messages and for the end of a step in one wait, calls `turn`, and sends what the core has to say.
+The loop waits for messages and for the end of a step in one wait, calls `turn`, and sends the core's messages.
 docs/engine-loop.md has the whole picture.
 """
 
@@ -14,7 +15,7 @@ from pdkv.engine.worker.step_queue import StepQueue, StepThread
 
 
 class StepLoop(ABC):
-    """Drives one core. Used by one thread, which never calls the core's executor by itself."""
+    """Drives one core. Used by one thread, which never calls the core's executor itself."""
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
@@ -22,14 +23,14 @@ class StepLoop(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """The connector has news. Raises what the executor raises: the engine is then lost."""
+        """Note that the connector has news. Raises what the executor raises: the engine is then lost."""
 
     @abstractmethod
     def turn(self) -> None:
         """Do what can be done now. Raises what the executor raises: the engine is then lost."""
 
     def wait_s(self) -> float | None:
-        """Seconds until `turn` has something to do without news; None: only news bring it."""
+        """Seconds until `turn` has something to do without news; None: only news causes work."""
         if self._core.has_work:
             return 0.0
         deadline = self._core.next_deadline()
@@ -37,11 +38,11 @@ class StepLoop(ABC):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is under way."""
+        """Whether no step is in progress."""
         return True
 
     def close(self) -> None:
-        """No step begins any more. Idempotent."""
+        """Begin no more steps. Idempotent."""
 
     def _is_step_due(self, now: float) -> bool:
         if self._core.has_work:
@@ -51,7 +52,7 @@ class StepLoop(ABC):
 
 
 class InTurn(StepLoop):
-    """Plan, run, update, one after the other."""
+    """Plans, runs and updates steps one after the other."""
 
     def wake(self) -> None:
         self._core.wake()
@@ -68,9 +69,9 @@ class Ahead(StepLoop):
     """Plans steps while an earlier one runs elsewhere: at most `max_steps_ahead` beyond the oldest that has not ended.
 
     Args:
-        orders: who runs them is the caller's, see `StepThread`.
-        least_s: nothing is planned beside a step that is expected to take less; it is run here, in turn, once nothing
-            else is under way. 0: no step is that short.
+        orders: the caller provides the thread that runs them, see `StepThread`.
+        least_s: nothing is planned ahead during a step that is expected to take less; it is run here, in turn, once
+            nothing else is in progress. 0: no step is that short.
     """
 
     def __init__(self, core: EngineCore, orders: StepQueue, max_steps_ahead: int, least_s: float = 0.0) -> None:
@@ -79,8 +80,8 @@ class Ahead(StepLoop):
         self._orders = orders
         self._max_steps_ahead = max_steps_ahead
         self._least_s = least_s
-        self._most = max_steps_ahead + 1  # under way at once, as the last plan leaves it
-        self._goes_on = False  # the last plan had somebody in it
+        self._most = max_steps_ahead + 1  # in progress at once, as the last plan left it
+        self._goes_on = False  # the last plan had requests
         core.peers.workers = orders
 
     @property
@@ -105,7 +106,7 @@ class Ahead(StepLoop):
             self._orders.ask_report()
         while not self.is_full and self._is_step_due(now := self._clock.now()):
             if self.plan(now):
-                return  # what came of it leaves before the next one begins
+                return  # its results leave before the next one begins
 
     def wait_s(self) -> float | None:
         return None if self.is_full else super().wait_s()
@@ -114,14 +115,14 @@ class Ahead(StepLoop):
         return (self._goes_on and self._core.scheduler.can_go_on) or super()._is_step_due(now)
 
     def _take_over(self) -> bool:
-        """Whether the executor may be used here: steps may be short, and all that was ordered is done and taken in."""
+        """Whether the executor may be used here: steps may be short, and all orders are done and taken in."""
         if not self._least_s or not self._orders.is_done:
             return False
         self.take_in(self._clock.now())
         return self.is_idle
 
     def take_in(self, now: float) -> None:
-        """Update the core by what has ended. Raises what the executor raised."""
+        """Update the core with the steps that have ended. Raises what the executor raised."""
         for result in self._orders.collect():
             if isinstance(result, StepOutput):
                 self._core.finish_step(result, now)
@@ -147,7 +148,7 @@ class Ahead(StepLoop):
 
 
 class _AheadOnThread(Ahead):
-    """With the thread that runs the steps."""
+    """An `Ahead` with the thread that runs the steps."""
 
     def __init__(self, core: EngineCore, max_steps_ahead: int, notify: Callable[[], None], least_s: float) -> None:
         orders = StepQueue(core.executor, notify)
@@ -166,6 +167,6 @@ def make_step_loop(
 
     Args:
         notify: thread-safe; called when a step, or a question between steps, has ended.
-        least_s: how long a step must be expected to take for others to be planned ahead beside it.
+        least_s: expected duration of a step from which on others are planned ahead during it.
     """
     return _AheadOnThread(core, max_steps_ahead, notify, least_s) if max_steps_ahead else InTurn(core)

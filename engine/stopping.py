@@ -1,4 +1,4 @@
-"""When generation ends, and which requests can never work here."""
+"""Decides when generation ends, and which requests can never work here."""
 
 from collections.abc import Sequence
 
@@ -14,8 +14,8 @@ class StopRules:
     """End-of-sequence, stop token ids and lengths. Stop strings belong to the text side.
 
     Args:
-        max_model_len: most tokens of prompt + output, as the engine's card says. The KV pool holds as many.
-        processors: those that requests may name.
+        max_model_len: most tokens of prompt + output, as on the engine's card. The KV pool holds as many. processors:
+            those that requests may name.
     """
 
     def __init__(
@@ -32,10 +32,9 @@ class StopRules:
         self._processors = processors
 
     def check(self, submit: Submit, *, has_connector: bool, bounds: tuple[int, int] | None = None) -> None:
-        """Refuse what can never work.
+        """Refuse a request that can never work.
 
-        Args:
-            bounds: the lowest and the highest token, where they are known.
+        Args: bounds: the lowest and the highest token, if known.
 
         Raises:
             InvalidRequest: naming the value and what was expected.
@@ -62,26 +61,25 @@ class StopRules:
         if submit.adapter:
             raise InvalidRequest(f"adapter {clip(submit.adapter)!r} cannot be served: adapters are not supported")
         if (submit.kv == "handoff") != (submit.until != "end"):
-            raise InvalidRequest(f"kv={submit.kv!r} does not go with until={submit.until!r}")
+            raise InvalidRequest(f"kv={submit.kv!r} cannot be combined with until={submit.until!r}")
         if submit.kv != "local" and not has_connector:
-            raise InvalidRequest(f"kv={submit.kv!r} needs a connector, and this engine has none")
+            raise InvalidRequest(f"kv={submit.kv!r} needs a connector, but this engine has none")
 
     def check_continue(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Refuse tokens that the request cannot go on from. Raises InvalidRequest."""
+        """Refuse tokens that the request cannot continue from. Raises InvalidRequest."""
         if request.num_tokens + len(token_ids) >= self.max_len:
             raise InvalidRequest(f"{len(token_ids)} tokens leave no room for one more", param="token_ids")
         if not 0 <= min(token_ids, default=0) <= max(token_ids, default=0) < self._vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="token_ids")
 
     def ended(self, request: Request) -> tuple[FinishReason | None, int | None]:
-        """Whether the output that a Submit brought is complete already: its Finished got lost with an engine."""
+        """Whether the output in a Submit is already complete: its Finished was lost with an engine."""
         return self.apply(request, 1) if request.output_token_ids else (None, None)
 
     def apply(self, request: Request, num_new: int) -> tuple[FinishReason | None, int | None]:
-        """Whether one of the last `num_new` output tokens ends the request; tokens behind it are dropped.
+        """Check whether one of the last `num_new` output tokens ends the request; tokens after it are dropped.
 
-        Returns:
-            The reason and, where a token ended it, that token.
+        Returns: The reason and, if a token ended it, that token.
         """
         output, params = request.output_token_ids, request.submit.params
         may_stop = num_new > 1 or params.stop_token_ids or output[-1] in self._eos

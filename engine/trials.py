@@ -1,7 +1,7 @@
-"""Suspects run alone: while one does, no step has another request in it, and its router knows (docs/failures.md).
+"""Runs suspects alone: while one does, no step has another request in it, and its router knows (docs/failures.md).
 
-Either end of such a time is agreed on with the router. So a crash during that time can be blamed on that request,
-and one before or after cannot, whichever of the dying process's last messages arrive.
+The beginning and the end of such a trial are agreed on with the router. So a crash during that time can be blamed on
+that request, and one before or after cannot, whichever of the dying process's last messages arrive.
 """
 
 from typing import Literal
@@ -11,7 +11,7 @@ from pdkv.wire.messages import Trial
 from pdkv.wire.types import RequestKey
 
 ANSWER_TIMEOUT_S = 5.0
-"""How long an engine stands still for a router's answer; then it goes on without."""
+"""Seconds for which an engine stands still for a router's answer; then it continues without."""
 
 _State = Literal["none", "opening", "asked", "open", "closing", "over"]
 
@@ -26,28 +26,28 @@ class Trials:
     def __init__(self) -> None:
         self.deadline: float | None = None  # of the router's answer
         self._num_suspects = 0  # requests here that have yet to run alone
-        self._wanted: Request | None = None  # could run now
+        self._wanted: Request | None = None  # suspects that could run now
         self._request: Request | None = None
         self._state: _State = "none"
-        self._is_idle = True  # when the step that is being planned began to be
+        self._is_idle = True  # when the planning of the current step began
         self._messages: list[tuple[str, Trial]] = []  # by router_id
 
     @property
     def active(self) -> bool:
-        """Whether anything but `add` need be called at all: there are suspects."""
+        """Whether anything but `add` needs to be called: there are suspects."""
         return self._num_suspects > 0 or self._request is not None
 
     @property
     def is_open(self) -> bool:
-        """Whether one request may run, and only that."""
+        """Whether one request, and no other, may run."""
         return self._state == "open"
 
     def add(self, request: Request) -> None:
-        """A request came."""
+        """Add a new request."""
         self._num_suspects += request.trial_tokens > 0
 
     def holds(self, request: Request) -> bool:
-        """Whether a request that could run now must not."""
+        """Whether a request that could run now must wait."""
         if self._request is not None:
             return not (self._state == "open" and request is self._request and self._is_idle)
         if request.trial_tokens and self._wanted is None:
@@ -55,7 +55,7 @@ class Trials:
         return request.trial_tokens > 0
 
     def advance(self, *, is_idle: bool) -> None:
-        """The next step is about to be planned. `is_idle`: no step that has anybody in it is under way."""
+        """Called before the next step is planned. `is_idle`: no step with requests is in progress."""
         self._is_idle = is_idle
         if self._state == "none" and self._wanted is not None:
             self._request, self._wanted, self._state = self._wanted, None, "opening"
@@ -64,18 +64,18 @@ class Trials:
 
     @property
     def wants_step(self) -> bool:
-        """Whether the next plan would get on with it."""
+        """Whether the next plan would advance the trial."""
         return self._wanted is not None and self._state == "none"
 
     def drew(self, request: Request, num_tokens: int) -> None:
-        """A suspect got tokens. After enough of them it is one like any other."""
+        """Note tokens of a suspect. After enough of them it is an ordinary request."""
         request.trial_tokens = max(request.trial_tokens - num_tokens, 0)
         if not request.trial_tokens:
             self._num_suspects -= 1
             self.end(request)
 
     def remove(self, request: Request) -> None:
-        """The request is over."""
+        """Remove a request that is over."""
         self._num_suspects -= request.trial_tokens > 0
         request.trial_tokens = 0
         if request is self._wanted:
@@ -83,24 +83,24 @@ class Trials:
         self.end(request)
 
     def end(self, request: Request) -> None:
-        """If this request is on trial, it is no longer; the others go on when its router knows."""
+        """End the trial of this request, if it is on trial; the others continue when its router knows."""
         if request is self._request:
             self.pause()
 
     def pause(self) -> None:
-        """Whoever is on trial is no longer for now."""
+        """Interrupt the current trial."""
         if self._state == "opening":
             self._clear()
         elif self._state in ("asked", "open"):
             self._state = "closing"
 
     def close(self, *, is_idle: bool) -> None:
-        """Tell the router that the trial is over, if it is and if no step that has anybody in it is under way."""
+        """Tell the router that the trial is over, if it is and if no step with requests is in progress."""
         if self._state == "closing" and is_idle:
             self._ask(begins=False)
 
     def answered(self, router_id: str, message: Trial) -> bool:
-        """A router has heard; returns whether that was waited for."""
+        """Take a router's answer; returns whether it was awaited."""
         state: _State = "asked" if message.begins else "over"
         key: RequestKey = (message.request_id, message.attempt)
         request = self._request
@@ -113,12 +113,12 @@ class Trials:
         return True
 
     def router_left(self, router_id: str) -> None:
-        """Nobody is there to answer; its requests are removed already."""
+        """Note that a router has left, so no answer will come; its requests are already removed."""
         if self._request is not None and self._request.router_id == router_id:
             self._clear()
 
     def expire(self, now: float) -> bool:
-        """Go on without an answer that is overdue: the request is then tried no more. Returns whether one was."""
+        """Continue without an overdue answer: the request is then no longer tried. Returns whether there was one."""
         if self.deadline is None or now < self.deadline or self._request is None:
             return False
         self._num_suspects -= self._request.trial_tokens > 0
@@ -127,7 +127,7 @@ class Trials:
         return True
 
     def take_messages(self, now: float) -> list[tuple[str, Trial]]:
-        """(router_id, message) since the last call; they leave now."""
+        """(router_id, message) since the last call, to be sent now."""
         messages, self._messages = self._messages, []
         if messages:
             self.deadline = now + ANSWER_TIMEOUT_S

@@ -8,14 +8,13 @@ Schema = Mapping[str, Any]
 Resolve = Callable[[Mapping[str, Any] | bool], Schema]
 
 MAX_BRANCHES = 256
-"""Of one `oneOf`: each pair is looked at."""
+"""The most branches of one `oneOf`, since each pair is compared."""
 
 
 def are_disjoint(branches: Sequence[Mapping[str, Any] | bool], resolve: Resolve) -> bool:
-    """Whether it can be seen that no two branches have a value in common.
+    """Whether it is certain that no two branches have a value in common.
 
-    Args:
-        resolve: gives a schema with what its `$ref` points to in its place.
+    Args: resolve: returns a schema with its `$ref` resolved.
     """
     if len(branches) > MAX_BRANCHES:
         return False

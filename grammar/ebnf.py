@@ -31,11 +31,10 @@ def ebnf(grammar: str, time: SchemaTime | None = None) -> Format:
     """The format of a grammar.
 
     Args:
-        time: what it may take; None: as much as all shapes of one request.
+        time: its time limit; None: that of all shapes of one request.
 
     Raises:
-        InvalidRequest: it is none, or takes too long; names the line.
-        RequestAborted: nobody waits for it any more.
+        InvalidRequest: it is not valid, or takes too long; names the line. RequestAborted: the request was cancelled.
     """
     reader = _Reader(grammar)
     rules = reader.rules()
@@ -48,7 +47,7 @@ def ebnf(grammar: str, time: SchemaTime | None = None) -> Format:
 
 
 class _Reader:
-    """Of one grammar's text."""
+    """Parses one grammar's text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -57,7 +56,7 @@ class _Reader:
         self.is_regular = False  # known behind `rules`: no rule refers to itself
 
     def rules(self) -> dict[str, Node]:
-        """By name; those that are referred to are there, and root."""
+        """Rules by name: root, and all that are referred to."""
         place = 0
         while place < len(self._text):
             found = _TOKEN.match(self._text, place)
@@ -202,7 +201,7 @@ def _complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 class _Writer:
-    """Lark of one grammar, in which the runs named are lexemes."""
+    """Writes one grammar as Lark, in which the named runs are lexemes."""
 
     def __init__(self, rules: Rules, runs: set[Chars], prefix: str) -> None:
         self._runs = runs
@@ -210,7 +209,7 @@ class _Writer:
         self._lark = {self._names[name]: self._write(node) for name, node in rules.items()}
 
     def format(self) -> Format:
-        """All of it."""
+        """The whole grammar."""
         return Format(self._names["root"], self._lark)
 
     def _write(self, node: Node) -> str:

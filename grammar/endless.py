@@ -1,4 +1,4 @@
-"""Schemas of which no answer ever ends: each object in them has to hold another one."""
+"""Schemas for which no answer ever ends: each object in them must contain another one."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,13 +8,12 @@ from pdkv.grammar.schema_time import SchemaTime
 
 
 def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, Any]], time: SchemaTime) -> None:
-    """Takes schemas in the normal form.
+    """Check schemas in the normal form.
 
     Raises:
-        InvalidRequest: what fulfils `root` has no end, or the time is over.
-        RequestAborted: nobody waits for it any more.
+        InvalidRequest: values of `root` have no end, or the time is over. RequestAborted: the request was cancelled.
     """
-    users: dict[str, list[str]] = {}  # of a definition: those that refer to it
+    users: dict[str, list[str]] = {}  # by definition: those that refer to it
     for name, schema in definitions.items():
         time.check()
         for used in dict.fromkeys(_references(schema)):
@@ -29,7 +28,7 @@ def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, A
             pending += users.get(name, ())
     if not _ends(root, ending):
         raise InvalidRequest(
-            "the schema refers to itself so that no answer could end: an optional part or another type"
+            "the schema refers to itself such that no answer could end: use an optional part or another type"
         )
 
 
@@ -49,7 +48,7 @@ def _name(reference: str) -> str:
 
 
 def _ends(schema: Any, ending: set[str]) -> bool:
-    """Whether something fulfils it, if the definitions in `ending` can be fulfilled."""
+    """Whether some value matches it, if the definitions in `ending` can be matched."""
     if isinstance(schema, bool):
         return schema
     if "$ref" in schema and _name(schema["$ref"]) not in ending:

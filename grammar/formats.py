@@ -1,4 +1,4 @@
-"""Shapes of answers put together of parts, as llguidance reads them: expressions and rules in its dialect of Lark.
+"""Shapes of answers composed of parts, as llguidance reads them: expressions and rules in its dialect of Lark.
 
 What the library reads in one piece, a text or a pattern, it reads as far as it goes ("lexemes" are greedy); only a free
 text up to a marker ends where the marker ends first. So a free text is the last part of a sequence, or ends with one.
@@ -46,17 +46,17 @@ def text(value: str) -> Format:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{value[:32]!r} is no valid text: {error.reason}") from None
+        raise InvalidRequest(f"{value[:32]!r} is not a valid text: {error.reason}") from None
     return Format(json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f"))
 
 
 def pattern(written: str) -> Format:
-    """A regular expression as `patterns.py` writes it."""
+    """A regular expression in the form of `patterns.py`."""
     return Format(f"/{written}/" if written else '""')
 
 
 def json_of(schema: str) -> Format:
-    """JSON of a schema, which is given as the text of its normal form."""
+    """JSON of a schema, given as the text of its normal form."""
     return Format(f"%json {schema}")
 
 
@@ -83,13 +83,13 @@ def either(parts: Sequence[Part]) -> Format:
 
 
 def repeated(part: Part, least: int, most: int | None) -> Format:
-    """So many of it."""
+    """A part repeated within limits."""
     format = _joined([part], "")
     return Format(f"{format.expression}{{{least},{'' if most is None else most}}}", format.rules)
 
 
 def optional(part: Part) -> Format:
-    """It, or nothing."""
+    """A part that may be absent."""
     return repeated(part, 0, 1)
 
 
@@ -106,22 +106,22 @@ def one_of(texts: Sequence[str]) -> Format:
 
 
 def marker(value: str) -> Format:
-    """This text, which is never taken for the beginning of a free one."""
+    """A text that is never taken for the beginning of a free one."""
     return named(text(value).expression, lazy=True)
 
 
 def until(end: str) -> Format:
-    """Any text up to the first `end`, and that."""
+    """Any text up to and including the first `end`."""
     return named(f"{_FREE} {text(end).expression}", lazy=True)
 
 
 def tag(begin: str, content: Part, end: str) -> Tag:
-    """Content between two texts. Any text in it goes on to the first `end`."""
+    """Content between two texts. Any text in it continues up to the first `end`."""
     return Tag(begin, until(end) if content == ANY_TEXT and end else sequence(content, end))
 
 
 def separated(tags: Sequence[Part], separator: str, *, several: bool) -> Format:
-    """One of the tags or more, and nothing else; `several`: more than one may be there."""
+    """One of the tags or more, and nothing else; `several`: more than one is allowed."""
     one = either(tags)
     return sequence(one, repeated(sequence(separator, one), 0, None)) if several else one
 
@@ -129,12 +129,10 @@ def separated(tags: Sequence[Part], separator: str, *, several: bool) -> Format:
 def triggered(
     tags: Sequence[Tag], triggers: Sequence[str] | None = None, *, several: bool, required: bool = False
 ) -> Format:
-    """Any text, in which what begins as a trigger goes on as one of the tags with this beginning does.
+    """Any text, in which a trigger must be continued as one of the tags that begin with it.
 
-    Args:
-        triggers: None: the beginnings of the tags.
-        several: text may go on behind a tag, and more of them come.
-        required: one has to come.
+    Args: triggers: None: the beginnings of the tags. several: text may continue after a tag, and more tags may follow.
+    required: at least one must come.
     """
     ways = []
     for trigger in dict.fromkeys(tag.begin for tag in tags) if triggers is None else triggers:
@@ -146,7 +144,7 @@ def triggered(
 
 
 def grammar(kind: GrammarKind, format: Format) -> Grammar:
-    """What engines are told of it.
+    """The grammar for engines.
 
     Raises:
         InvalidRequest: it is too large.
@@ -158,5 +156,5 @@ def grammar(kind: GrammarKind, format: Format) -> Grammar:
 
 
 def structural_tag(format: Format) -> Grammar:
-    """The same, where markers such as [TOOL_CALLS] may be tokens of their own."""
+    """The same, with markers such as [TOOL_CALLS] as single tokens where they exist."""
     return grammar("tags", format)

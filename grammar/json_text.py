@@ -1,4 +1,4 @@
-"""JSON that a client sends as a text of its own."""
+"""JSON that a client sends as a text."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from pdkv.errors import InvalidRequest
 
 
 def read_json(text: str, what: str) -> Any:
-    """The value that a text stands for.
+    """The JSON value of a text.
 
     Raises:
-        InvalidRequest: it is no JSON. NaN, numbers beyond a double's range and halves of surrogate pairs are none.
+        InvalidRequest: it is not JSON; NaN, numbers beyond a double's range and halves of surrogate pairs are refused.
     """
     try:
         return msgspec.json.decode(text)

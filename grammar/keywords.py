@@ -1,4 +1,4 @@
-"""What the keywords of JSON Schema are to a grammar."""
+"""How a grammar treats the keywords of JSON Schema."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ ANNOTATIONS = frozenset(
      "enumNames", "propertyOrdering", "minContains", "maxContains", "then", "else", "$defs", "definitions",
      "$vocabulary"}
 )  # fmt: skip
-"""They forbid nothing: `then` and `else` without `if`, bounds of `contains` without it."""
+"""Keywords that forbid nothing: `then` and `else` without `if`, bounds of `contains` without it."""
 
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 OF_VALUES = ("const", "enum")
@@ -37,13 +37,13 @@ TYPES = ("null", "boolean", "object", "array", "number", "integer", "string")
 KEYWORDS_OF = {"object": OF_OBJECTS, "array": OF_ARRAYS, "number": OF_NUMBERS, "string": OF_STRINGS}
 
 WHY_NOT = {
-    "not": "a grammar says what may come, not what may not",
+    "not": "a grammar can say what may come, but not what may not",
     "if": "a grammar has no conditions: use anyOf with a branch for each case",
     "contains": "a grammar does not look for an item: use items or prefixItems",
     "dependentRequired": "use anyOf with a branch for each case",
     "dependentSchemas": "use anyOf with a branch for each case",
     "dependencies": "use anyOf with a branch for each case",
-    "additionalItems": "it is of older drafts: use items beside prefixItems",
+    "additionalItems": "it belongs to older drafts: use items with prefixItems",
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
     "$anchor": "use $ref with a JSON pointer",
@@ -67,15 +67,15 @@ def refuse(keyword: str, at: str, why: str) -> InvalidRequest:
 
 
 def pointer(at: str, *names: str | int) -> str:
-    """The JSON pointer of what is called so within the value at `at`."""
+    """The JSON pointer of this name within the value at `at`."""
     return at + "".join("/" + clip(str(name)).replace("~", "~0").replace("/", "~1") for name in names)
 
 
 def check_keywords(schema: Mapping[str, Any], at: str) -> dict[str, Any]:
-    """The keywords of one schema that a grammar has to enforce.
+    """The keywords of one schema that a grammar must enforce.
 
     Raises:
-        InvalidRequest: one cannot be, is unknown, or has a value that it must not have.
+        InvalidRequest: one cannot be enforced, is unknown, or has an invalid value.
     """
     enforced = {}
     for keyword, value in schema.items():
@@ -93,7 +93,7 @@ def check_keywords(schema: Mapping[str, Any], at: str) -> dict[str, Any]:
 
 
 def _check_value(keyword: str, value: object, at: str) -> None:
-    """Raises InvalidRequest where a keyword has a value of a wrong kind."""
+    """Raise InvalidRequest for a keyword with a value of a wrong kind."""
     if keyword in _COUNTS:
         if not _is_integer(value) or not 0 <= value <= _MAX_COUNT:  # type: ignore[operator]
             raise refuse(keyword, at, f"must be an integer from 0 to {_MAX_COUNT}, got {clip(repr(value))}")
@@ -146,13 +146,15 @@ def _check(good: bool, keyword: str, at: str, expected: str, value: object) -> N
 
 
 def _is_exact(value: float) -> bool:
-    """Whether the library reads the double that is meant: of the longest ones it misses the last bit."""
+    """Whether the library reads exactly this double: for the longest ones it misses the last bit."""
     _, digits, exponent = Decimal(str(value)).as_tuple() if isinstance(value, float) else (0, (0,), 0)
     return int("".join(map(str, digits))) <= 2**53 and abs(int(exponent)) <= 22
 
 
 def _check_values(value: object, keyword: str, at: str) -> None:
-    """The library keeps numbers as doubles; control characters are not written in its strings but by short escapes."""
+    """Check values: the library keeps numbers as doubles, and writes control characters in strings only as short
+    escapes.
+    """
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Which parts of a grammar are read in one piece, so that this leaves every text that the grammar allows.
+"""Decides which parts of a grammar are read in one piece, such that every text that the grammar allows stays possible.
 
 The library reads lexemes: each goes on as long as any that may stand there can. So a lexeme is one character, which is
 always exact, or a run of characters of one class, where nothing else may stand that has one of them: a free text, a
@@ -16,14 +16,14 @@ Ranges = tuple[tuple[int, int], ...]
 """Code points, first and last of each range."""
 
 _MAX_PLACES, _MAX_PAIRS = 4000, 200_000
-"""Of a grammar whose runs are looked at; beyond that each character is a lexeme."""
+"""The most rules with runs in a grammar; beyond that, each character is a lexeme."""
 
 _MAX_APART = 16
-"""Characters of a class, so many and no fewer, of which each has a place of its own."""
+"""The most characters of a fixed-length run, each of which has a place of its own."""
 
 
 class Chars(NamedTuple):
-    """So many characters of one class: one, or a run."""
+    """Characters of one class: one, or a run."""
 
     ranges: Ranges
     least: int = 1
@@ -31,12 +31,12 @@ class Chars(NamedTuple):
 
     @property
     def is_run(self) -> bool:
-        """Whether it may be other than one character."""
+        """Whether it may have a length other than one."""
         return self[1:] != (1, 1)
 
 
 class Ref(NamedTuple):
-    """What another rule says."""
+    """A reference to another rule."""
 
     name: str
 
@@ -54,7 +54,7 @@ class Either(NamedTuple):
 
 
 class Repeat(NamedTuple):
-    """So many of one."""
+    """A repetition of one part."""
 
     part: "Node"
     least: int
@@ -66,13 +66,13 @@ Rules = Mapping[str, Node]
 
 
 class Grouping:
-    """Rules that allow the same, in which repetitions of a class are runs, also of one among others: (a | b)* is
-    a* (b a*)*. So are rules that end with themselves: of x ::= a x | b, which is a* b, each character would be a level
-    of its own, all of which the library would complete again at each place where it may end.
+    """Equivalent rules in which repetitions of a class are runs, including one among others: (a | b)* is a* (b a*)*. So
+    are rules that end with themselves: of x ::= a x | b, which is a* b, each character would be a level of its own, all
+    of which the library would complete again at each place where it may end.
     """
 
     def __init__(self, rules: Rules, time: SchemaTime) -> None:
-        """`rules`: root is among them, and all that they refer to; `time`: what it may take."""
+        """`rules`: root, and all that are referred to; `time`: the time limit."""
         self._time = time
         self._rules = {name: _repeating(name, node) for name, node in rules.items()}
         self.rules: dict[str, Node] = {}
@@ -115,7 +115,7 @@ class Grouping:
         return rest
 
     def _class(self, node: Node, known: set[str]) -> Ranges | None:
-        """The characters of which the node is one, but for those of the rules that are known; None: it is more."""
+        """The characters of which the node is one, not counting those of known rules; None: it is more than one."""
         match node:
             case Chars(ranges):
                 return ranges
@@ -143,7 +143,8 @@ def _repeating(name: str, node: Node) -> Node:
 
 
 class Places:
-    """Of characters in a grammar: which may stand behind each, and beside it, behind the same text.
+    """The places of characters in a grammar: which may follow each, and which may occur instead of it after the same
+    text.
 
     Where a rule is referred to is left out of account, so these may be more than there are. Sets are bits of an int.
     """
@@ -162,11 +163,10 @@ class Places:
         self._meets: dict[Ranges, int] = {}
 
     def exact_runs(self) -> set[Chars]:
-        """Those beside and behind which nothing else may stand that has a character in common with them.
+        """The runs that nothing with a common character may replace or follow.
 
         Raises:
-            InvalidRequest: it takes too long.
-            RequestAborted: nobody waits for it any more.
+            InvalidRequest: it takes too long. RequestAborted: the request was cancelled.
         """
         self._find_next()
         runs = {run: place for run, place in self._places.items() if isinstance(run, Chars)}
@@ -190,7 +190,7 @@ class Places:
             names.reverse()
 
     def _walk(self, node: Node, behind: int) -> tuple[int, bool]:
-        """The places with which a node may begin, and whether it may be empty; notes what stands behind those in it."""
+        """The places with which a node may begin, and whether it may be empty; notes what follows those in it."""
         first, is_empty = 0, False
         match node:
             case Chars(_, least) if len(self._next) > _MAX_PLACES:
@@ -225,7 +225,7 @@ class Places:
         return first, is_empty
 
     def _beside(self, runs: Iterable[int]) -> list[int]:
-        """By place: which may stand there as well, with a character in common; all of them, if that takes long."""
+        """By place: alternatives with a character in common; all of them, if that takes too long."""
         goes_on = list(self._next)
         for place in runs:
             goes_on[place] |= 1 << place

@@ -1,4 +1,4 @@
-"""Normal forms of schemas, kept: a schema that comes again costs ten microseconds, and not one per property or more."""
+"""A cache of schemas' normal forms: a repeated schema costs ten microseconds, and not one per property or more."""
 
 import threading
 from collections import OrderedDict
@@ -12,11 +12,11 @@ from pdkv.grammar import schema as schemas
 from pdkv.grammar.schema_time import SchemaTime
 
 MAX_KEPT_BYTES = 8 << 20
-"""Of schemas and their normal forms together."""
+"""Bytes of schemas and their normal forms together."""
 
 
 class NormalForms:
-    """Those asked for last, by the schema's text. Thread-safe."""
+    """The latest schemas, by their text. Thread-safe."""
 
     def __init__(self, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self.num_bytes = 0
@@ -25,7 +25,7 @@ class NormalForms:
         self._lock = threading.Lock()
 
     def normalize(self, schema: Mapping[str, Any] | bool, *, time: SchemaTime | None = None) -> str:
-        """As `schema.normalize`; raises InvalidRequest also for what is no JSON."""
+        """As `schema.normalize`; also raises InvalidRequest for invalid JSON."""
         try:
             key = msgspec.json.encode(schema)
         except (UnicodeEncodeError, TypeError) as error:
@@ -53,4 +53,4 @@ def _size(key: bytes, made: str) -> int:
 
 
 normalize = NormalForms().normalize
-"""The process's."""
+"""The cache of this process."""

@@ -1,7 +1,9 @@
-"""Regular expressions of clients in the library's dialect (that of Rust's `regex`), with the meaning they have to them.
+"""Clients' regular expressions in the library's dialect (that of Rust's `regex`), with the meaning they have for
+clients.
 
 The clients' dialects are JSON Schema's (ECMA 262) and Python's. Where the two differ, a class holds what both allow:
-`\\d` are the ASCII digits, `.` is no line end of either. What neither has, and what the library lacks, is refused.
+`\\d` are the ASCII digits, `.` is no line end of either. Anything that neither has, or that the library lacks, is
+refused.
 """
 
 import re
@@ -10,7 +12,7 @@ from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 
 MAX_PATTERN_CHARS = 16_384
-"""Of one regular expression."""
+"""The most characters of one regular expression."""
 
 _ESCAPE = (
     r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"  # a character beyond U+FFFF
@@ -56,10 +58,8 @@ FORMATS = _FORMATS | {"date-time": f"{_FORMATS['date']}T{_FORMATS['time']}"}
 def pattern_of(pattern: str, at: str, *, in_json: bool = False) -> str:
     """The library's pattern for a client's; line ends and slashes are escaped in it.
 
-    Args:
-        at: where it stands, for errors.
-        in_json: whether it is one of strings in JSON. U+0000 is in none: where a class has all control characters, the
-            library lets it stand for quotes and backslashes, too.
+    Args: at: its place, for errors. in_json: whether it is for strings in JSON. U+0000 is in none: if a class has all
+    control characters, the library would let it stand for quotes and backslashes, too.
 
     Raises:
         InvalidRequest: it cannot be enforced.
@@ -69,7 +69,7 @@ def pattern_of(pattern: str, at: str, *, in_json: bool = False) -> str:
     try:
         pattern.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest(f"{at} has half of a surrogate pair") from None
+        raise InvalidRequest(f"{at} contains half of a surrogate pair") from None
     made = [_token(found[0], at) for found in _TOKEN.finditer(pattern)]
     _check_order(made, at)
     if in_json and "\\x{0}" in made:
@@ -78,7 +78,7 @@ def pattern_of(pattern: str, at: str, *, in_json: bool = False) -> str:
 
 
 def _check_order(parts: list[str], at: str) -> None:
-    """Raises InvalidRequest where signs may not stand: `re` says it of the same signs between other characters.
+    """Raise InvalidRequest for misplaced operators: `re` is asked about the same operators between other characters.
 
     In its dialect alone a `+` behind another sign has a meaning, which a count has not.
     """
@@ -87,13 +87,15 @@ def _check_order(parts: list[str], at: str) -> None:
     try:
         re.compile(shape)
     except (re.error, OverflowError, ValueError) as error:
-        raise InvalidRequest(f"{at} is no regular expression: {getattr(error, 'msg', error)}") from None
+        raise InvalidRequest(f"{at} is not a regular expression: {getattr(error, 'msg', error)}") from None
     if odd := _ODD.search(shape):
-        raise _refused(odd[0], at, "cannot be enforced (no counts without the first, no ^ or $ but at the edges)")
+        raise _refused(
+            odd[0], at, "cannot be enforced (counts need a minimum, and ^ and $ are only allowed at the edges)"
+        )
 
 
 def whole(pattern: str) -> str:
-    """The pattern of a text that fulfils one from its beginning to its end."""
+    """The pattern of a text that matches one from beginning to end."""
     return f"^(?:{pattern})$"
 
 
@@ -154,11 +156,11 @@ def _bracket(token: str, at: str) -> str:
             del items[:2]
         chars = [_escape(item, at, classes) if item[0] == "\\" else _char(ord(item)) for item in ends]
         if len(ends) > 1 and (any(item[1:2] in classes for item in ends) or _code(chars[0]) > _code(chars[1])):
-            raise _refused("-".join(ends), at, "is no range of characters")
+            raise _refused("-".join(ends), at, "is not a range of characters")
         made += "-".join(chars)
     return f"[{'^' if negated else ''}{made}]"
 
 
 def _code(char: str) -> int:
-    """Of what `_char` made."""
+    """The code point that `_char` wrote."""
     return ord(char) if len(char) == 1 else int(char[3:-1], 16)

@@ -1,4 +1,4 @@
-"""From what a client asks for to what engines are told: on the text side, before anything is sent."""
+"""From a client's request for a shape to the grammar for engines: on the text side, before anything is sent."""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,10 +19,10 @@ from pdkv.sampling.shape import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar, St
 
 
 def with_grammar(params: SamplingParams) -> SamplingParams:
-    """The same with a grammar in the place of `structured_outputs`, as an engine needs it.
+    """The same with a grammar in place of `structured_outputs`, as an engine needs it.
 
     Raises:
-        InvalidRequest: what is asked for is wrong, or cannot be enforced; the text names the place.
+        InvalidRequest: the request is wrong, or cannot be enforced; the text names the place.
     """
     if params.structured_outputs is None:
         return params
@@ -33,7 +33,7 @@ def with_grammar(params: SamplingParams) -> SamplingParams:
 
 @contextlib.contextmanager
 def naming(param: str) -> Iterator[None]:
-    """What is refused within is the fault of this field."""
+    """A context in which errors are attributed to this field."""
     try:
         yield
     except InvalidRequest as error:
@@ -41,11 +41,10 @@ def naming(param: str) -> Iterator[None]:
 
 
 def make_grammar(asked: StructuredOutputs, time: SchemaTime | None = None) -> Grammar:
-    """What engines are told where nothing else is asked of the answer; `time`: what schemas may take.
+    """The grammar for engines if nothing else is asked of the answer; `time`: the time limit of schemas.
 
     Raises:
-        InvalidRequest: as `with_grammar`.
-        RequestAborted: nobody waits for it any more.
+        InvalidRequest: as in `with_grammar`. RequestAborted: the request was cancelled.
     """
     return grammar("tags" if asked.asked_as == "structural_tag" else "text", make_format(asked, time))
 
@@ -92,13 +91,13 @@ def _parsed(schema: Any) -> Any:
         return schema
     schema = read_json(schema, "json")
     if not isinstance(schema, dict | bool):
-        raise InvalidRequest("json must be a schema, an object")
+        raise InvalidRequest("json must be a schema, which is an object")
     return schema
 
 
 def _one_of(texts: tuple[str, ...]) -> Format:
     if not texts or not all(texts):
-        raise InvalidRequest("choice must hold at least one text, and no empty one")
+        raise InvalidRequest("choice must contain at least one text, and no empty one")
     if len(texts) > MAX_CHOICE_TEXTS:
-        raise InvalidRequest(f"choice must hold at most {MAX_CHOICE_TEXTS} texts, got {len(texts)}")
+        raise InvalidRequest(f"choice must contain at most {MAX_CHOICE_TEXTS} texts, got {len(texts)}")
     return one_of(texts)

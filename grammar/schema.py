@@ -1,7 +1,7 @@
 """A JSON schema as the library enforces it to the letter, or a refusal that names the keyword and its place.
 
-The library merges what stands beside, and what it does not know it refuses. Here goes in what it would let pass, and
-what a client means without saying so: an object or a list has what its schema names, and nothing else.
+The library merges combined schemas, and refuses what it does not know. This module adds checks for what it would let
+pass, and the implicit meaning of clients: an object or a list has what its schema names, and nothing else.
 """
 
 import json
@@ -20,16 +20,16 @@ from pdkv.grammar.patterns import FORMATS, pattern_of, whole
 from pdkv.grammar.schema_time import SchemaTime
 
 MAX_SCHEMAS = 20_000
-"""Schemas in one, those counted again that are made in two ways."""
+"""The most schemas in one; those made in two ways are counted twice."""
 
 MAX_DEPTH = 64
-"""Of schemas in each other."""
+"""The deepest nesting of schemas."""
 
 _LAYOUT = {"item_separator": ", ?", "key_separator": ": ?", "whitespace_flexible": False}
-"""One space at most behind commas and colons: a model that is in doubt writes spaces and line ends without end."""
+"""At most one space after commas and colons: a model in doubt writes spaces and line ends endlessly."""
 
 MAX_WAYS = 2000
-"""By which an answer may go on at one place: the library gives up at more of its items."""
+"""The most ways in which an answer may continue at one place: the library gives up at more of its items."""
 
 Schema = dict[str, Any]
 AnySchema = Mapping[str, Any] | bool
@@ -39,11 +39,11 @@ def normalize(schema: AnySchema, *, time: SchemaTime | None = None) -> str:
     """The JSON text of a schema that a grammar enforces as it stands.
 
     Args:
-        time: what it may take; None: as much as all schemas of one request.
+        time: its time limit; None: that of all schemas of one request.
 
     Raises:
         InvalidRequest: a keyword cannot be enforced, or is wrong; its place is a JSON pointer.
-        RequestAborted: nobody waits for it any more.
+        RequestAborted: the request was cancelled.
     """
     made = _Normalizer(schema, time or SchemaTime()).run()
     return json.dumps(made, ensure_ascii=False, separators=(",", ":"))
@@ -85,14 +85,14 @@ class _Normalizer:
         self._count += 1
         self._depth += 1
         if self._count > MAX_SCHEMAS:
-            raise InvalidRequest(f"the schema holds more than {MAX_SCHEMAS} schemas, seen at {at or 'its root'}")
+            raise InvalidRequest(f"the schema contains more than {MAX_SCHEMAS} schemas, seen at {at or 'its root'}")
         if self._depth > MAX_DEPTH:
             raise InvalidRequest(f"the schema is more than {MAX_DEPTH} deep at {at}")
         self._time.check()
         try:
             if isinstance(schema, bool):
                 if not schema and not at:
-                    raise InvalidRequest("the schema at the root is false: no answer could fulfil it")
+                    raise InvalidRequest("the schema at the root is false: no answer could match it")
                 return schema
             return self._object(check_keywords(schema, at), at, alone)
         finally:
@@ -181,9 +181,9 @@ class _Normalizer:
     # --- what is not named --------------------------------------------------------------------------------------------
 
     def _close(self, schema: Schema, at: str, alone: bool) -> list[Schema]:
-        """Enforce what `unevaluated…` says, and if nothing does, that a schema that holds alone names all there is.
+        """Enforce `unevaluated…` or, without it, that a schema that holds alone names everything.
 
-        Changes the schema, and returns what has to hold beside it where it combines others.
+        Changes the schema, and returns an additional condition if it combines others.
         """
         beside = []
         for keyword, others, named in _CLOSING:
@@ -206,7 +206,7 @@ class _Normalizer:
     def _named(
         self, schema: Schema, keyword: str, others: str, named: str, at: str, *, is_asked: bool, depth: int = 0
     ) -> dict[Any, None] | None:
-        """The properties, or the numbers of items, that a schema and those that it combines name; None: no bound.
+        """The properties, or the numbers of items, named by a schema and those that it combines; None: no limit.
 
         Raises:
             InvalidRequest: that depends on the value, and `is_asked`.
@@ -247,7 +247,9 @@ class _Normalizer:
     def _target(self, uri: str, at: str) -> AnySchema:
         """What a reference points to, as the client wrote it."""
         if uri != "#" and not uri.startswith("#/"):
-            raise refuse("$ref", at, f"must be '#' or begin with '#/', other documents are not read: got {clip(uri)!r}")
+            raise refuse(
+                "$ref", at, f"must be '#' or begin with '#/', since other documents are not read: got {clip(uri)!r}"
+            )
         target: Any = self._root
         for name in unquote(uri).split("/")[1:]:
             name = name.replace("~1", "/").replace("~0", "~")
@@ -262,7 +264,7 @@ class _Normalizer:
         return target
 
     def _resolved(self, schema: AnySchema, at: str) -> Schema:
-        """A schema with what it refers to in its place; of one that says more beside a reference, that alone."""
+        """A schema with its reference resolved; if it has more besides the reference, only that."""
         for _ in range(MAX_DEPTH):
             self._time.check()
             kept = check_keywords({} if schema is True else {"enum": []} if schema is False else schema, at)
@@ -289,7 +291,7 @@ def _beyond(bound: float, end: float) -> float:
 
 
 def _num_ways(schema: Any) -> int:
-    """As many items of the library's as stand at the beginning of an answer, or fewer."""
+    """A lower bound on the library's items at the beginning of an answer."""
     if not isinstance(schema, dict):
         return 0
     required = set(schema.get("required", ()))
@@ -308,19 +310,19 @@ def _check_counts(schema: Schema, at: str) -> None:
     least = schema.get("minProperties", 0)
     is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     if least > max(1, len(schema.get("required", ()))) and not is_closed:
-        raise refuse("minProperties", at, "can be enforced up to 1, or for the properties listed alone")
+        raise refuse("minProperties", at, "can be enforced up to 1, or for listed properties alone")
     if schema.get("uniqueItems"):
         raise refuse("uniqueItems", at, "cannot be enforced: a grammar does not compare items")
     schema.pop("uniqueItems", None)
 
 
 def _name_by_pattern(schema: Schema, at: str) -> None:
-    """Properties in the place of `propertyNames`: listed, or with a pattern."""
+    """Properties in place of `propertyNames`: listed, or with a pattern."""
     names = schema.pop("propertyNames", True)
     if names in (True, {}):
         return
     if beside := next((name for name in ("properties", "patternProperties", "required") if name in schema), None):
-        raise refuse("propertyNames", at, f"cannot be enforced beside {beside}: a name may be in both")
+        raise refuse("propertyNames", at, f"cannot be enforced together with {beside}: a name may be in both")
     others = schema.get("additionalProperties", schema.pop("unevaluatedProperties", True))
     own = check_keywords({"enum": []} if names is False else names, pointer(at, "propertyNames"))
     kind, given = own.pop("type", "string"), own.keys()
@@ -333,5 +335,5 @@ def _name_by_pattern(schema: Schema, at: str) -> None:
             f"^(?:{own['pattern']})$" if "pattern" in own else rf"^[\s\S]{{{counts}}}$": others
         }
     else:
-        raise refuse("propertyNames", at, "can be enforced where it has a pattern, an enum, or a length")
+        raise refuse("propertyNames", at, "can only be enforced with a pattern, an enum, or a length")
     schema["additionalProperties"] = False

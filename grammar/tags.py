@@ -29,7 +29,7 @@ from pdkv.grammar.patterns import pattern_of
 from pdkv.grammar.schema_time import SchemaTime
 
 MAX_DEPTH = 32
-"""Of formats in each other."""
+"""The deepest nesting of formats."""
 
 Fields = Mapping[str, Any]
 
@@ -39,11 +39,11 @@ def read_tag(given: Mapping[str, Any] | str, time: SchemaTime | None = None) -> 
 
     Args:
         given: `{"type": "structural_tag", "format": …}`, or vLLM's older `{"structures": […], "triggers": […]}`.
-        time: what its schemas may take together; None: as much as those of one request.
+        time: the time limit of its schemas together; None: that of one request.
 
     Raises:
-        InvalidRequest: it is none, or cannot be enforced; names the place as a JSON pointer.
-        RequestAborted: nobody waits for it any more.
+        InvalidRequest: it is not valid, or cannot be enforced; names the place as a JSON pointer. RequestAborted: the
+            request was cancelled.
     """
     if isinstance(given, str):
         given = read_json(given, "the structural tag")
@@ -74,14 +74,14 @@ def _from_structures(given: Fields) -> dict[str, Any]:
 
 
 class _Reader:
-    """Of one structural tag."""
+    """Reads one structural tag."""
 
     def __init__(self, time: SchemaTime) -> None:
         self._time = time
         self._depth = 0
 
     def read(self, given: object, at: str) -> Part:
-        """One format."""
+        """Read one format."""
         self._time.check()
         if not isinstance(given, Mapping) or not isinstance(given.get("type"), str):
             raise InvalidRequest(f"the format at {at} must be an object with a type")
@@ -99,7 +99,9 @@ class _Reader:
     def _json(self, given: Fields, at: str) -> Part:
         schema = _field(given, "json_schema", (Mapping, bool), at, "a schema")
         if given.get("style", "json") != "json":
-            raise InvalidRequest(f"the style at {at} cannot be enforced: got {clip(repr(given['style']))}, not 'json'")
+            raise InvalidRequest(
+                f"the style at {at} cannot be enforced: got {clip(repr(given['style']))}, expected 'json'"
+            )
         try:
             return json_of(normalize(schema, time=self._time))
         except InvalidRequest as error:
@@ -136,9 +138,9 @@ class _Reader:
             raise InvalidRequest(f"the format at {at} must have triggers, texts that are not empty")
         begins = [one.begin for one in tags]
         if not all(any(begin.startswith(trigger) for begin in begins) for trigger in triggers):
-            raise InvalidRequest(f"the format at {at} has a trigger with which no tag begins")
+            raise InvalidRequest(f"the format at {at} has a trigger without a tag that begins with it")
         if not all(begin.startswith(tuple(triggers)) for begin in begins):
-            raise InvalidRequest(f"the format at {at} has a tag that begins with no trigger")
+            raise InvalidRequest(f"the format at {at} has a tag that begins with none of the triggers")
         required, several = _flag(given, "at_least_one", at), not _flag(given, "stop_after_first", at)
         return triggered(tags, triggers, several=several, required=required)
 
@@ -151,7 +153,7 @@ class _Reader:
         least, most = given.get("min", 0), given.get("max", -1)
         if not (type(least) is type(most) is int and 0 <= least <= (most if most >= 0 else least) <= 10_000):
             raise InvalidRequest(
-                f"the format at {at} must have min and max, integers of at most 10000, max -1 for no end"
+                f"the format at {at} must have min and max, integers of at most 10000; max -1 means no limit"
             )
         return self._repeated(given, at, least, most if most >= 0 else None)
 

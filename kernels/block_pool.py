@@ -14,7 +14,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Freed(NamedTuple):
-    """Blocks that nobody holds any more, in the order in which they came free."""
+    """Blocks without holders, in the order in which they were freed."""
 
     cached: Numbers  # with content
     empty: Numbers
@@ -58,7 +58,7 @@ class HolderCounts:
         held: int,
     ) -> None:
         library = _library()
-        assert library is not None, "ask available() first"
+        assert library is not None, "call available() first"
         self._hold, self._release = library.pdkv_hold, library.pdkv_release
         self._arrays = (states, num_holders, num_in_state, places)
         self._pool = _Pool(states.ctypes.data, num_in_state.ctypes.data, places.ctypes.data, held)
@@ -68,7 +68,7 @@ class HolderCounts:
         self._num_free_at = self._num_free.ctypes.data
 
     def hold(self, blocks: Numbers, holder: IntEnum) -> int:
-        """One more holder of the kind for each block, as often as it is named. Returns how many were free."""
+        """Add a holder of the kind to each block, once for every time it is named. Returns how many were free."""
         return int(self._hold(self._at, self._counts_at[holder], blocks.ctypes.data, blocks.size, 1 << holder))
 
     def release(self, blocks: Numbers, holder: IntEnum) -> Freed:

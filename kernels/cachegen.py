@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int32]
 
 HIGHEST: Final = 1e30
-"""Steps beyond it cannot be coded: every number that is decoded is finite."""
+"""Larger steps cannot be coded, so that every decoded number is finite."""
 
 _LARGEST = 127
 _ZERO = 128
@@ -35,7 +35,9 @@ _DONE, _NOT_FINITE = 0, 1
 
 
 class Shape(NamedTuple):
-    """Of images side by side: (units, layers, planes, tokens, head_size); planes: K of each head, then V of each."""
+    """The shape of images side by side: (units, layers, planes, tokens, head_size); planes: K of each head, then V of
+    each.
+    """
 
     units: int
     layers: int
@@ -46,7 +48,7 @@ class Shape(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Of all units."""
+        """Tokens of all units."""
         return self.units * self.tokens
 
     @property
@@ -76,7 +78,7 @@ class Parts(NamedTuple):
 
     @classmethod
     def empty(cls, shape: Shape, num_words: int) -> "Parts":
-        """To be filled."""
+        """Arrays to be filled."""
         planes = (shape.layers, shape.planes)
         return cls(
             np.empty(planes, np.float32),
@@ -167,7 +169,7 @@ def _width(shape: Shape) -> int:
 
 
 class _Scratch:
-    """What a call writes and nobody reads afterwards."""
+    """Memory that a call writes and that is not read afterwards."""
 
     def __init__(self, shape: Shape) -> None:
         self.rows = np.empty(shape.num_tokens * shape.head_size, np.float32)

@@ -16,7 +16,7 @@ _WARPS = 16
 _PIVOTS = 4  # looked at in one pass over a row: 16 passes find one of 2**32 values
 _SCRATCH_ELEMENTS = 1 << 25  # float64 weights that exist at a time: 256 MiB
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Of logits that the kernels take."""
+"""Dtypes of logits that the kernels support."""
 
 
 @jit()

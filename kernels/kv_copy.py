@@ -3,10 +3,10 @@
 import torch
 
 Range = tuple[int, int]
-"""[start, stop)."""
+"""A range [start, stop)."""
 
 Scales = tuple[float, float]
-"""Of K and of V: what 1.0 in FP8 stands for."""
+"""The values of 1.0 in FP8, for K and for V."""
 
 NO_SCALES: Scales = (1.0, 1.0)
 FP8 = torch.float8_e4m3fn
@@ -37,7 +37,7 @@ def write_kv(
     """
     _check_pool(kv_pool)
     if kv_pool.shape[2] != 2:
-        raise ValueError(f"K and V are two sides, and the pool has {kv_pool.shape[2]}")
+        raise ValueError(f"K and V are two sides, but the pool has {kv_pool.shape[2]}")
     expected = (slot_mapping.shape[0], kv_pool.shape[3], kv_pool.shape[5])
     if k.shape != expected or v.shape != expected or slot_mapping.dim() != 1:
         raise ValueError(f"k and v must be {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
@@ -241,5 +241,5 @@ def _check_copy(
 def _check_range(what: str, given: Range | None, size: int) -> Range:
     start, stop = given or (0, size)
     if not 0 <= start < stop <= size:
-        raise ValueError(f"{what} [{start}, {stop}) are not a range within [0, {size})")
+        raise ValueError(f"{what} [{start}, {stop}) is not a range within [0, {size})")
     return start, stop

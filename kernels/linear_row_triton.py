@@ -56,7 +56,9 @@ def linear_row_triton(
     """x (1, in) @ weight (out, in).T + bias (out,) + residual (1, out), added up in float32; (1, out), rounded once."""
     outputs, size = weight.shape
     if x.shape != (1, size) or weight.stride(1) != 1:
-        raise ValueError(f"x {tuple(x.shape)}, weight {tuple(weight.shape)}, {weight.stride()}: no row and matrix")
+        raise ValueError(
+            f"expected a row and a matrix, got x {tuple(x.shape)}, weight {tuple(weight.shape)}, {weight.stride()}"
+        )
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
     tile_inputs = min(_TILE, triton.next_power_of_2(size))
     tile_outputs = _TILE // tile_inputs

@@ -39,7 +39,9 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> to
     """
     num_rows, size = x.shape
     if x.stride(1) != 1 or weight.shape != (size,) or weight.stride(0) != 1:
-        raise ValueError(f"x {tuple(x.shape)}, {x.stride()} and weight {tuple(weight.shape)}: no contiguous rows")
+        raise ValueError(
+            f"expected contiguous rows, got x {tuple(x.shape)}, {x.stride()} and weight {tuple(weight.shape)}"
+        )
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
         padded = triton.next_power_of_2(size)
@@ -66,7 +68,7 @@ def silu_mul_triton(x: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of rows x (n, 2 * size) of gates and then what they gate; silu is rounded, then the product."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     if x.stride(1) != 1 or x.shape[1] % 2:
-        raise ValueError(f"x {tuple(x.shape)} with strides {x.stride()}: no contiguous rows of two halves")
+        raise ValueError(f"expected contiguous rows of two halves, got x {tuple(x.shape)} with strides {x.stride()}")
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
         grid = num_rows, triton.cdiv(size, _TILE)
@@ -171,7 +173,9 @@ def pass_heads_triton(
     num_tokens, _, head_size = qkv.shape
     rotary_size = cosines.shape[-1]
     if qkv.stride()[1:] != (head_size, 1) or not cosines.is_contiguous() or not sines.is_contiguous():
-        raise ValueError(f"qkv {tuple(qkv.shape)}, {qkv.stride()}: tokens, and tables of rotations, must be contiguous")
+        raise ValueError(
+            f"tokens, and tables of rotations, must be contiguous, got qkv {tuple(qkv.shape)}, {qkv.stride()}"
+        )
     if not num_tokens:
         return
     rest = head_size - rotary_size

@@ -7,7 +7,7 @@ import torch
 from pdkv.kernels.kv_copy import FP8_MAX
 
 MIN_SCALE: Final = 1.0 / (FP8_MAX * 512.0)
-"""Of a row: a row of zeros has one, too."""
+"""The smallest scale of a row: a row of zeros has one, too."""
 
 
 def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

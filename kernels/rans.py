@@ -51,9 +51,9 @@ class Tables:
     def __init__(self, frequencies: npt.NDArray[np.uint32]) -> None:
         num_tables = len(frequencies)
         if frequencies.shape[1:] != (256,) or not 0 < num_tables <= MAX_TABLES:
-            raise ValueError(f"at most {MAX_TABLES} tables of 256 frequencies were expected, got {frequencies.shape}")
+            raise ValueError(f"expected at most {MAX_TABLES} tables of 256 frequencies, got {frequencies.shape}")
         if (frequencies.sum(axis=1) != SLOTS).any() or frequencies.max() >= SLOTS:
-            raise ValueError(f"frequencies below {SLOTS} that add up to it were expected")
+            raise ValueError(f"expected frequencies below {SLOTS} that add up to it")
         padded = frequencies[np.minimum(np.arange(MAX_TABLES), num_tables - 1)]  # any context has a table
         self.symbols: npt.NDArray[np.void] = np.zeros((MAX_TABLES, 256), dtype=_SYMBOL)
         """(MAX_TABLES, 256): what the encoder reads."""
@@ -112,7 +112,7 @@ def encode(symbols: Bytes, contexts: Bytes, tables: Tables) -> Coded:
         buffer.ctypes.data, buffer.size, states.ctypes.data, symbols.ctypes.data, args, tables.symbols.ctypes.data
     )
     if num_words < 0:
-        raise ValueError("a symbol that its table does not have")
+        raise ValueError("a symbol is not in its table")
     return Coded(states, buffer[buffer.size - num_words :])
 
 
@@ -131,7 +131,7 @@ def decode(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes) -> bool:
     """
     rows_per_context = _check(out, contexts)
     if coded.states.shape != (LANES,) or coded.words.ndim != 1 or not coded.words.flags.c_contiguous:
-        raise ValueError(f"{LANES} states and words side by side were expected")
+        raise ValueError(f"expected {LANES} states with adjacent words")
     if (library := _library()) is None:
         return decode_reference(coded, contexts, tables, out)
     states = coded.states.copy()
@@ -145,12 +145,12 @@ def decode(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes) -> bool:
 def _check(symbols: Bytes, contexts: Bytes) -> int:
     """How many rows have the same contexts."""
     if symbols.ndim != 2 or contexts.ndim != 2 or not symbols.size or symbols.shape[1] != contexts.shape[1]:
-        raise ValueError(f"symbols {symbols.shape} with contexts {contexts.shape}")
+        raise ValueError(f"symbols {symbols.shape} do not fit contexts {contexts.shape}")
     if not symbols.flags.c_contiguous or not contexts.flags.c_contiguous:
         raise ValueError("symbols and contexts must be contiguous")
     rows_per_context, rest = divmod(len(symbols), len(contexts))
     if rest:
-        raise ValueError(f"{len(symbols)} rows of symbols with {len(contexts)} of contexts")
+        raise ValueError(f"{len(symbols)} rows of symbols do not fit {len(contexts)} of contexts")
     return rows_per_context
 
 
@@ -162,7 +162,7 @@ def encode_reference(symbols: Bytes, contexts: Bytes, tables: Tables) -> Coded:
     for row in range(len(symbols) - 1, -1, -1):
         entries = tables.symbols[contexts[row // rows_per_context] & (MAX_TABLES - 1), symbols[row]]
         if not entries["frequency"].all():
-            raise ValueError("a symbol that its table does not have")
+            raise ValueError("a symbol is not in its table")
         for first in range((symbols.shape[1] - 1) // LANES * LANES, -1, -LANES):
             entry = entries[first : first + LANES]
             x = states[: len(entry)]

@@ -1,7 +1,7 @@
-"""Streams and events of the devices that KV lies on: the one place through which pdkv orders work on a device.
+"""Streams and events of the devices that KV lies on: the only way in which pdkv orders work on a device.
 
-A device computes behind its host, in streams: what is queued on one runs in order, and nothing orders two of them but
-an event that one records and another waits for. On the CPU all of it is trivial, since what was called has been done.
+A device computes asynchronously, in streams: work queued on one runs in order, and two of them are only ordered by an
+event that one records and the other waits for. On the CPU all of it is trivial, since calls are synchronous.
 
     streams = streams_of(kv_cache.device)
     copies, done = streams.make_stream(), streams.make_event()
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 
 class Event(ABC):
-    """A point in a stream. May be recorded again: who waits then waits for the last record before that wait."""
+    """A point in a stream. It may be recorded again: a wait is for the last record before it."""
 
     @abstractmethod
     def record(self) -> None:
-        """At the end of what this thread's current stream has been given."""
+        """Record it after the work so far on this thread's current stream."""
 
     @abstractmethod
     def wait(self) -> None:
-        """What this thread's current stream is given from now on runs behind the event. Blocks nobody.
+        """Order later work on this thread's current stream after the event. Does not block.
 
-        An event that was never recorded is none: the caller knows that it was.
+        The event must have been recorded.
         """
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether it has come."""
+        """Whether it has been reached."""
 
     @abstractmethod
     def synchronize(self, timeout_s: float) -> None:
-        """Return when it has come: the host waits.
+        """Wait on the host until it has been reached.
 
         Raises:
             TransferTimeout: it has not within that time.
@@ -59,22 +59,22 @@ class Stream(ABC):
 
     @abstractmethod
     def on(self) -> AbstractContextManager[Any]:
-        """Within it this is the thread's current stream, and its device the current one."""
+        """A context in which this is the thread's current stream, and its device the current one."""
 
 
 class Streams(ABC):
-    """What one device has."""
+    """The streams of one device."""
 
     is_host = False
     """What was called has been done: streams and events are nothing."""
 
     @abstractmethod
     def use(self) -> None:
-        """Make the device this thread's current one: for threads in which libraries look for it."""
+        """Make the device this thread's current one, for libraries that depend on it."""
 
     @abstractmethod
     def make_stream(self) -> Stream:
-        """A stream of its own, which waits for no other one by itself."""
+        """A new stream, which does not wait for any other."""
 
     @abstractmethod
     def make_event(self) -> Event:
@@ -86,7 +86,7 @@ class Streams(ABC):
 
 
 def streams_of(device: "torch.device") -> Streams:
-    """Those of a device; of a CUDA device without a number the thread's current one."""
+    """The streams of a device; for a CUDA device without a number, those of the thread's current one."""
     return _cuda_streams(device) if device.type == "cuda" else HOST
 
 
@@ -139,7 +139,7 @@ HOST: Streams = HostStreams()
 
 
 def looks() -> Iterator[float]:
-    """Pauses in seconds of somebody who looks whether something on a device has ended: CUDA tells nobody in time."""
+    """Pauses in seconds between polls for something on a device: CUDA announces no end in time."""
     yield from (0.0, 2e-5, 5e-5, 1e-4, 2e-4)
     while True:
         yield 5e-4
@@ -181,7 +181,7 @@ class _CudaStream(Stream):
 
 
 class CudaStreams(Streams):
-    """One CUDA device's."""
+    """The streams of one CUDA device."""
 
     def __init__(self, device: "torch.device") -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""Values on their way from the fastest tier into slower ones."""
+"""Copies values from the fastest tier into slower ones."""
 
 import logging
 import threading
@@ -19,27 +19,27 @@ from pdkv.kv_store.tier import Tier, WritePolicy
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 4 << 20
-"""Copied at a time, one value at least: all that is on its way."""
+"""Bytes copied at a time, at least one value: everything in flight."""
 
 MAX_QUEUED = 4096
-"""Values that wait to be copied; beyond it one is left for its next use."""
+"""The most values that wait to be copied; beyond it, a value is left for its next use."""
 
 _Queue = OrderedDict[bytes, tuple[int, Terms]]
-"""Sizes and terms of values that wait."""
+"""Sizes and terms of waiting values."""
 
 _POLICIES: Sequence[WritePolicy] = ("all", "second-use", "evicted")
 
 COLD_SHARE = 8
-"""One part in so many of host memory, the one that goes first, is copied before it goes."""
+"""The share of host memory, as a divisor, that is about to be evicted and is copied before."""
 
 WRITTEN_FOR_S = 60.0
-"""So long a value is believed to be where it was written; then the tier is asked."""
+"""Seconds for which a value is believed to be where it was written; then the tier is asked."""
 
 
 class Backfill:
-    """Copies behind everybody's back, by one thread that begins with the first copy. Nobody waits for it.
+    """Copies in the background, on one thread that starts with the first copy. No call waits for it.
 
-    What is gone from the source before its turn is not copied: that costs a miss later.
+    A value that leaves the source before its turn is not copied, which costs a miss later.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Backfill:
         delete: Callable[[Tier, Sequence[bytes]], object],
         clock: Clock = MONOTONIC,
     ) -> None:
-        """`put` writes what a tier lacks, and says whether the tier has all of it now. Neither raises StoreError."""
+        """`put` writes what a tier lacks, and says whether the tier has everything now. Neither raises StoreError."""
         self._source = source
         self._put = put
         self._delete = delete
@@ -67,12 +67,12 @@ class Backfill:
         self._thread = ServiceThread(self._serve, self._wake, "pdkv-backfill")
 
     def used(self, items: Iterable[Sized], terms: Mapping[bytes, Terms] = MappingProxyType({})) -> None:
-        """The source has these values, and they were read. `terms`: of those that have some."""
+        """Note that the source has these values, and they were read. `terms`: of those that have some."""
         if self._tiers["second-use"]:
             self.offer((item for item in items if item[0] not in self._written["second-use"]), terms, "second-use")
 
     def offer(self, items: Iterable[Sized], terms: Mapping[bytes, Terms], policy: WritePolicy) -> None:
-        """The source has these values, and tiers of the policy shall have them. What is too much is not copied."""
+        """Offer values of the source to the tiers of the policy. Those beyond the limit are not copied."""
         new, queue = list(items), self._offered[policy]
         with self._changed:
             num_taken = max(MAX_QUEUED - len(queue), 0)
@@ -84,14 +84,16 @@ class Backfill:
             tier.failures["skipped"] += len(new) - num_taken
 
     def room_taken(self) -> None:
-        """Something was put into the source."""
+        """Note that something was put into the source."""
         if self._tiers["evicted"]:
             with self._changed:
                 self._looks = True
                 self._begin()
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
-        """These values, or all, are deleted: they are not to come again by a copy under way. Called before they are."""
+        """Forget these values, or all, which are deleted: a running copy must not bring them back. Called before the
+        deletion.
+        """
         with self._changed:
             for policy in _POLICIES:
                 queue, written = self._offered[policy], self._written[policy]
@@ -108,7 +110,7 @@ class Backfill:
 
     @contextmanager
     def still(self, timeout_s: float) -> Iterator[None]:
-        """Nothing is copied within the block; a copy under way ends before it, with what it takes back.
+        """A context in which nothing is copied; a running copy ends before it, taking its values back if necessary.
 
         Raises:
             StoreTimeout: not within `timeout_s`.
@@ -127,7 +129,7 @@ class Backfill:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """End the thread, with the call of a tier that is under way. Idempotent."""
+        """End the thread, with the current call of a tier. Idempotent."""
         self._thread.stop()
 
     def _wait_until(self, condition: Callable[[], bool], deadline: float) -> None:
@@ -167,7 +169,7 @@ class Backfill:
                 self._changed.notify_all()
 
     def _copy_coldest(self) -> None:
-        """What goes first and is not in the slower tiers yet; goes on as long as there is some, for it moves."""
+        """Copy values that are next to be evicted and not in the slower tiers yet, while there are some."""
         window = self._source.coldest(self._source.count_held().capacity // COLD_SHARE)
         cold = _Queue((key, (size, NO_TERMS)) for key, size in window if key not in self._written["evicted"])
         batch, _ = _take_batch(cold)
@@ -176,7 +178,7 @@ class Backfill:
             self._looks |= bool(cold) and len(copied) == len(batch)
 
     def _copy(self, batch: Sequence[Sized], policy: WritePolicy, terms: Mapping[bytes, Terms]) -> list[bytes]:
-        """Returns what all tiers of the policy have now, and remembers it for a while."""
+        """Copy values; returns those that all tiers of the policy have now, and remembers them for a while."""
         items = self._read(batch)
         are_put = [self._put(tier, items, terms) for tier in self._tiers[policy]] if items else [False]
         keys = [key for key, _ in items]
@@ -200,13 +202,13 @@ class Backfill:
             found = self._source.peek(keys, buffers)
         except StoreError as error:
             if self._log_limit.passes():
-                logger.warning("KV store: what should be copied into a slower tier cannot be read: %s", error)
+                logger.warning("KV store: values to be copied into a slower tier cannot be read: %s", error)
             return []
         return [item for item, is_found in zip(zip(keys, buffers, strict=True), found, strict=True) if is_found]
 
 
 def _take_batch(queue: _Queue) -> tuple[list[Sized], dict[bytes, Terms]]:
-    """The first ones, BATCH_BYTES of them, and the terms of those that have some. They are no longer in the queue."""
+    """Take the first BATCH_BYTES of values off the queue, and the terms of those that have some."""
     batch: list[Sized] = []
     terms: dict[bytes, Terms] = {}
     num_bytes = 0

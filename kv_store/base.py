@@ -30,14 +30,16 @@ TermsOf = Callable[[int], Terms]
 """Index of a key -> the terms of its value, once that is in its buffer."""
 
 PROBE_KEY = bytes(32)
-"""Nobody's value: a store that says whether it has it can be reached."""
+"""A key without a value: a store that answers for it can be reached."""
 
 PART_BYTES = 256 << 10
-"""What has just been written is still in a core's cache: who wants to look at it hears of it in parts of this size."""
+"""Freshly written bytes are still in a core's cache: a reader that wants to check them is called after parts of this
+size.
+"""
 
 
 class Scattered:
-    """A value's bytes in one or more buffers, in which they lie one behind the other."""
+    """A value's bytes in one or more consecutive buffers."""
 
     def __init__(self, *buffers: Buffer) -> None:
         self.buffers = buffers
@@ -47,7 +49,7 @@ class Scattered:
         return self._ends[-1] if self._ends else 0
 
     def stretch(self, start: int, stop: int) -> Iterator[Buffer]:
-        """Bytes [start, stop), where they lie."""
+        """Bytes [start, stop), in place."""
         for number in range(bisect_right(self._ends, start), len(self.buffers)):
             buffer = self.buffers[number]
             begin = self._ends[number] - len(buffer)
@@ -57,26 +59,28 @@ class Scattered:
 
 
 class Held(NamedTuple):
-    """What this process has in a store now; zeros where the store does not know."""
+    """What this process has in a store now; zeros if the store does not know."""
 
     values: int = 0
-    num_bytes: int = 0  # of memory or disk that they take
-    capacity: int = 0  # bytes that they may take
-    evicted: int = 0  # values that have made room for others since the start
+    num_bytes: int = 0  # memory or disk that they use
+    capacity: int = 0  # bytes that they may use
+    evicted: int = 0  # values evicted to make room for others since the start
     owned: Mapping[int, int] = MappingProxyType({})  # bytes by owner, of values whose terms name one
 
 
 class TierCounts(NamedTuple):
-    """What happened in one of the stores that a store consists of, since the start, and what it holds."""
+    """Counts of one of the parts of a store since the start, and its content."""
 
-    hits: int  # values that were read from it
-    failures: int  # calls that failed, and those that it was spared after a failure
+    hits: int  # values read from it
+    failures: int  # calls that failed, and those skipped after a failure
     held: Held = Held()
     read: ReadTime = ReadTime()
 
 
 def prefixes_of(chains: Sequence[Sequence[bytes]], there: Sequence[bool]) -> list[int]:
-    """How many keys in a row are there, from each chain's first one on. `there`: of all keys, chain after chain."""
+    """For each chain, how many consecutive keys exist from its first one on. `there`: for all keys, chain after
+    chain.
+    """
     answers = iter(there)
     found = [[next(answers) for _ in chain] for chain in chains]
     return [each.index(False) if False in each else len(each) for each in found]
@@ -86,24 +90,24 @@ class KVStore(ABC):
     """Thread-safe. Methods may block up to the store's timeout, so they are called on a connector's threads only.
 
     Any method may raise StoreError (StoreUnavailable, StoreTimeout, StoreFull, StoreUnable) and nothing else; after
-    that the store can be used again: it reconnects by itself. What a call that failed had done by then stays done.
+    that the store can be used again: it reconnects by itself. What a failed call had done by then stays done.
 
-    Keys of a batch come in the order of their prompt, first blocks first; a store that evicts drops the last of a
-    batch before the first, since a prefix is of no use without its beginning.
+    Keys of a batch come in the order of their prompt, first blocks first; a store that evicts drops the last of a batch
+    before the first, since a prefix is useless without its beginning.
     """
 
     is_shared: ClassVar[bool] = True
     """Whether every process that opens the store sees the same values."""
 
     scope: str = ""
-    """Of a shared store: among whom. Processes that name another scope see other values; empty: all are meant."""
+    """The scope of a shared store. Processes with another scope see other values; empty: shared by all."""
 
     medium: ClassVar[str] = "store"
-    """What the values lie on, as metrics and routers are told: "memory", "disk", or "store" for any other."""
+    """The medium of the values for metrics and routers: "memory", "disk", or "store" for any other."""
 
     @property
     def asks_key_by_key(self) -> bool:
-        """Whether each key costs `contains` a request of its own, so that some rounds of a few keys are cheaper."""
+        """Whether each key costs `contains` a separate request, so that some rounds of a few keys are cheaper."""
         return False
 
     @abstractmethod
@@ -111,15 +115,15 @@ class KVStore(ABC):
         """Which keys have a value now. An answer may be out of date when it arrives: `get` decides."""
 
     def count_prefixes(self, chains: Sequence[Sequence[bytes]]) -> list[int]:
-        """How many keys in a row have a value, from the first one of each chain on.
+        """How many consecutive keys have a value, from the first one of each chain on.
 
-        A store that asks key by key looks at some of them, and takes it that who has a key has those before it. As with
+        A store that asks key by key checks some of them, and assumes that a key's predecessors exist, too. As with
         `contains`, `get` decides.
         """
         return prefixes_of(chains, self.contains([key for chain in chains for key in chain]))
 
     def contains_for_all(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys every process can find: `contains`, without what only this process has."""
+        """Which keys every process can find: `contains`, without values that only this process has."""
         return self.contains(keys)
 
     @abstractmethod
@@ -129,18 +133,18 @@ class KVStore(ABC):
         Returns:
             Per key whether its buffer now holds the whole value. False: no such key, a value of another size than its
             buffer, or one that is cut short; the buffer's content is then undefined. Stores need not notice when bytes
-            have changed: values carry a checksum of their own, which whoever reads them verifies.
+            have changed: values carry their own checksum, which readers verify.
         """
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         """`get` that tells how far each value has come, while its bytes are in the cache of the calling thread's core.
 
-        A value may come anew from its beginning, as from another connection. A store need not tell anything.
+        A value may start over from its beginning, as over another connection. A store need not report progress.
         """
         return self.get(keys, out)
 
     def peek(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
-        """`get` for a copy elsewhere: a store that evicts does not take it for a use."""
+        """`get` for a copy elsewhere: a store that evicts does not count it as a use."""
         return self.get(keys, out)
 
     @abstractmethod
@@ -154,11 +158,11 @@ class KVStore(ABC):
     def delete(self, keys: Sequence[bytes]) -> None:
         """Remove keys, where they exist."""
 
-    # --- terms: a store that cannot keep to them ignores them; readers of values see from their bytes what is over ----
+    # --- terms: a store without support for them ignores them; readers of values see expiry from their bytes ----------
 
     def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        """`put` of values of which some have terms, by key. What is over is not put; what is put over a quota makes the
-        owner's least recently used values go, and no others.
+        """`put` of values, some with terms, by key. Expired values are not put; a value over a quota evicts the owner's
+        least recently used values, and no others.
 
         Raises:
             StoreFull: also for a value that is larger than its owner's quota.
@@ -179,41 +183,41 @@ class KVStore(ABC):
     def read_scattered(
         self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
     ) -> list[bool]:
-        """`read_on_terms` of values straight into where their bytes belong, from the fastest part alone. A subclass
-        with its own `read` has its own `read_scattered`, too, or says that it cannot.
+        """`read_on_terms` of values directly into their destinations, from the fastest part alone. A subclass with its
+        own `read` has its own `read_scattered`, too, or says that it cannot.
 
-        What is not found, for whatever reason, may be there all the same: the other reads decide.
+        A value that is not found may exist all the same: the other reads decide.
         """
         return [False] * len(keys)
 
     def terms_of(self, keys: Sequence[bytes]) -> Mapping[bytes, Terms]:
-        """Of the values that this process has here, by key, where they have some and the store keeps them."""
+        """The terms of values that this process has here, by key, if they have some and the store keeps them."""
         return {}
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
-        """These values (None: all) will be discarded from its parts: no copy between parts shall bring one back.
-        Does not block.
+        """Note that these values (None: all) will be discarded from its parts: no copy between parts may bring one
+        back. Does not block.
         """
         return
 
     def still(self, timeout_s: float) -> AbstractContextManager[None]:
-        """Within the block nothing is copied between its parts behind everybody's back; a copy under way ends before.
+        """A context in which nothing is copied between its parts in the background; a running copy ends before.
 
         Raises StoreTimeout, on entry, for one that does not end in time.
         """
         return nullcontext()
 
     def keep(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        """`put_on_terms` of what only has to be found again: slower parts may have it later, or never."""
+        """`put_on_terms` of values that only must be found again: slower parts may have them later, or never."""
         put_all(self, items, terms)
 
     def ask_part(self, part: "KVStore", call: Callable[[], T], *, writes: bool = False) -> T:
-        """Run a call of one of its `parts`. Raises StoreUnavailable at once for one that is left alone now."""
+        """Run a call of one of its `parts`. Raises StoreUnavailable at once for one that is currently left alone."""
         return call()
 
     def hang_up(self, *, for_good: bool = False) -> None:
-        """End the calls under way, which raise StoreUnavailable: what they wait for does not come. Does not block. A
-        store that cannot end them lets them go on to their deadline.
+        """End the running calls, which raise StoreUnavailable. Does not block. A store that cannot end them lets them
+        run to their deadline.
 
         Args:
             for_good: a store that can end calls refuses those that begin later, too. Else it can be used again.
@@ -222,18 +226,18 @@ class KVStore(ABC):
 
     @property
     def problem(self) -> str:
-        """Why a part of it is left alone now; empty: nothing is known to be wrong."""
+        """Why a part of it is currently left alone; empty: no problem is known."""
         return ""
 
     def on_problem(self, tell: Callable[[], None]) -> None:
         """Have `tell` called, by any thread, whenever `problem` changes."""
 
     def put_into(self, part: "KVStore", items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        """`put_on_terms` into one of its `parts`, whatever that takes by its write policy."""
+        """`put_on_terms` into one of its `parts`, whatever that part accepts by its write policy."""
         part.put_on_terms(items, terms)
 
     def contains_own(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which keys have a value that this process may remove: what `discard` would find."""
+        """Which keys have a value that this process may remove: the values that `discard` would find."""
         return self.contains(keys)
 
     def discard(self, keys: Sequence[bytes] | None) -> int:
@@ -248,43 +252,43 @@ class KVStore(ABC):
         return len(there)
 
     def pin(self, keys: Sequence[bytes], ttl_s: float | None) -> list[bool]:
-        """Keep the values that this process has under these keys from making room for others, for `ttl_s` (None: until
-        `unpin`, or the end of the process). All of those that are here, or none.
+        """Protect this process's values under these keys from eviction, for `ttl_s` (None: until `unpin`, or the end of
+        the process). All of those that exist are pinned, or none.
 
         Returns:
             Which of the keys it has, and has pinned.
 
         Raises:
             StoreFull: together with those pinned before they would take too much of the store.
-            StoreUnable: what makes room for what is not this process' to say.
+            StoreUnable: this process does not decide about eviction.
         """
         raise StoreUnable(f"{kind_of(self)} evicts by its own rules: only host memory can be pinned")
 
     def unpin(self, keys: Sequence[bytes] | None) -> int:
-        """Take pins away, of these keys or (None) all; returns how many there were. Raises StoreUnable as `pin`."""
+        """Remove pins from these keys or (None) all; returns how many there were. Raises StoreUnable as `pin`."""
         raise StoreUnable(f"{kind_of(self)} has no pins: only host memory can be pinned")
 
     def parts(self) -> Mapping[str, "KVStore"]:
         """The stores that it consists of, fastest first, by the names of `count_tiers`."""
         return {tier_name(0, self): self}
 
-    # --- what will be read soon: what a store does not know of costs nothing ----------------------------------------
+    # --- values to be read soon; a store without support ignores this -------------------------------------------------
 
     @property
     def look_ahead_bytes(self) -> int:
-        """Of values that may be expected at a time; 0: the store does nothing with that."""
+        """Bytes of values that may be expected at a time; 0: the store ignores them."""
         return 0
 
     def expect(self, keys: Sequence[bytes]) -> None:
-        """They will be read soon, in this order: other values make room before them. Does not block."""
+        """Note values that will be read soon, in this order: other values make room before them. Does not block."""
         return
 
     def unexpect(self, keys: Sequence[bytes]) -> None:
-        """Nobody is known any more who will read them. Does not block."""
+        """Note that no reader of these values is known any more. Does not block."""
         return
 
     def count_damaged(self) -> int:
-        """Values since the start that the store itself found damaged, and called misses. Does not block."""
+        """Number of values since the start that the store itself found damaged, and called misses. Does not block."""
         return 0
 
     def count_held(self) -> Held:
@@ -293,20 +297,22 @@ class KVStore(ABC):
 
     @property
     def own_capacity(self) -> int | None:
-        """Bytes that this process' values may take, before they make room for others; None: not known. Never blocks."""
+        """Bytes that this process's values may use before they make room for others; None: not known. Never blocks."""
         return None
 
     def coldest(self, num_bytes: int) -> list[Sized]:
-        """What would go if so many bytes more were put, the first to go first; empty where the store does not know."""
+        """Values that would be evicted if this many more bytes were put, first ones first; empty if the store does not
+        know.
+        """
         return []
 
     def count_tiers(self) -> Mapping[str, TierCounts]:
-        """By name, such as "0-host", where the store consists of several or knows what it holds. Does not block."""
+        """Counts by name, such as "0-host", if the store consists of several or knows its content. Does not block."""
         return {}
 
     @abstractmethod
     def close(self) -> None:
-        """Give connections, threads and files back. Idempotent; other methods then raise StoreUnavailable."""
+        """Close connections, threads and files. Idempotent; other methods then raise StoreUnavailable."""
 
     def __enter__(self) -> Self:
         return self
@@ -316,7 +322,7 @@ class KVStore(ABC):
 
 
 def put_all(store: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-    """What has no terms is put as ever."""
+    """Put values; those without terms are put without."""
     if terms:
         store.put_on_terms(items, terms)
     else:
@@ -324,17 +330,17 @@ def put_all(store: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms])
 
 
 def kind_of(store: KVStore) -> str:
-    """Such as "host" or "redis"."""
+    """The kind of a store, such as "host" or "redis"."""
     return type(store).__name__.removesuffix("Store").lower()
 
 
 def tier_name(place: int, store: KVStore) -> str:
-    """Of a store among those that one consists of, such as "0-host"."""
+    """The name of a store among the parts of one, such as "0-host"."""
     return f"{place}-{kind_of(store)}"
 
 
 class TellingStore(KVStore):
-    """A store that tells how far each value has come: it has `read`, and `get` is that with nobody to tell."""
+    """A store that reports the progress of reads: it implements `read`, and `get` is that without a callback."""
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
         return self.read(keys, out, lambda index, stop: None)
@@ -344,7 +350,7 @@ class TellingStore(KVStore):
 
 
 class ScatteringStore(TellingStore):
-    """A store that reads values to where their bytes belong: `read` is that with one buffer for each."""
+    """A store that reads values into their destinations: `read` is that with one buffer for each."""
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         return self._read_all(keys, [Scattered(buffer) for buffer in out], arrived)

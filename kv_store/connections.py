@@ -21,7 +21,7 @@ _MAX_BUFFERS_PER_CALL = 512  # of sendmsg; the kernel takes 1024
 
 
 class Deadline:
-    """A point in time that all waits of one call share."""
+    """A deadline shared by all waits of one call."""
 
     def __init__(self, seconds: float, what: str, clock: Clock = MONOTONIC) -> None:
         self._clock = clock
@@ -32,7 +32,7 @@ class Deadline:
         """Seconds left, more than 0.
 
         Raises:
-            StoreTimeout: none.
+            StoreTimeout: no time is left.
         """
         left = self._end - self._clock.now()
         if left <= 0:
@@ -40,13 +40,13 @@ class Deadline:
         return left
 
     def wait(self, condition: threading.Condition) -> None:
-        """Until the (held) condition is notified. Raises as `remaining` does, where no time is left."""
+        """Wait until the (held) condition is notified. Raises as `remaining` if no time is left."""
         self.remaining()
         self._clock.wait(condition, self._end)
 
 
 class Channel:
-    """One connected socket. Not thread-safe; after an error it is of no use.
+    """One connected socket. Not thread-safe; after an error it cannot be used.
 
     All methods raise StoreTimeout at the deadline and StoreUnavailable when the connection is gone.
     """
@@ -94,7 +94,7 @@ class Channel:
                 self._start += len(line) + 1
                 return line.rstrip(b"\r")
             if len(line) == _LINE_BUFFER_BYTES:
-                raise StoreUnavailable(f"{self._what}: its answer is no line")
+                raise StoreUnavailable(f"{self._what}: its answer is not a line")
             self._read_ahead()
 
     def read_exactly(self, size: int) -> bytes:
@@ -106,7 +106,7 @@ class Channel:
     def read_into(self, out: Buffer, arrived: Callable[[int], None] = lambda stop: None) -> None:
         """Fill `out` with the next bytes; all but those read ahead come from the socket without a copy.
 
-        `arrived(stop)` hears of it after at most PART_BYTES.
+        `arrived(stop)` is called after at most PART_BYTES each.
         """
         done = min(self._stop - self._start, len(out))
         out[:done] = self._ahead[self._start : self._start + done]
@@ -129,7 +129,7 @@ class Channel:
         self._sock.close()
 
     def interrupt(self) -> None:
-        """End the connection from another thread: whoever waits in it gets StoreUnavailable."""
+        """End the connection from another thread: a waiting thread gets StoreUnavailable."""
         try:
             # Not that of SSLSocket, which would have its reader go on as if there were no TLS.
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
@@ -163,7 +163,7 @@ class Channel:
 
 
 class ConnectionPool(Generic[C]):
-    """Channels to one server: as many as there are calls at a time."""
+    """Channels to one server: as many as there are concurrent calls."""
 
     def __init__(self, connect: Callable[[Deadline], C], what: str) -> None:
         """`connect` opens a channel until the deadline; it raises StoreTimeout or StoreUnavailable."""
@@ -195,13 +195,13 @@ class ConnectionPool(Generic[C]):
         return self._run_on(self._connect(deadline), operation, deadline, number)
 
     def close(self) -> None:
-        """Close all channels; calls under way raise StoreUnavailable. Idempotent."""
+        """Close all channels; running calls raise StoreUnavailable. Idempotent."""
         with self._lock:
             self._closed = True
         self.hang_up()
 
     def hang_up(self) -> None:
-        """Close all channels; calls under way raise StoreUnavailable, later ones connect anew."""
+        """Close all channels; running calls raise StoreUnavailable, later ones connect again."""
         with self._lock:
             self._num_hang_ups += 1
             busy = list(self._busy)
@@ -215,7 +215,7 @@ class ConnectionPool(Generic[C]):
             return self._idle.pop() if self._idle else None
 
     def _check_open(self, number: int) -> None:
-        """`number`: of hang-ups when the call began."""
+        """Check that it is open. `number`: of hang-ups when the call began."""
         if self._closed or number != self._num_hang_ups:
             why = "the store is closed" if self._closed else "the call was ended"
             raise StoreUnavailable(f"{self._what}: {why}")
@@ -226,7 +226,7 @@ class ConnectionPool(Generic[C]):
         channel.deadline = deadline
         usable = False
         try:
-            self._check_open(number)  # from now on whoever hangs up finds the channel
+            self._check_open(number)  # from now on a hang-up finds the channel
             result = operation(channel)
             usable = True
             return result

@@ -28,7 +28,7 @@ _SCANS_PER_CAPACITY = 16
 
 
 class FileStore(ScatteringStore):
-    """A value is one file, named after its key's digest; the directory is the truth, whoever writes it.
+    """A value is one file, named after its key's digest; the directory is the truth, whichever process writes to it.
 
     - A file is written under a temporary name and renamed: it is there whole or not at all. Nothing is synced: what a
       crash of the machine cuts short is found by its size, removed, and was a miss. What is damaged otherwise is for
@@ -102,7 +102,7 @@ class FileStore(ScatteringStore):
 
     @contextlib.contextmanager
     def _io(self) -> Iterator[Deadline]:
-        """A call's deadline; what the system refuses becomes a StoreError."""
+        """A context with a call's deadline; an error of the system becomes a StoreError."""
         with self._lock:
             if self._closed:
                 raise StoreUnavailable(f"{self._where} is closed")
@@ -119,7 +119,7 @@ class FileStore(ScatteringStore):
             self._end_call()
 
     def _end_call(self) -> None:
-        """The last call of a store that was closed meanwhile gives the directory back."""
+        """End a call; the last one of a store that was closed meanwhile closes the directory."""
         with self._lock:
             self._num_calls -= 1
             is_last = self._closed and not self._num_calls
@@ -176,14 +176,14 @@ class FileStore(ScatteringStore):
                 self._count(name, size)
 
     def _touch(self, keys: Sequence[bytes]) -> None:
-        """A batch was used: its first file goes last."""
+        """Note that a batch was used: its first file is evicted last."""
         with self._lock:
             for name in map(file_name, reversed(keys)):
                 if name in self._sizes:
                     self._count(name, self._sizes[name])
 
     def _open_temporary(self) -> tuple[int, str]:
-        """A new file that is locked as long as it is open: its descriptor and name."""
+        """A new file that is locked while it is open: its descriptor and name."""
         while True:
             name = f".{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}"
             fd = self._directory.create(name)
@@ -243,7 +243,7 @@ class FileStore(ScatteringStore):
         return OrderedDict((name, size) for _, name, size in sorted(files))
 
     def _count(self, name: str, size: int | None) -> None:
-        """A file was written or used, or (None) is gone. Under the lock."""
+        """Count a file that was written or used, or (None) is gone. Under the lock."""
         self._num_bytes += (size or 0) - self._sizes.pop(name, 0)
         if size is not None:
             self._sizes[name] = size
@@ -257,7 +257,7 @@ class FileStore(ScatteringStore):
             return
         size += 1024
         if size > self._capacity:
-            raise StoreFull(f"{self._where}: {size} bytes do not fit into {self._capacity}")
+            raise StoreFull(f"{self._where}: {size} bytes do not fit into the capacity of {self._capacity}")
         if self._written_since_scan > self._capacity // _SCANS_PER_CAPACITY:
             self._scan()
         while (name := self._oldest_beyond(self._capacity - size)) is not None:

@@ -10,10 +10,10 @@
 
 An entry's version is even while it holds a value, and odd, or 0, while it does not. A reader looks at it before and
 after it reads: if it has changed, what was read may be another value's, and is a miss. So a writer that dies leaves
-nothing half visible, and its successor goes on with every entry that is whole.
+nothing half visible, and its successor continues with every complete entry.
 
 The index is mapped. Values are written by system calls, and read by them, too, which fail where a mapping would end the
-process; out of a file that nobody can cut short, as a launch's is, they are copied from a mapping in half the time.
+process; from a file that cannot be shortened, such as a launch's, they are copied from a mapping in half the time.
 """
 
 import fcntl
@@ -38,7 +38,7 @@ MAGIC: Final = b"pdkvHS01"
 PAGE_BYTES: Final = 64 << 10
 MIN_BYTES: Final = 1 << 20
 LAST_END: Final = 2**32 - 1
-"""The latest time, in 2106, at which an entry can say that a value ends."""
+"""The latest time, in 2106, at which an entry can say that a value expires."""
 
 _HEADER = struct.Struct("<8sQQ")
 _HEADER_BYTES = 4096
@@ -52,7 +52,7 @@ _ENTRY = np.dtype(
         ("expires_at", "<u4"),  # unix time in seconds, from which on it is not there any more; 0: it stays
         ("stamp", "<u8"),  # of its last use: the order in which a successor finds values
         ("check", "<u8"),  # over key, size, pages and terms
-        ("owner", "<u8"),  # whose it is; 0: nobody's who is known
+        ("owner", "<u8"),  # owner; 0: unknown
     ]
 )
 assert _ENTRY.itemsize == 64
@@ -62,13 +62,15 @@ Key = tuple[int, int]
 
 
 def key_of(key: bytes) -> Key:
-    """What stands for a key; two with the same are taken for one, which whoever verifies values finds out."""
+    """The hash of a key; two keys with the same hash are taken for one, which readers notice when they verify
+    values.
+    """
     number = xxhash.xxh3_128_intdigest(key)
     return number & 0xFFFFFFFFFFFFFFFF, number >> 64
 
 
 class Found(NamedTuple):
-    """A value where it lay a moment ago."""
+    """A value at its last known place."""
 
     entry: int
     version: int
@@ -77,15 +79,15 @@ class Found(NamedTuple):
 
 
 class Segment:
-    """A mapped segment. It is closed with its last reference, which whoever reads it has: so it can be let go of at any
-    time. Closing it while it is read is the caller's to avoid.
+    """A mapped segment. It is closed with its last reference, which every reader holds, so references can be dropped at
+    any time. The caller must not close it while it is read.
     """
 
     def __init__(self, fd: int, *, writable: bool, unix_time: Callable[[], float] = unix_time) -> None:
-        """Takes the descriptor over. `unix_time`: by which values end.
+        """Takes the descriptor over. `unix_time`: by which values expire.
 
         Raises:
-            StoreUnavailable: it is no segment of this version, or is shorter than it says.
+            StoreUnavailable: it is not a segment of this version, or is shorter than it says.
             OSError: it cannot be mapped.
         """
         self.fd = fd
@@ -113,12 +115,14 @@ class Segment:
         return key[0] & (len(self.buckets) - 1)
 
     def may_have(self, lows: npt.NDArray[np.uint64]) -> npt.NDArray[np.bool_]:
-        """Of keys' lower halves: False where `find` would find nothing, since their buckets are empty, as most are."""
+        """For the lower halves of keys: False if `find` would find nothing, since their buckets are empty, as
+        most are.
+        """
         may_have: npt.NDArray[np.bool_] = self.buckets[lows & np.uint64(len(self.buckets) - 1)] != 0
         return may_have
 
     def find(self, key: Key) -> Found | None:
-        """Where a key's value lies."""
+        """The place of a key's value."""
         number = int(self.buckets[self.bucket_of(key)])
         for _ in range(_MAX_STEPS):
             if not 0 < number <= self.num_pages:
@@ -135,14 +139,12 @@ class Segment:
         return None
 
     def is_there(self, found: Found) -> bool:
-        """Whether it still lies there: what was read before this call is the value."""
+        """Whether it is still there: data read before this call is then the value."""
         fence()
         return int(self.versions[found.entry]) == found.version
 
     def read(self, found: Found, out: Scattered, arrived: Callable[[int], None]) -> bool:
-        """Read a value into buffers of its size; `arrived` is told how far it has come. False: it is not there any
-        more.
-        """
+        """Read a value into buffers of its size; `arrived` is called with its progress. False: it is gone."""
         assert found.size == len(out)
         stop = 0
         for offset, size in self._runs(found):
@@ -155,7 +157,7 @@ class Segment:
         return stop == found.size and self.is_there(found)
 
     def _read_part(self, offset: int, targets: Iterable[Buffer]) -> bool:
-        """What lies there, one target after the other."""
+        """Read the content, one target after the other."""
         for target in targets:
             if self._pages is not None:
                 np.copyto(np.frombuffer(target, np.uint8), self._pages[offset : offset + len(target)])
@@ -165,7 +167,7 @@ class Segment:
         return True
 
     def write(self, pages: list[int], value: Buffer) -> None:
-        """Fill pages with a value. Raises OSError where there is no memory."""
+        """Fill pages with a value. Raises OSError if there is no memory."""
         done = 0
         for offset, size in _joined(pages, self._pages_at, value.nbytes):
             while size:
@@ -173,7 +175,7 @@ class Segment:
                 done, offset, size = done + written, offset + written, size - written
 
     def pages_of(self, found: Found) -> list[int] | None:
-        """A value's pages; None: they are none, since it is not there any more or its writer is damaged."""
+        """A value's pages; None: they are not valid, since the value is gone or its writer is damaged."""
         pages, page = [], found.first_page
         if found.size > self.num_pages * PAGE_BYTES:
             return None
@@ -194,7 +196,7 @@ class Segment:
 
 
 class _Shape:
-    """Where things lie."""
+    """Offsets in a segment."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_buckets = 1 << max(num_pages - 1, 1).bit_length()
@@ -207,7 +209,7 @@ class _Shape:
 
 
 def num_pages_for(num_bytes: int) -> int:
-    """Pages of a value; an empty one has one, too."""
+    """Number of pages of a value; an empty one has one, too."""
     return max(-(-num_bytes // PAGE_BYTES), 1)
 
 
@@ -220,12 +222,12 @@ def format_segment(fd: int, capacity: int) -> None:
     num_pages = capacity // PAGE_BYTES
     shape = _Shape(num_pages)
     os.ftruncate(fd, shape.num_bytes)
-    os.posix_fallocate(fd, 0, shape.pages_at)  # else a page that cannot be had is a SIGBUS later
+    os.posix_fallocate(fd, 0, shape.pages_at)  # otherwise a page that cannot be allocated becomes a SIGBUS later
     os.pwrite(fd, _HEADER.pack(MAGIC, PAGE_BYTES, num_pages), 0)
 
 
 def check_of(key: Key, size: int, pages: list[int], terms: Terms = NO_TERMS) -> int:
-    """What an entry's `check` says of the rest of it, but for the version and the stamp."""
+    """The value of an entry's `check`, covering the rest of it except the version and the stamp."""
     limits = [terms.expires_at, terms.owner] if terms.expires_at or terms.owner else []
     fields = np.array([*key, size, *pages, *limits], np.uint64)
     return int(xxhash.xxh3_64_intdigest(fields.tobytes()))
@@ -236,14 +238,16 @@ def _read_header(fd: int) -> int:
     data = os.pread(fd, _HEADER.size, 0)
     magic, page_bytes, num_pages = _HEADER.unpack(data) if len(data) == _HEADER.size else (data, 0, 0)
     if magic != MAGIC or page_bytes != PAGE_BYTES or not 0 < num_pages < 1 << 31:
-        raise StoreUnavailable(f"host memory: a segment begins with {MAGIC!r}, not with {data[:8]!r}")
+        raise StoreUnavailable(f"host memory: expected a segment to begin with {MAGIC!r}, got {data[:8]!r}")
     if os.fstat(fd).st_size != _Shape(num_pages).num_bytes:
         raise StoreUnavailable(f"host memory: a segment of {num_pages} pages has {os.fstat(fd).st_size} bytes")
     return int(num_pages)
 
 
 def _map_pages(fd: int, shape: _Shape) -> npt.NDArray[np.uint8] | None:
-    """All of a segment, to be read; None: it could be cut short, which would end the process, or there is no room."""
+    """Map all of a segment for reading; None: it could be shortened, which would end the process, or there is
+    no room.
+    """
     try:
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             return None
@@ -253,7 +257,7 @@ def _map_pages(fd: int, shape: _Shape) -> npt.NDArray[np.uint8] | None:
 
 
 def _joined(pages: list[int], pages_at: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """(offset, bytes) of runs of pages that lie behind each other, as far as the value goes."""
+    """(offset, bytes) of consecutive pages, as far as the value goes."""
     start = 0
     for i in range(1, len(pages) + 1):
         if i == len(pages) or pages[i] != pages[i - 1] + 1:

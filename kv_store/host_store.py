@@ -1,9 +1,9 @@
-"""Values in memory of the host: each process writes a segment of its own, and reads those of all.
+"""Values in host memory: each process writes its own segment, and reads all.
 
 Segments are named in a directory. A launch keeps them as memfds and names them there by their addresses; a directory
-without addresses gets a file for each process that opens it, and belongs on a tmpfs. Whoever opens the store writes the
-first segment that nobody else writes, with the values that are in it: so an engine that is started again finds its own.
-A launch says whose a segment is by its name, ENGINE.RANK-…, and each engine asks for its own ones (`segment`).
+without addresses gets a file for each process that opens it, and belongs on a tmpfs. A process that opens the store
+writes the first segment without another writer, keeping its values: so a restarted engine finds its own. A launch says
+whose a segment is by its name, ENGINE.RANK-…, and each engine asks for its own ones (`segment`).
 """
 
 import contextlib
@@ -53,32 +53,32 @@ class SegmentAddress(msgspec.Struct, frozen=True):
     inode: int
 
     def open(self, flags: int) -> int:
-        """A descriptor of it. Raises OSError where it is gone."""
+        """A descriptor of it. Raises OSError if it is gone."""
         if process_start_time(self.pid) != self.start_time:
             raise FileNotFoundError(f"process {self.pid} is gone")
         path = f"/proc/{self.pid}/fd/{self.fd}"
         if not os.readlink(path).startswith("/memfd:"):  # never open what may be a pipe or a device
-            raise FileNotFoundError(f"{path} is no memfd")
+            raise FileNotFoundError(f"{path} is not a memfd")
         fd = os.open(path, flags | os.O_CLOEXEC)
         if os.fstat(fd).st_ino != self.inode:
             os.close(fd)
-            raise FileNotFoundError(f"{path} is another file")
+            raise FileNotFoundError(f"{path} is a different file")
         return fd
 
 
 def write_address(directory: Path, name: str, address: SegmentAddress) -> Path:
-    """Name a memfd in a directory of segments, of which every one needs another name; returns the file that says it."""
+    """Name a memfd in a directory of segments, where every name must be unique; returns the file with its address."""
     temporary = directory / f".{name}"
     temporary.write_bytes(msgspec.json.encode(address))
     return temporary.rename(directory / f"{name}{_ADDRESS}")
 
 
 class HostStore(ScatteringStore):
-    """Least recently used values of its own segment make room. Those of other segments are read and never changed."""
+    """Least recently used values of its own segment are evicted. Those of other segments are read and never changed."""
 
     medium: ClassVar[str] = "memory"
     own: SegmentWriter | None
-    """What this process writes; None: all segments are other processes'."""
+    """The segment that this process writes; None: all segments belong to other processes."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class HostStore(ScatteringStore):
         unix_time: Callable[[], float] = unix_time,
         clock: Clock = MONOTONIC,
     ) -> None:
-        """`capacity` is that of a segment that is made here; `segment` chooses among a launch's. `unix_time`:
-        by which values end.
+        """`capacity` is used for a segment made here; `segment` chooses among a launch's. `unix_time`: by which values
+        expire.
 
         Raises:
             ConfigError: the directory is not only this user's, or there is no memory for a segment's index.
@@ -96,7 +96,9 @@ class HostStore(ScatteringStore):
         options = options or StoreOptions()
         self._wanted = "" if options.segment is None else f"{options.segment}."
         if options.capacity is not None and options.capacity < MIN_BYTES:
-            raise ConfigError(f"host://{directory}: capacity is at least {MIN_BYTES} bytes, got {options.capacity}")
+            raise ConfigError(
+                f"host://{directory}: capacity must be at least {MIN_BYTES} bytes, got {options.capacity}"
+            )
         self._directory = PrivateDirectory(directory, "host memory")
         self._where = f"host memory {self._directory.path}"
         self.scope = _scope_of(self._directory.fd, is_launch=any(n.endswith(_ADDRESS) for n in self._names()))
@@ -164,13 +166,13 @@ class HostStore(ScatteringStore):
                     self._shun(elsewhere[0], elsewhere[2])
 
     def contains_own(self, keys: Sequence[bytes]) -> list[bool]:
-        """What is in this process' own segment."""
+        """The keys in this process's own segment."""
         with self._call():
             own = self.own
             return [own is not None and key_of(key) in own for key in keys]
 
     def discard(self, keys: Sequence[bytes] | None) -> int:
-        """Of this process' own segment: whoever writes another one is told, too."""
+        """Discard values of this process's own segment; writers of other segments are told, too."""
         with self._call():
             own = self.own
             return own.discard(None if keys is None else list(map(key_of, keys))) if own is not None else 0
@@ -257,7 +259,7 @@ class HostStore(ScatteringStore):
     # --- segments ---------------------------------------------------------------------------------------------------
 
     def _take_segment(self, asked: int | None) -> tuple[str, SegmentWriter | None]:
-        """The first one that nobody writes; where a directory has no launch's, a new one."""
+        """Take the first segment without a writer or, in a directory without a launch's, make a new one."""
         names = self._names()
         name, writer = self._take_free(names)
         if writer is not None:
@@ -274,7 +276,7 @@ class HostStore(ScatteringStore):
         return self._make_segment(len(names), asked or DEFAULT_CAPACITY)
 
     def _take_free(self, names: Sequence[str]) -> tuple[str, SegmentWriter | None]:
-        """The first of these segments that this process may write and nobody writes."""
+        """The first of these segments that this process may write and that has no writer."""
         for name in names:
             if name.endswith(_ADDRESS) and not name.startswith(self._wanted):
                 continue
@@ -286,7 +288,7 @@ class HostStore(ScatteringStore):
         return "", None
 
     def _writer(self) -> SegmentWriter:
-        """Of the own segment. One whose writer was still there when this store was opened may be free by now.
+        """The own segment's writer. One whose writer was still there when this store was opened may be free by now.
 
         Raises:
             StoreUnable: there is none. What others have written can be read all the same.
@@ -392,7 +394,7 @@ def _scope_of(directory: int, *, is_launch: bool) -> str:
 
 
 def _tell_nobody(stop: int) -> None:
-    """Of a read whose reader does not care how far it has come."""
+    """A callback for a read whose reader does not need its progress."""
 
 
 def _lock(fd: int) -> bool:

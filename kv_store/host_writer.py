@@ -17,10 +17,10 @@ from pdkv.kv_store.host_segment import LAST_END, PAGE_BYTES, Found, Key, Segment
 from pdkv.kv_store.terms import NO_TERMS, Ledger, Terms
 
 MAX_PINNED_SHARE = 0.5
-"""Of a segment's pages: the others are for what nobody has pinned."""
+"""The share of a segment's pages that may be pinned: the others are for unpinned values."""
 
 _MOST_AT_A_TIME = 64
-"""Values whose time is over that are dropped at a time: whoever looks for others waits for no more."""
+"""Expired values that are dropped at a time: other lookups wait for no more than these."""
 
 
 class _Held(NamedTuple):
@@ -93,7 +93,7 @@ class SegmentWriter:
         return found
 
     def terms_of(self, keys: Iterable[Key]) -> list[Terms]:
-        """Of each value: none, where it has none or is not here."""
+        """The terms of each value: none if it has none or is not here."""
         with self._lock:
             return [self._ledger.terms_of(key) for key in keys]
 
@@ -202,7 +202,7 @@ class SegmentWriter:
             self._expected.update(dict.fromkeys(keys))
 
     def unexpect(self, keys: Sequence[Key]) -> None:
-        """They were read, or nobody will; those that are here have just been used, the first one last."""
+        """They were read, or will not be; those that are here have just been used, the first one last."""
         with self._lock:
             for key in reversed(keys):
                 self._expected.pop(key, None)
@@ -287,7 +287,7 @@ class SegmentWriter:
         self.segment.buckets[bucket] = entry + 1
 
     def _remove(self, key: Key) -> None:
-        """Nobody finds it any more, and whoever reads it sees that; then its pages are free."""
+        """Remove a value so that it is no longer found and its readers notice; then its pages are free."""
         segment, held = self.segment, self._held.pop(key)
         self._pins.pop(key, None)
         segment.versions[held.entry] += np.uint64(1)
@@ -305,7 +305,7 @@ class SegmentWriter:
             links, place = self.segment.next_entry, int(links[place]) - 1
 
     def _free(self, held: _Held) -> None:
-        """Its room is anybody's; nobody finds it, and the ledger does not have it."""
+        """Free a value's room. It is no longer found, and the ledger no longer has it."""
         self._free_entries.append(held.entry)
         self._free_pages += reversed(held.pages)
         self._ledger.give_back(held.terms, len(held.pages) * PAGE_BYTES)

@@ -26,11 +26,11 @@ from pdkv.kv_store.pipeline import Command
 FORMAT_KV_2LTD = 1
 _CHUNK = re.compile(rb"-?[0-9a-f]{1,16}")
 DTYPES = {"float16": ("half", 2), "bfloat16": ("bfloat16", 3), "float32": ("float", 4)}
-"""By torch's name: LMCache's in keys, and its number in headers."""
+"""By torch's name: LMCache's name in keys, and its number in headers."""
 
 
 class ChunkForm(NamedTuple):
-    """What chunks of one model are."""
+    """The form of one model's chunks."""
 
     model: str  # as the serving engine was told it
     world_size: int  # its tensor parallel size
@@ -38,7 +38,7 @@ class ChunkForm(NamedTuple):
     shape: tuple[int, int, int, int]  # (2, num_layers, chunk_size, num_heads * head_size) of one worker
 
     def name(self, key: bytes) -> str:
-        """Where the chunk `<hash>@<worker>` lies; other keys have a name, too, at which nothing lies."""
+        """The name of the chunk `<hash>@<worker>`; other keys have names, too, without values."""
         chunk, is_chunk, worker = key.rpartition(b"@")
         if not is_chunk or not _CHUNK.fullmatch(chunk):
             chunk, worker = hashlib.blake2b(key, digest_size=8).hexdigest().encode(), b"0"
@@ -46,13 +46,13 @@ class ChunkForm(NamedTuple):
 
 
 class LMCacheChunks(LMCacheServerStore):
-    """Chunks that any engine may have written. Bytes are believed; of a header that says anything else it is a miss.
+    """Chunks that any engine may have written. Bytes are trusted; a chunk with another header is a miss.
 
-    `delete` leaves everything as it is: what is there is others' as well.
+    `delete` does nothing: chunks belong to others as well.
     """
 
     def __init__(self, host: str, port: int, options: StoreOptions, form: ChunkForm, *, trailer_bytes: int) -> None:
-        """`trailer_bytes`: behind a chunk in each buffer, which are neither sent nor filled.
+        """`trailer_bytes`: after a chunk in each buffer, which are neither sent nor filled.
 
         Raises:
             ConfigError: names would be too long, or could not be told apart.
@@ -60,7 +60,8 @@ class LMCacheChunks(LMCacheServerStore):
         super().__init__(host, port, options)
         if "@" in form.model or len(form.name(b"-" + bytes(16) + b"@000").encode()) > MAX_NAME_BYTES:
             raise ConfigError(
-                f"LMCache's keys have {MAX_NAME_BYTES} bytes and no further '@': {form.model!r} is no name"
+                f"LMCache's keys have at most {MAX_NAME_BYTES} bytes and no further '@': {form.model!r} is not a "
+                "valid name"
             )
         self._form = form
         self._kind = Kind(FORMAT_KV_2LTD, DTYPES[form.dtype][1], form.shape)

@@ -44,7 +44,7 @@ _COMMITTED: Shape = (1, 0, 0, 0)
 
 
 class Kind(NamedTuple):
-    """What a value says that it is."""
+    """The declared kind of a value."""
 
     format: int = FORMAT_BINARY
     dtype: int = DTYPE_UINT8
@@ -64,7 +64,7 @@ class Answer(NamedTuple):
 
 
 def encode_request(command: int, name: str, length: int = 0, kind: Kind | Shape = _NOTHING) -> bytes:
-    """The header of a request; of a shape alone: of bytes."""
+    """Encode the header of a request; with only a shape: of bytes."""
     form = kind if isinstance(kind, Kind) else Kind(shape=kind)
     key = name.encode().ljust(MAX_NAME_BYTES)
     return _REQUEST.pack(command, length, form.format, form.dtype, LOCATION_ANY, *form.shape, key)
@@ -81,12 +81,12 @@ def _digest(key: bytes) -> str:
 
 
 def value_name(key: bytes) -> str:
-    """Where a value lies, in the form model@world_size@worker@hash@dtype."""
+    """The key of a value, in the form model@world_size@worker@hash@dtype."""
     return f"pdkv@1@0@{_digest(key)}@uint8"
 
 
 def marker_name(key: bytes) -> str:
-    """Where its marker lies."""
+    """The key of its marker."""
     return f"pdkv-marker@1@0@{_digest(key)}@uint8"
 
 
@@ -121,7 +121,7 @@ class LMCacheServerStore(ServerStore):
 
 
 class LMCacheStore(LMCacheServerStore):
-    """Nothing is ever evicted: the server's memory is the bound."""
+    """Nothing is ever evicted: the server's memory is the limit."""
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         return self._contains(keys, self._deadline())
@@ -141,7 +141,7 @@ class LMCacheStore(LMCacheServerStore):
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
         for _, value in items:
             if len(value) > MAX_VALUE_BYTES:
-                raise StoreFull(f"{self.what}: a value of {len(value)} bytes; {MAX_VALUE_BYTES} are possible")
+                raise StoreFull(f"{self.what}: a value has {len(value)} bytes; at most {MAX_VALUE_BYTES} are possible")
         deadline = self._deadline()
         present = self._contains([key for key, _ in items], deadline)  # spares the way of what is there
         missing = [item for item, found in zip(items, present, strict=True) if not found]

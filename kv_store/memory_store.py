@@ -24,7 +24,7 @@ def _as_array(buffer: Buffer) -> Bytes:
 
 
 class _Shelf:
-    """The values that all stores of one name share."""
+    """The values shared by all stores of one name."""
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class _Shelf:
         self._ledger: Ledger[bytes] = Ledger()
 
     def find(self, keys: Sequence[bytes]) -> list[Bytes | None]:
-        """Values by key. What is found becomes the most recently used, the batch's first key last."""
+        """Values by key. Found ones become the most recently used, the batch's first key last."""
         with self.lock:
             self._drop_what_is_over()
             for key in reversed(keys):
@@ -48,7 +48,7 @@ class _Shelf:
             return [self._values.get(key) for key in keys]
 
     def insert(self, key: bytes, value: Bytes, terms: Terms) -> None:
-        """Add a value, at the cost of the least recently used ones; within a quota, of its owner's alone."""
+        """Add a value, evicting the least recently used ones or, within a quota, only its owner's."""
         with self.lock:
             self._drop_what_is_over()
             if key in self._values or terms.are_over(self.unix_time()):
@@ -63,7 +63,7 @@ class _Shelf:
             self._ledger.enter(key, terms)
 
     def terms_of(self, keys: Sequence[bytes]) -> dict[bytes, Terms]:
-        """Of those that have some."""
+        """The terms of values that have some."""
         with self.lock:
             return {key: terms for key in keys if (terms := self._ledger.terms_of(key)) != NO_TERMS}
 
@@ -116,7 +116,7 @@ class MemoryStore(KVStore):
     def __init__(
         self, name: str = "", capacity: int | None = None, unix_time: Callable[[], float] | None = None
     ) -> None:
-        """`capacity` in bytes, 1 GiB by default. `unix_time`: of all stores of the name.
+        """`capacity` in bytes, 1 GiB by default. `unix_time`: for all stores of the name.
 
         Raises:
             ConfigError: the name is in use with another capacity.
@@ -124,7 +124,7 @@ class MemoryStore(KVStore):
         with _SHELVES_LOCK:
             shelf = _SHELVES.get(name) or _Shelf(name, capacity or DEFAULT_CAPACITY)
             if capacity not in (None, shelf.capacity):
-                raise ConfigError(f"memory://{name} is open with capacity {shelf.capacity}, now asked for {capacity}")
+                raise ConfigError(f"memory://{name} is already open with capacity {shelf.capacity}, got {capacity}")
             shelf.unix_time = unix_time or shelf.unix_time
             shelf.num_users += 1
             self._shelf = _SHELVES[name] = shelf
@@ -177,7 +177,7 @@ class MemoryStore(KVStore):
 
     @property
     def num_evicted(self) -> int:
-        """Values that made room for others so far."""
+        """Number of values evicted so far."""
         return self._shelf.num_evicted
 
     def check_integrity(self) -> None:

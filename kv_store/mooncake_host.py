@@ -37,7 +37,7 @@ class ClientConnection(Channel):
         self.arena: Buffer = memoryview(b"")
 
     def reserve(self, num_bytes: int) -> None:
-        """Have an arena of that many bytes at least; what is in it may go.
+        """Make an arena of at least this many bytes; its content may be lost.
 
         Raises:
             StoreUnavailable: there is no memory for it.
@@ -60,7 +60,7 @@ class ClientConnection(Channel):
 
         Raises:
             StoreTimeout: it did not answer by the deadline.
-            StoreUnavailable: it failed, or its process did, or what it says is no answer.
+            StoreUnavailable: it or its process failed, or its answer is invalid.
         """
         order = msgspec.msgpack.encode(Call(verb, names, starts, sizes, len(self.arena)))
         self.send([LENGTH.pack(len(order)), order])
@@ -71,9 +71,9 @@ class ClientConnection(Channel):
         try:
             outcome = msgspec.msgpack.decode(self.read_exactly(length), type=Outcome)
         except msgspec.MsgspecError as error:
-            raise StoreUnavailable(f"{self._what}: its client's answer is none: {error}") from error
+            raise StoreUnavailable(f"{self._what}: its client's answer is invalid: {error}") from error
         if outcome.error or len(outcome.codes) != len(names):
-            raise StoreUnavailable(f"{self._what}: {outcome.error or 'an answer of another length'}")
+            raise StoreUnavailable(f"{self._what}: {outcome.error or 'an answer of unexpected length'}")
         return outcome.codes
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ class ClientConnection(Channel):
 
 
 class MooncakeHost:
-    """Owns the process. It is started with the first connection, and again where it has ended. Thread-safe."""
+    """Owns the process, which is started with the first connection, and again after it has ended. Thread-safe."""
 
     def __init__(
         self,
@@ -153,12 +153,12 @@ class MooncakeHost:
         self._is_closed = True
         starting = self._process
         if starting is not None:
-            starting.kill()  # who waits for it, and holds the lock, sees that
+            starting.kill()  # a waiter that holds the lock sees this
         with self._lock:
             self._end("is closed")
 
     def _open_connection(self, control: socket.socket, deadline: Deadline) -> ClientConnection:
-        """One that the process has taken.
+        """Open a connection that the process has accepted.
 
         Raises:
             StoreTimeout: it has not by the deadline.
@@ -189,7 +189,7 @@ class MooncakeHost:
         if self._final_error:
             raise StoreUnavailable(self._final_error)
         if self._process is not None and self._process.poll() is not None:
-            logger.warning("%s", self._end("ended by itself; it is started again"))
+            logger.warning("%s", self._end("ended by itself; it is restarted"))
         if self._control is None:
             self._begin(self.probe(min(connect_timeout_s, deadline.remaining())))
         assert self._control is not None
@@ -235,7 +235,7 @@ class MooncakeHost:
         self._is_ready = True
 
     def _end(self, reason: str, error: Exception | None = None) -> str:
-        """End the process; what there is to say about it."""
+        """End the process; returns a description of its end."""
         process, control = self._process, self._control
         self._process = self._control = None
         if control is not None:

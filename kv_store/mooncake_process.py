@@ -1,8 +1,8 @@
 """The process that holds Mooncake's client. Its library is loaded nowhere else.
 
-It logs, hangs and may crash, and it lets whoever connects to its ports read and write the memory around it
-(`tcp_transport.cpp`: a peer names addresses). So it runs beside nothing but the values under way: an engine shares one
-memfd with it per connection, and nothing else.
+It logs, hangs and may crash, and it lets every client of its ports read and write its memory (`tcp_transport.cpp`: a
+peer names addresses). So its process contains nothing but values in transit: an engine shares one memfd with it per
+connection, and nothing else.
 
 A connection is a stream socket and a memfd, both sent by the engine. `TAKEN` goes, then `Call`s come and `Outcome`s go,
 one at a time.
@@ -25,23 +25,23 @@ import msgspec
 from pdkv.host.linux import set_process_name
 
 MAX_CONTROL_BYTES = 1 << 12
-"""Of one message of the control socket."""
+"""The most bytes of a message on the control socket."""
 
 Verb = Literal["contains", "get", "put", "delete"]
 
 LENGTH = struct.Struct("<I")
-"""In front of each Call and Outcome: its bytes."""
+"""Length of each Call and Outcome, sent before it."""
 
 TAKEN = b"\n"
 """What the process says first on a connection."""
 
 FOUND_NONE = -704
-"""Of Mooncake's error codes (mooncake-store/include/types.h): there is no such key."""
+"""A Mooncake error code (mooncake-store/include/types.h): the key does not exist."""
 NO_ROOM, BAD_SIZE, NOT_READY, LEASE_EXPIRED, RPC_FAILED, RPC_TIMED_OUT = -200, -600, -703, -707, -900, -901
 TRANSFER_FAILED = -800
 
 _QUIET = frozenset({NO_ROOM, BAD_SIZE, NOT_READY, FOUND_NONE, -705, -706, LEASE_EXPIRED, RPC_FAILED, RPC_TIMED_OUT})
-"""Failures after which nothing of the call is under way any more; a transfer that failed may still write."""
+"""Failures that end the call for certain; after a failed transfer, something may still be written."""
 
 _MAX_REASON = 512  # characters; a longer message of the control socket would be cut
 _MAX_ARENAS = 32  # more than calls of an engine at a time; those count whose call hangs, and may still write to them
@@ -58,7 +58,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The client takes calls; or there is none, for the reason given, and the process ends."""
+    """The client accepts calls; or there is none, for the reason given, and the process ends."""
 
     error: str = ""
     is_final: bool = False  # the next one would fail in the same way
@@ -75,7 +75,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What Mooncake said of each name: of `contains` 1 or 0, of `get` the value's bytes, else 0; errors are below 0."""
+    """Mooncake's result for each name: of `contains` 1 or 0, of `get` the value's bytes, else 0; errors are below 0."""
 
     codes: Sequence[int]
     error: str = ""  # instead of all codes
@@ -104,7 +104,7 @@ def main(control_fd: int) -> None:
 
 
 def _silence() -> None:
-    """What Python says here still goes to the standard error, what the library says does not: MC_LOG_DIR has it."""
+    """Silence the library: Python's messages still go to standard error, the library's go to MC_LOG_DIR."""
     sys.stderr = os.fdopen(os.dup(2), "w", buffering=1)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
@@ -138,7 +138,7 @@ def _open_client(start: Start) -> tuple[Any, Ready]:
 
 
 class _Arena:
-    """The memory that a connection's values lie in, known to the client."""
+    """The memory of a connection's values, known to the client."""
 
     def __init__(self, client: Any, fd: int) -> None:
         self._client = client
@@ -174,7 +174,7 @@ class _Arena:
 
 
 def _serve(client: Any, connection: socket.socket, arena: _Arena, arenas: set[_Arena]) -> None:
-    """One connection's life. An arena that may still be written to stays as it is, and counts."""
+    """Serve one connection. An arena that may still be written to stays as it is, and counts."""
     is_quiet = True
     with connection, connection.makefile("rb") as stream, contextlib.suppress(OSError):  # the engine waits no longer
         connection.sendall(TAKEN)

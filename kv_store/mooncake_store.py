@@ -26,7 +26,7 @@ T = TypeVar("T")
 _MISSES = frozenset(
     {mooncake.FOUND_NONE, mooncake.NOT_READY, mooncake.LEASE_EXPIRED, mooncake.BAD_SIZE, mooncake.TRANSFER_FAILED}
 )
-"""Of a read: the last is what the death of the process looks like that has lent the memory."""
+"""Errors of a read; the last one follows the death of the process that has lent the memory."""
 
 _ALIGNMENT = 64
 _MAX_STALE_CONNECTIONS = 64  # of the client to its master: one for each call that there was at a time
@@ -144,7 +144,7 @@ class MooncakeStore(TellingStore):
         starts: Sequence[int] = (),
         sizes: Sequence[int] = (),
     ) -> Sequence[int]:
-        """`connection.call`, again for each connection that the client had to a master which is gone."""
+        """`connection.call`, repeated for each connection of the client to a master that is gone."""
         for _ in range(_MAX_STALE_CONNECTIONS):
             codes = connection.call(verb, names, starts, sizes)
             if mooncake.RPC_FAILED not in codes:
@@ -156,7 +156,7 @@ class MooncakeStore(TellingStore):
         return self._host.connect(deadline, self.options.connect_timeout_s)
 
     def _check(self, code: int) -> int:
-        """A code that is no error. Raises StoreTimeout or StoreUnavailable."""
+        """Check that a code is not an error. Raises StoreTimeout or StoreUnavailable."""
         if code >= 0:
             return code
         if code == mooncake.RPC_TIMED_OUT:
@@ -165,7 +165,7 @@ class MooncakeStore(TellingStore):
 
 
 def _parts(sizes: Sequence[int], limit: int) -> Iterator[range]:
-    """Indices that stand side by side, of `limit` bytes together; what is larger stands alone."""
+    """Consecutive indices with `limit` bytes together; a larger value is alone."""
     start = total = 0
     for index, size in enumerate(sizes):
         if index > start and total + size > limit:

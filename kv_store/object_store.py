@@ -1,7 +1,7 @@
 """Values as objects of a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
 
 By obstore, which runs requests on threads of its own. A value is one object, named after its key's digest, and there
-whole or not at all. What goes when there is too much is for the bucket's lifecycle rules to say.
+whole or not at all. Eviction is up to the bucket's lifecycle rules.
 """
 
 import asyncio
@@ -36,13 +36,16 @@ _MESSAGE_LENGTH = 300
 _NUM_PROBES = 7
 _EXIT_BOUND_S = 5.0
 _BEHIND_S = 1.0
-"""So much later than a call's own deadline, which is told as such, is that of each of its requests in the client."""
+"""Seconds by which the deadline of each request in the client exceeds the call's own deadline, which is the one
+reported.
+"""
 _NOT_IMPLEMENTED = re.compile(r"501 Not Implemented|NotImplemented")
 _CAUSE = re.compile(r'Os \{[^}]*message: "([^"]+)"', re.DOTALL)
 
 
 class ObjectStore(TellingStore):
-    """Of a batch `pipeline` requests are under way at a time, of all batches values of `max_bytes_in_flight` bytes.
+    """At most `pipeline` requests of a batch run at a time, with at most `max_bytes_in_flight` bytes of values over all
+    batches.
 
     Credentials and the region come from where the provider's own tools have them, such as AWS_ACCESS_KEY_ID,
     AWS_REGION or an instance's role; never from the URL, which is shown in logs.
@@ -52,7 +55,7 @@ class ObjectStore(TellingStore):
         """`url`: s3://bucket/prefix, gs://bucket/prefix or az://container/prefix. Connects on first use.
 
         Raises:
-            ConfigError: no such bucket can be addressed.
+            ConfigError: the bucket's address is not valid.
         """
         self._options = options or StoreOptions()
         self._what = url
@@ -191,7 +194,7 @@ class ObjectStore(TellingStore):
 
 
 class _LoopThread:
-    """An event loop on a daemon thread, begun with the first call, ended at the interpreter's exit at the latest."""
+    """An event loop on a daemon thread, started with the first call, ended at the interpreter's exit at the latest."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -201,7 +204,7 @@ class _LoopThread:
         self._is_closed = False
 
     def run(self, call: Coroutine[Any, Any, T], when_closed: str) -> T:
-        """Run a coroutine that ends by a deadline of its own. Raises StoreUnavailable where `close` ends it."""
+        """Run a coroutine that has its own deadline. Raises StoreUnavailable if `close` ends it."""
         with self._lock:
             if self._is_closed:
                 call.close()
@@ -223,7 +226,7 @@ class _LoopThread:
                 self._stop_if_unused()
 
     def close(self) -> None:
-        """End the calls under way, and refuse others. Idempotent."""
+        """End running calls, and refuse others. Idempotent."""
         with self._lock:
             self._is_closed = True
         self.hang_up()
@@ -231,7 +234,7 @@ class _LoopThread:
             self._stop_if_unused()
 
     def hang_up(self) -> None:
-        """End the calls under way."""
+        """End running calls."""
         with self._lock:
             if self._loop is not None:
                 self._loop.call_soon_threadsafe(self._cancel_all)
@@ -269,7 +272,7 @@ class _LoopThread:
 
 
 class _Loop(asyncio.SelectorEventLoop):
-    """Knows which threads are at work in it.
+    """An event loop that knows which threads are working in it.
 
     obstore's own hand their results over by `call_soon_threadsafe`. One that is still in there when the interpreter
     goes down is ended by it, inside Rust, which takes the process down by SIGABRT.
@@ -298,7 +301,7 @@ class _Loop(asyncio.SelectorEventLoop):
 
 
 class _Budget:
-    """Bytes that may be under way; a value that is larger goes alone. First come, first served. Of one event loop."""
+    """Limits the bytes in flight; a larger value goes alone. First come, first served. Belongs to one event loop."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = self._num_free = num_bytes
@@ -306,7 +309,7 @@ class _Budget:
 
     @asynccontextmanager
     async def of(self, num_bytes: int) -> AsyncIterator[None]:
-        """Held while a value is under way."""
+        """A context in which the bytes of a value are in flight."""
         num_bytes = min(num_bytes, self._num_bytes)
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_free >= num_bytes)
@@ -336,7 +339,7 @@ def _open_bucket(url: str, options: StoreOptions) -> Any:
 
 
 def _probes(found: int, missing: int) -> list[int]:
-    """Places to look at in [found, missing): the first, the last, and some in between."""
+    """Positions to check in [found, missing): the first, the last, and some in between."""
     gap = missing - found
     return sorted({found, *(missing - 1 - gap * i // _NUM_PROBES for i in range(_NUM_PROBES))})
 
@@ -346,7 +349,7 @@ def _name(key: bytes) -> str:
 
 
 def _in_short(error: BaseException) -> str:
-    """The first line and, where the system said no, its words: behind that obstore shows its own insides."""
+    """The first line and, for an error of the system, its words: after that, obstore prints its own internals."""
     text = str(error).strip() or type(error).__name__
     cause = _CAUSE.search(text)
     return ": ".join([text.splitlines()[0][:_MESSAGE_LENGTH], *(cause.groups() if cause else ())])

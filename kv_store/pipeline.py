@@ -1,4 +1,4 @@
-"""Many commands ahead of their replies, within a bound on the bytes that are under way."""
+"""Many commands ahead of their replies, within a limit on the bytes in flight."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,14 +9,14 @@ from pdkv.kv_store.connections import Channel, Deadline
 
 
 class Command(NamedTuple):
-    """One command, and how many bytes of a value travel with it or with its reply."""
+    """One command, and the bytes of a value that travel with it or with its reply."""
 
     buffers: Sequence[bytes | Buffer]
     num_bytes: int = 0
 
 
 class ByteBudget:
-    """Bytes under way over all calls of a store. One value larger than the limit may travel alone."""
+    """Bytes in flight over all calls of a store. One value larger than the limit may travel alone."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -24,7 +24,7 @@ class ByteBudget:
         self._freed = threading.Condition()
 
     def acquire(self, num_bytes: int, deadline: Deadline) -> None:
-        """Take bytes, waiting for others to give theirs back.
+        """Take bytes, waiting for others to be given back.
 
         Raises:
             StoreTimeout: not before the deadline.
@@ -62,7 +62,7 @@ def run_pipeline(
     """Send commands ahead and call `receive(index)` to read each reply, in order.
 
     A new burst goes out when half of the last one has been answered, so that the server always has work. A call with
-    nothing under way waits for the budget, one with replies to read never does: two calls cannot block each other.
+    nothing in flight waits for the budget, one with replies to read never does: two calls cannot block each other.
     """
     sent = held = 0
     try:

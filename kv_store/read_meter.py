@@ -1,4 +1,4 @@
-"""How fast a store is read: bytes, and the seconds in which somebody was reading."""
+"""Measures how fast a store is read: bytes, and the seconds in which there was a read."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from pdkv.base.clock import MONOTONIC
 
 
 class ReadTime(NamedTuple):
-    """Since the start."""
+    """Totals since the start."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -22,12 +22,12 @@ class ReadMeter:
         self._now = now
         self._lock = threading.Lock()
         self._num_reading = 0
-        self._since = 0.0  # when the first of those who read now began
+        self._since = 0.0  # when the first of the current reads began
         self._total = ReadTime()
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around a read, whatever becomes of it."""
+        """A context around a read, whatever its result."""
         with self._lock:
             if not self._num_reading:
                 self._since = self._now()
@@ -41,13 +41,13 @@ class ReadMeter:
                     self._total = self._total._replace(seconds=self._total.seconds + self._now() - self._since)
 
     def add(self, num_bytes: int) -> None:
-        """So many bytes were found."""
+        """Count bytes that were found."""
         with self._lock:
             self._total = self._total._replace(num_bytes=self._total.num_bytes + num_bytes)
 
     @property
     def total(self) -> ReadTime:
-        """Until now, reads under way included; never blocks for longer than a moment."""
+        """The totals until now, including running reads; never blocks for longer than a moment."""
         with self._lock:
             running = self._now() - self._since if self._num_reading else 0.0
             return self._total._replace(seconds=self._total.seconds + running)

@@ -18,14 +18,14 @@ class RecentKeys:
     def __init__(
         self, valid_for_s: float = inf, num_slots: int = _NUM_SLOTS, now: Callable[[], float] = MONOTONIC.now
     ) -> None:
-        """`valid_for_s`: so long a key is remembered, at most."""
+        """`valid_for_s`: how long a key is remembered at most."""
         self._valid_for_s = valid_for_s
         self._now = now
         self._hashes = array("q", bytes(8 * num_slots))
         self._times = array("d", bytes(8 * num_slots))
 
     def add(self, key: bytes) -> None:
-        """It was seen now."""
+        """Note that it was seen now."""
         number = hash(key)
         slot = number % len(self._hashes)
         self._hashes[slot], self._times[slot] = number, self._now()

@@ -27,7 +27,7 @@ _CRLF = b"\r\n"
 _NOT_NOW = frozenset({"LOADING", "MASTERDOWN", "BUSY", "CLUSTERDOWN", "NOAUTH", "NOPERM"})
 _NO_WRITES = frozenset({"READONLY", "MISCONF", "NOPERM"})
 _MAY_BE_ELSEWHERE = frozenset({"READONLY", "MASTERDOWN", "LOADING", "NOAUTH"})
-"""After a failover a new connection leads to the new master, while old ones still end at the old one."""
+"""Errors after a failover: a new connection leads to the new master, while old ones still end at the old one."""
 
 
 def _encode(*parts: bytes) -> bytes:
@@ -68,7 +68,7 @@ def _read_reply(channel: Channel, what: str) -> _Reply:
     reply = _Reply(channel, line[:1], line[1:])
     if reply.kind in (b"+", b"-") or (reply.kind in (b":", b"$") and reply.text.lstrip(b"-").isdigit()):
         return reply
-    raise StoreUnavailable(f"{what}: {line[:40]!r} is no reply of Redis")
+    raise StoreUnavailable(f"{what}: {line[:40]!r} is not a reply of Redis")
 
 
 def _read_value(reply: _Reply, out: Buffer, arrived: Callable[[int], None]) -> bool:
@@ -85,7 +85,7 @@ def _read_value(reply: _Reply, out: Buffer, arrived: Callable[[int], None]) -> b
 
 
 def _tls_arguments(options: StoreOptions, what: str) -> dict[str, Any]:
-    """What redis-py makes TLS connections from. Raises ConfigError for files that it could not load later."""
+    """Arguments for redis-py's TLS connections. Raises ConfigError for files that it could not load later."""
     try:
         context = ssl.create_default_context(cafile=options.ssl_ca_certs)
         if options.ssl_certfile is not None:
@@ -103,8 +103,8 @@ def _tls_arguments(options: StoreOptions, what: str) -> dict[str, Any]:
 
 
 class RedisStore(ServerStore):
-    """A value is one Redis string. With `ttl_s` it goes that long after its put, however often it is read; with an end
-    of its own at that, if that is earlier.
+    """A value is one Redis string. With `ttl_s` it expires that long after its put, however often it is read, or at its
+    own expiry if that is earlier.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class RedisStore(ServerStore):
         clock: Clock = MONOTONIC,
     ) -> None:
         """`url`: redis://[user:password@]host:port/db, rediss:// for TLS, or unix://[user:password@]/path. `unix_time`:
-        by which values end.
+        by which values expire.
 
         Raises:
             ConfigError: redis-py is not installed, it refuses the URL, or a file of certificates cannot be read.
@@ -161,7 +161,7 @@ class RedisStore(ServerStore):
         missing = [item for item, found in zip(items, present, strict=True) if not found]
         for _, value in missing:
             if len(value) > MAX_VALUE_BYTES:
-                raise StoreFull(f"{self.what}: a value of {len(value)} bytes; {MAX_VALUE_BYTES} are possible")
+                raise StoreFull(f"{self.what}: a value has {len(value)} bytes; at most {MAX_VALUE_BYTES} are possible")
         lives_s = [self._life_s(terms.get(key, NO_TERMS), now) for key, _ in missing]
         commands = [self._set(*item, life_s) for item, life_s in zip(missing, lives_s, strict=True)]
         self._run_commands(commands, deadline, is_write=True)
@@ -202,7 +202,7 @@ class RedisStore(ServerStore):
         return found
 
     def _life_s(self, terms: Terms, now: float) -> float | None:
-        """How long the server keeps a value; None: no end."""
+        """How long the server keeps a value; None: without a limit."""
         left_s = min(terms.expires_at - now, TTL_MAX_S) if terms.expires_at else None
         return min((life_s for life_s in (left_s, self.options.ttl_s) if life_s is not None), default=None)
 
@@ -223,8 +223,8 @@ class RedisStore(ServerStore):
         *,
         is_write: bool = False,
     ) -> None:
-        """Run a batch to its end, then raise the first error that a reply told: the connection stays in step. It is
-        given up where another one may lead to a server that takes the commands.
+        """Run a batch to its end, then raise the first error in a reply, so that the connection stays in step. It is
+        given up if another one may lead to a server that accepts the commands.
         """
         refused: dict[int, str] = {}
 

@@ -15,7 +15,7 @@ from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.options import StoreOptions
 
 STORES: Registry[KVStore] = Registry("store", "pdkv.kv_stores", {}, "pdkv.kv_store.base:KVStore")
-"""Third parties' stores by the schemes of their URLs, of which one's address is all that its class is made with."""
+"""Third-party stores by the schemes of their URLs; their class is made with the address alone."""
 
 _NEXT_URL = re.compile(r",(?=[a-z][a-z0-9+]*://)")  # a path may have commas of its own
 _TIER_OPTIONS = frozenset({"retry_after_s", "write"})
@@ -37,7 +37,7 @@ class _Part(NamedTuple):
 
 
 class StorePlan(NamedTuple):
-    """Stores that can be opened: their URLs and options are right."""
+    """Stores that can be opened: their URLs and options are valid."""
 
     parts: Sequence[_Part]
     retry_after_s: float
@@ -46,7 +46,7 @@ class StorePlan(NamedTuple):
         """The store, with deadlines by `clock`; several URLs make a TieredStore.
 
         Raises:
-            ConfigError: an address that is none, or a package that is not installed.
+            ConfigError: an invalid address, or a package that is not installed.
         """
         stores: list[KVStore] = []
         try:
@@ -69,17 +69,19 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
 
     memory://[name], host:///directory, file:///directory, redis://[user:password@]host:port/db (rediss:// with TLS),
     unix:///socket (or redis+unix://), lmcache://host:port, mooncake://host:port, s3://bucket/prefix (gs://, az://),
-    or a scheme that an installed package has among its entry points `pdkv.kv_stores`. Options stand in `options`, for
-    all URLs that know them, or in a URL's query; `write` is for those behind the first.
+    or a scheme that an installed package has among its entry points `pdkv.kv_stores`. Options are given in `options`,
+    for all URLs that know them, or in a URL's query; `write` is for all but the first.
 
     Raises:
-        ConfigError: an unknown scheme or option, a value that is none, or a package that is not installed.
+        ConfigError: an unknown scheme or option, an invalid value, or a package that is not installed.
     """
     return plan_store(url, options or {}).open()
 
 
 def plan_store(url: str, options: Mapping[str, Any]) -> StorePlan:
-    """What `open_store` would open. Raises ConfigError for an unknown scheme or option, or a value that is none."""
+    """The plan of what `open_store` would open. Raises ConfigError for an unknown scheme or option, or an invalid
+    value.
+    """
     urls = _NEXT_URL.split(url)
     schemes = [_scheme_of(part) for part in urls]
     if len(urls) == 1:
@@ -98,7 +100,7 @@ def plan_store(url: str, options: Mapping[str, Any]) -> StorePlan:
 
 
 def _check_policies(parts: Sequence[_Part]) -> None:
-    """Raises ConfigError where a value could be written nowhere, or cannot be taken from where it goes."""
+    """Raise ConfigError if a value could be written nowhere, or a tier could never get any."""
     first, *others = parts
     policies = {part.options.write for part in others}
     if first.options.write != "all":
@@ -107,13 +109,15 @@ def _check_policies(parts: Sequence[_Part]) -> None:
             "put host:// or file:// in front, such as by --kv-host-memory"
         )
     if policies - {"all"} and first.parts.scheme == "memory":
-        raise ConfigError("write: the first tier, which takes all, is one that other processes see, not memory://")
+        raise ConfigError(
+            "write: the first tier, which takes everything, must be one that other processes see, not memory://"
+        )
     if "evicted" in policies and first.parts.scheme != "host":
         raise ConfigError(f"write=evicted: it takes what goes from host://, but {first.parts.scheme}:// is the first")
 
 
 def _read_url(url: str, scheme: _Scheme, common: Mapping[str, Any], *, others: Collection[str]) -> _Part:
-    """`others`: options among the common ones that are for other URLs where this one does not know them."""
+    """Read a URL. `others`: common options that belong to other URLs if this one does not know them."""
     where = without_secrets(url)
     parts = urlsplit(url)
     try:

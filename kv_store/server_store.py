@@ -1,4 +1,4 @@
-"""What stores behind a server share: connections, and batches of commands on one of them."""
+"""Common to stores with a server: connections, and batches of commands on one of them."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class ServerStore(TellingStore):
         """
 
     def _deadline(self) -> Deadline:
-        """That of a call which begins now."""
+        """The deadline of a call that begins now."""
         return Deadline(self.options.operation_timeout_s, self.what, self.clock)
 
     def _run(self, commands: Sequence[Command], receive: Receive, deadline: Deadline) -> None:

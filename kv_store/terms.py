@@ -1,4 +1,6 @@
-"""On which terms values are kept: until when, and in whose room. A store that can keep to them does."""
+"""The terms on which values are kept: expiry, and the owner whose quota they count against. Stores that support them
+follow them.
+"""
 
 import heapq
 from collections import OrderedDict
@@ -7,14 +9,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 
 class Terms(NamedTuple):
-    """Those of one value."""
+    """The terms of one value."""
 
-    expires_at: int = 0  # unix time in seconds, from which on it is not there any more; 0: it stays
-    owner: int = 0  # whose it is; 0: nobody's who is known
-    quota: int | None = None  # bytes that the owner's values may take of a memory; None: as many as there are
+    expires_at: int = 0  # unix time in seconds from which on it no longer exists; 0: it does not expire
+    owner: int = 0  # owner; 0: unknown
+    quota: int | None = None  # bytes that the owner's values may use of a memory; None: no limit
 
     def are_over(self, now: float) -> bool:
-        """Whether the value's time is over."""
+        """Whether the value has expired."""
         return 0 < self.expires_at <= now
 
 
@@ -22,14 +24,14 @@ NO_TERMS = Terms()
 
 K = TypeVar("K", bytes, tuple[int, int])
 
-_SLACK = 64  # ends of values that are gone are kept, so many more than there are values
+_SLACK = 64  # Expiry entries of values that are gone may exceed the number of values by this many.
 
 
 class Ledger(Generic[K]):
-    """What the values in a memory take, by owner, and when they end. The lock of whoever keeps the values guards it.
+    """Bytes of the values in a memory, by owner, and their expiry. The lock of the values' keeper guards it.
 
-    Bytes are taken before a value is written and entered, so that two of one owner's that are written at a time do not
-    both get the last of its room. They are given back when the value has left, or is not entered after all.
+    Bytes are taken before a value is written and entered, so that two concurrent writes of one owner do not both get
+    the last of its quota. They are given back when the value has left, or is not entered after all.
     """
 
     def __init__(self) -> None:
@@ -40,11 +42,11 @@ class Ledger(Generic[K]):
         self._ends: list[tuple[int, K]] = []  # a heap; also of values that are gone
 
     def fits(self, terms: Terms, num_bytes: int) -> bool:
-        """Whether the owner stays within its quota with so many bytes more."""
+        """Whether the owner stays within its quota with this many more bytes."""
         return terms.quota is None or self._num_bytes.get(terms.owner, 0) + num_bytes <= terms.quota
 
     def take(self, terms: Terms, num_bytes: int) -> None:
-        """They are the owner's from now on."""
+        """Count bytes for the owner."""
         if not terms.owner:
             return
         self._num_bytes[terms.owner] = self._num_bytes.get(terms.owner, 0) + num_bytes
@@ -52,7 +54,7 @@ class Ledger(Generic[K]):
             self._quotas[terms.owner] = terms.quota
 
     def give_back(self, terms: Terms, num_bytes: int) -> None:
-        """They are nobody's."""
+        """Give the owner's bytes back."""
         if not terms.owner:
             return
         self._num_bytes[terms.owner] -= num_bytes
@@ -61,7 +63,7 @@ class Ledger(Generic[K]):
             self._quotas.pop(terms.owner, None)
 
     def enter(self, key: K, terms: Terms) -> None:
-        """A value is there, the most recently used one of its owner's."""
+        """Enter a value as the most recently used one of its owner's."""
         if terms.owner or terms.expires_at:
             self._terms[key] = terms
         if terms.owner:
@@ -70,13 +72,13 @@ class Ledger(Generic[K]):
             heapq.heappush(self._ends, (terms.expires_at, key))
 
     def use(self, key: K) -> None:
-        """It is the most recently used one of its owner's."""
+        """Make it the most recently used one of its owner's."""
         terms = self._terms.get(key)
         if terms is not None and terms.owner:
             self._owned[terms.owner].move_to_end(key)
 
     def leave(self, key: K) -> None:
-        """It is not there any more; its bytes are not given back yet."""
+        """Note that it is gone; its bytes are not given back yet."""
         terms = self._terms.pop(key, None)
         if terms is None:
             return
@@ -89,7 +91,7 @@ class Ledger(Generic[K]):
             heapq.heapify(self._ends)
 
     def terms_of(self, key: K) -> Terms:
-        """Those of a value that is there."""
+        """The terms of an existing value."""
         return self._terms.get(key, NO_TERMS)
 
     def owned(self, owner: int) -> Mapping[K, None]:
@@ -97,7 +99,7 @@ class Ledger(Generic[K]):
         return self._owned.get(owner, {})
 
     def first_over(self, now: float) -> K | None:
-        """A value whose time is over; None: there is none."""
+        """An expired value; None: there is none."""
         while self._ends and self._ends[0][0] <= now:
             expires_at, key = self._ends[0]
             if self.terms_of(key).expires_at == expires_at:
@@ -106,7 +108,7 @@ class Ledger(Generic[K]):
         return None
 
     def bytes_over(self, share: float) -> Mapping[int, int]:
-        """By owner: bytes that would have to go if its values took that share of its quota more."""
+        """By owner: bytes that would have to be evicted if its values used that share of its quota more."""
         over = {owner: self._num_bytes[owner] + int(quota * share) - quota for owner, quota in self._quotas.items()}
         return {owner: num_bytes for owner, num_bytes in over.items() if num_bytes > 0}
 

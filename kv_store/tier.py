@@ -1,4 +1,4 @@
-"""One store of several: what it takes, what happened there, and when it is left alone."""
+"""One of several stores: what it accepts, its history, and when it is left alone."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from pdkv.kv_store.read_meter import ReadMeter
 from pdkv.kv_store.recent_keys import RecentKeys
 
 WritePolicy = Literal["all", "second-use", "evicted"]
-"""What a tier takes: all that is written; what is used again; what is about to make room in host memory."""
+"""What a tier stores: everything written; what is used again; what is about to be evicted from host memory."""
 
 CallKind = Literal["read", "write"]
 
@@ -20,25 +20,25 @@ MAX_REST_S = 60.0
 
 
 class Rest:
-    """How long calls are spared after a failure: twice as long each time, until one succeeds."""
+    """How long calls are skipped after a failure: twice as long each time, until one succeeds."""
 
     def __init__(self, first_s: float) -> None:
         self.until = 0.0
         self._first_s = self._next_s = first_s
 
     def begin(self, now: float) -> None:
-        """A call has failed. Those that began beside it count as one."""
+        """Note a failed call. Concurrent failures count as one."""
         if self.until <= now:
             self.until = now + self._next_s
             self._next_s = min(2 * self._next_s, max(MAX_REST_S, self._first_s))
 
     def succeeded(self) -> None:
-        """A call went well."""
+        """Note a call that went well."""
         self._next_s = self._first_s
 
 
 class Tier:
-    """One store of several, and what happened there. The lock of the store that consists of them guards its state."""
+    """One of several stores, with its history. The lock of the combined store guards its state."""
 
     def __init__(
         self, name: str, store: KVStore, write: WritePolicy, first_rest_s: float, *, watches: bool, clock: Clock
@@ -59,14 +59,15 @@ class Tier:
         self.reads, self.writes = Rest(first_rest_s), Rest(first_rest_s)
 
     def rests(self, kind: CallKind, now: float | None = None) -> bool:
-        """Whether such calls are spared now."""
+        """Whether such calls are currently skipped."""
         now = self._now() if now is None else now
         return self.away is not None or self.reads.until > now or (kind == "write" and self.writes.until > now)
 
     def failed(self, kind: CallKind, error: StoreError, now: float) -> None:
-        """Only who cannot be reached is spared reads for a failed write; who is full, or slow to write, is still read.
+        """Note a failed call. Reads are only skipped after a failed write if the tier cannot be reached; a tier that is
+        full, or slow to write, is still read.
 
-        Of a store with room for each owner StoreFull says nothing about others' values.
+        In a store with a quota for each owner, StoreFull says nothing about others' values.
         """
         if isinstance(error, StoreUnavailable) or (kind == "read" and isinstance(error, (StoreTimeout, StoreReadOnly))):
             self.reads.begin(now)
@@ -76,13 +77,13 @@ class Tier:
             self.writes.begin(now)
 
     def probe_at(self, late_s: float) -> float:
-        """When to ask whether it is there: after a rest, or where a call takes long."""
+        """When to probe it: after a rest, or when a call takes long."""
         if self.away is not None:
             return self.reads.until
         return max(next(iter(self.calls.values())), self.vouched_at) + late_s if self.calls else inf
 
     def taken(self, items: Sequence[Item]) -> Sequence[Item]:
-        """What it takes of what is put. Of what it waits for a second use of, it takes what it was offered before."""
+        """The part of put values that it stores. With second-use, those that it was offered before."""
         if self.put_once is None:
             return items if self.write == "all" else ()
         again = [item for item in items if item[0] in self.put_once]

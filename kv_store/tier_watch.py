@@ -1,4 +1,4 @@
-"""Asks stores that are silent whether they are there, so that no call has to find out by waiting."""
+"""Probes silent stores, so that no call has to find out by waiting."""
 
 import logging
 import threading
@@ -15,9 +15,9 @@ logger = logging.getLogger(__name__)
 
 
 class TierWatch:
-    """Keeps the books of the calls of tiers. Where one takes long, a probe asks its store for nobody's key: without an
-    answer in as long a time again, the store's calls under way are ended, and it is left alone, as one is whose call
-    fails, until a probe succeeds. Each one comes after twice as long a time as the last.
+    """Tracks the calls of tiers. If one takes long, a probe asks its store for a nonexistent key: without an answer in
+    the same time again, the store's running calls are ended, and it is left alone, as after a failed call, until a
+    probe succeeds. Each probe comes after twice as long a time as the last.
 
     Args:
         lock: guards the tiers' state; all methods but `close` are called under it.
@@ -43,7 +43,7 @@ class TierWatch:
         return self._num_calls
 
     def end(self, tier: Tier, call: int, kind: CallKind, error: StoreError | None) -> None:
-        """It is over."""
+        """Note the end of a call."""
         del tier.calls[call]
         if error is None:
             (tier.reads if kind == "read" else tier.writes).succeeded()
@@ -55,7 +55,7 @@ class TierWatch:
             self._begin()
 
     def close(self) -> None:
-        """End the thread, behind a probe that the stores were told to end. Idempotent."""
+        """End the thread, after a probe that the stores were told to end. Idempotent."""
         self._thread.stop()
 
     def _begin(self) -> None:
@@ -93,7 +93,7 @@ class TierWatch:
                 self._judge(tier, problem)
 
     def _probe(self, tier: Tier) -> StoreError | None:
-        """Why its store cannot be reached; None: it can. What takes too long is hung up on."""
+        """Why its store cannot be reached; None: it can. A probe that takes too long is ended."""
         answers: list[StoreError | None] = []
         answered = threading.Event()
 

@@ -31,20 +31,20 @@ from pdkv.kv_store.tier_watch import TierWatch
 T = TypeVar("T")
 
 LATE_S = 1.0
-"""A call that takes longer makes the watch ask whether the tier is there, whatever `retry_after_s` says."""
+"""Seconds after which a call makes the watch probe the tier, whatever `retry_after_s` says."""
 
 
 class TieredStore(TellingStore):
     """Reads ask the tiers in order, each for what is still missing, and copy a slower tier's hits into the faster ones.
 
     A tier's write policy says what it takes. "all": what is put. "second-use": what is put again, and what is read from
-    a faster tier, which is copied behind the reader's back. "evicted": what is about to go from the first tier, copied
-    before. The first tier takes all, so what was put is found until it is evicted there.
+    a faster tier, which is copied in the background. "evicted": what is about to be evicted from the first tier, copied
+    before. The first tier takes everything, so values are found until they are evicted there.
 
-    What is promised: `put` writes to the tiers that take it and succeeds if one of them took the batch that other
-    processes see, too (where there is none, any tier); `get` and `contains` succeed if one of them answered; what a
-    failing tier would have had is then a miss. `delete` fails if any tier did: the value may still be there. Failures
-    that no error tells are counted in `tiers`.
+    Guarantees: `put` writes to the tiers that take it and succeeds if one that other processes see took the batch (if
+    there is none, any tier); `get` and `contains` succeed if one of them answered; what a failing tier would have had
+    is then a miss. `delete` fails if any tier did: the value may still be there. Failures that no error tells are
+    counted in `tiers`.
 
     A server that does not answer is found out by TierWatch and left alone, so that no call waits for it; of one that
     fails to be written, only writes are spared for a while, `retry_after_s` at first. Where all rest, calls fail.
@@ -59,8 +59,8 @@ class TieredStore(TellingStore):
         watches: bool = True,
         clock: Clock = MONOTONIC,
     ) -> None:
-        """Takes the stores over: `close` closes them. `write`: of each tier; empty: all take all. `watches`: False:
-        calls are waited for as long as they take, and rests end by their time alone.
+        """Takes the stores over: `close` closes them. `write`: policy of each tier; empty: all take everything.
+        `watches`: False: calls are waited for as long as they take, and rests end by time alone.
         """
         policies = write or ["all"] * len(stores)
         assert policies[0] == "all", policies
@@ -168,7 +168,7 @@ class TieredStore(TellingStore):
             raise errors[0] if errors else self._left_alone(self._shared)
 
     def keep(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        """Into the first tier; the others get it from there, by the thread that copies."""
+        """Put values into the first tier; a background thread copies them to the others."""
         errors: list[StoreError] = []
         if self._backfill is not None and not self.tiers[0].rests("write"):
             self._try(self.tiers[0], partial(put_all, self.tiers[0].store, items, terms), errors, "write")
@@ -223,7 +223,7 @@ class TieredStore(TellingStore):
         if errors:
             raise errors[0]
         if len(awake) < len(self.tiers):
-            raise StoreUnavailable("a tier that failed a moment ago was not asked to delete")
+            raise StoreUnavailable("a tier that failed recently was not asked to delete")
 
     @property
     def look_ahead_bytes(self) -> int:
@@ -239,7 +239,7 @@ class TieredStore(TellingStore):
         return sum(tier.store.count_damaged() for tier in self.tiers)
 
     def count_tiers(self) -> Mapping[str, TierCounts]:
-        """Named by place and kind: 0-memory, 1-file, …"""
+        """Counts named by place and kind: 0-memory, 1-file, …"""
         with self._lock:
             return {
                 t.name: TierCounts(t.num_hits, t.failures.total(), t.store.count_held(), t.meter.total)
@@ -283,8 +283,8 @@ class TieredStore(TellingStore):
         return hits_by_tier
 
     def _copy(self, found_in: Tier, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        """Into all faster tiers, but for one that waits for what goes from the first tier and gets it from there; and
-        offer it to slower ones.
+        """Copy values into all faster tiers, except for one that gets evicted values from the first tier; and offer
+        them to slower ones.
         """
         for tier in self._awake("write", self.tiers[: self.tiers.index(found_in)]):
             if tier.write != "evicted":
@@ -293,7 +293,7 @@ class TieredStore(TellingStore):
             self._backfill.used(((key, value.nbytes) for key, value in items), terms)
 
     def _fill(self, tier: Tier, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> bool:
-        """Write what a tier lacks; whether it has all of it now. On the thread that copies."""
+        """Write what a tier lacks; returns whether it has everything now. On the copying thread."""
         if not self._awake("write", [tier]):
             return False
         errors: list[StoreError] = []
@@ -307,7 +307,7 @@ class TieredStore(TellingStore):
         self._try(tier, partial(tier.store.delete, keys), [], "write")
 
     def _awake(self, kind: CallKind, among: Sequence[Tier] | None = None) -> list[Tier]:
-        """Tiers (None: of all) to ask now; counts those that are left alone."""
+        """The tiers (None: of all) to ask now; counts those that are left alone."""
         now = self._clock.now()
         awake = []
         for tier in self.tiers if among is None else among:
@@ -320,11 +320,11 @@ class TieredStore(TellingStore):
 
     def _left_alone(self, tiers: Sequence[Tier]) -> StoreUnavailable:
         names = ", ".join(tier.name for tier in tiers)
-        why = "closed" if self._is_closed else "left alone, since a call failed a while ago"
+        why = "closed" if self._is_closed else "left alone after a recent failure"
         return StoreUnavailable(f"{names}: {why}")
 
     def _try(self, tier: Tier, call: Callable[[], T], errors: list[StoreError], kind: CallKind = "read") -> T | None:
-        """What the call returns; None if the tier failed, which is counted and added to `errors`."""
+        """The result of the call; None if the tier failed, which is counted and added to `errors`."""
         problem: StoreError | None = None
         with self._lock:
             number = self._watch.begin(tier)

@@ -21,7 +21,7 @@ ReadResult = Literal["whole", "other_size", "damaged"]
 
 
 def encode_header(key: bytes, size: int) -> bytes:
-    """What stands before the value in its file."""
+    """The header before the value in its file."""
     header = {
         "__metadata__": {"format": "pdkv", "key": key.hex()},
         "value": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
@@ -74,7 +74,7 @@ def _transfer(call: Any, fd: int, buffers: Sequence[Buffer], offset: int) -> boo
 
 
 def _describes_itself(fd: int, key: bytes) -> bool:
-    """Whether the header fits the file's size: a whole value, but not of the size that was asked for."""
+    """Whether the header fits the file's size: a complete value, but not of the requested size."""
     length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     if not 0 < length <= _MAX_HEADER_BYTES:
         return False

@@ -14,7 +14,7 @@ _HARMLESS = re.compile(r"\.(rotary_emb\.inv_freq|(kv|[qkv]|attn|prob|prob_output
 """What config.json says again, and scales of KV and attention in FP8, which another reader takes or nothing needs."""
 
 _HARMLESS_QUANTIZED = re.compile(r"\.((input|output|act)_scale|input_scale_ub|input_zero_point|weight_shape)$")
-"""Beside weights that are multiplied with inputs as they are."""
+"""Tensors next to weights that are multiplied with unquantized inputs."""
 
 _ADDED = re.compile(r"[._](bias|zero_point)$")
 

@@ -63,7 +63,7 @@ class ModelConfig:
 
     @property
     def default_max_model_len(self) -> int:
-        """Of an engine that is told no length: with longrope, as in vLLM, that up to which the short factors hold."""
+        """The default length of an engine: with longrope, as in vLLM, the one up to which the short factors hold."""
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "longrope":
             return min(scaling.original_max_position_embeddings, self.num_positions)

@@ -76,7 +76,7 @@ _Check = Callable[[Any, Mapping[str, Any]], bool]
 
 
 def _head_size(values: Mapping[str, Any]) -> float:
-    """Of fields that may still be wrong: 0 where it cannot be told."""
+    """The head size from fields that may still be wrong: 0 if unknown."""
     try:
         return float(values.get("head_dim") or values["hidden_size"] / values["num_attention_heads"])
     except (KeyError, TypeError, ZeroDivisionError, ValueError):

@@ -188,7 +188,7 @@ class ModelDirectory:
 
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
-        """Of all tokens, by the rule of the library `tokenizers` for those that are added."""
+        """Ids of all tokens, by the rule of the library `tokenizers` for those that are added."""
         vocab, own = self._tokenizer_file.model.vocab, self._tokenizer_file.added_tokens
         size = len(vocab)
         ids = dict(vocab) if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
@@ -201,7 +201,7 @@ class ModelDirectory:
 
     @property
     def new_ids(self) -> dict[str, int]:
-        """Of tokens that tokenizer.json lacks, or has with other ids. Raises ModelError."""
+        """Ids of tokens that tokenizer.json lacks, or has with other ids. Raises ModelError."""
         own = {token.content: token.id for token in self._tokenizer_file.added_tokens}
         return {
             token.content: self._ids[token.content]
@@ -211,7 +211,7 @@ class ModelDirectory:
         }
 
     def eos_token_id(self) -> int | None:
-        """Of the tokenizer's eos_token; None: it has none. Raises ModelError."""
+        """The id of the tokenizer's eos_token; None: it has none. Raises ModelError."""
         text = self.special_tokens.get("eos_token")
         if text is None or not (self.path / "tokenizer.json").exists():
             return None

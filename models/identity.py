@@ -99,7 +99,7 @@ class ModelSource:
         self.close()
 
     def _known_digests(self) -> dict[Path, Sequence[bytes]] | None:
-        """Of all files, from the cache."""
+        """The digests of all files, from the cache."""
         known: dict[Path, Sequence[bytes]] = {}
         for file in self.files.files:
             digests = self._cache.get(file)

@@ -11,7 +11,7 @@ from typing import Any
 from pdkv.errors import ModelError
 
 _MAX_BYTES = 256 << 20
-"""Of one file: tokenizer.json of 260,000 tokens has 33 MB, the index of a thousand shards 10 MB."""
+"""Largest size of one file: tokenizer.json of 260,000 tokens has 33 MB, the index of a thousand shards 10 MB."""
 
 _MAX_JSON_BYTES = 32 << 20
 _MAX_COUNT = (1 << 31) - 1

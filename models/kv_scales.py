@@ -14,7 +14,7 @@ KVScales = tuple[tuple[float, float], ...]
 _NAMES = tuple(
     "model.layers.{layer}.self_attn." + name for name in ("{side}_scale", "{side}_proj.{side}_scale", "kv_scale")
 )
-"""Of the tensor of one number: compressed-tensors', ModelOpt's, and AutoFP8's, which is for K and V."""
+"""Names of the tensor of one number: compressed-tensors', ModelOpt's, and AutoFP8's, which is for K and V."""
 
 
 def read_kv_scales(path: Path, num_layers: int, weights: WeightFiles | None = None) -> KVScales:

@@ -13,7 +13,7 @@ _SAMPLED_ROWS = 8
 """Rows by which a weight that is not of bfloat16 is recognised: nearly always the first of them."""
 
 _ROWS_BYTES = 1 << 20
-"""Of float32, that are narrowed and compared while they are in a cache."""
+"""Bytes of float32 rows that are narrowed and compared while they are in a cache."""
 
 
 class Linear(Protocol):

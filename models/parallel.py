@@ -17,11 +17,11 @@ from pdkv.models.shard import WHOLE, Shard
 logger = logging.getLogger(__name__)
 
 _GRACE_S = 30.0
-"""NCCL's watchdog ends the process without a word: whoever waits for the step says first which rank was lost."""
+"""NCCL's watchdog ends the process without a word: a waiter for the step first reports which rank was lost."""
 
 
 class TensorParallel:
-    """One rank alone, with nobody to talk to. Layers that one rank uses never ask it anything."""
+    """One rank alone. Layers that one rank uses never call it."""
 
     shard = WHOLE
 

@@ -22,7 +22,7 @@ from pdkv.models.shard import Shard
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 512 << 10
-"""Of a sum: 64 rows of 4096 values in bfloat16. NCCL is as fast for more."""
+"""Bytes of a sum: 64 rows of 4096 values in bfloat16. NCCL is as fast for more."""
 
 _DTYPES = (torch.float32, torch.bfloat16)  # that torch's kernels add up
 _ALIGNMENT = 16  # bytes that their threads read at once

@@ -17,7 +17,7 @@ from pdkv.models.quantized_tensors import GroupedWeight, LayerTensors, read_inpu
 logger = logging.getLogger(__name__)
 
 _MAX_NUMBER = 15
-"""Of 4 bits."""
+"""The largest number of 4 bits."""
 
 
 class Piece(NamedTuple):

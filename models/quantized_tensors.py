@@ -10,7 +10,7 @@ from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.quantization import Method, Quantization
 
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Of the numbers in a word of 8, the place of each: AutoAWQ packs 0, 2, 4, 6, 1, 3, 5, 7 from the low bits on."""
+"""The place of each of the numbers in a word of 8: AutoAWQ packs 0, 2, 4, 6, 1, 3, 5, 7 from the low bits on."""
 
 SCALE, _SCALE_INV, _INPUT_SCALE = ".weight_scale", ".weight_scale_inv", ".input_scale"
 

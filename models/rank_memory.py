@@ -1,7 +1,9 @@
-"""What the ranks of one model exchange on one host: each writes its part into shared memory, says so, and reads all.
+"""Exchanges between the ranks of one model on one host: each writes its part into shared memory, says so, and reads
+all.
 
-The ranks are joined by socket pairs that their launcher has made: none of them listens, and nobody else can speak to
-them. The memory is a memfd without a name. Nobody spins: who waits sleeps on a socket, which also tells of a dead rank.
+The ranks are joined by socket pairs that their launcher has made: none of them listens, so no other process can
+connect. The memory is a memfd without a name. Nothing spins: a waiting rank sleeps on a socket, which also reports a
+dead rank.
 """
 
 import fcntl
@@ -19,7 +21,7 @@ from pdkv.errors import ConfigError, RankError, RankGone, RankTimeout
 from pdkv.models.shard import Shard
 
 SLOT_BYTES = 1 << 20
-"""Of a rank's part of one exchange; what is larger goes in several."""
+"""Bytes of a rank's part of one exchange; larger ones are split."""
 
 _NUM_SLOTS = 2
 """Per rank, used in turn: who has heard of everybody's exchange n knows that all of them have read n - 1."""
@@ -168,7 +170,7 @@ class RankMemory:
 
 
 def _make_memory(num_bytes: int) -> int:
-    """A memfd of that size, which nobody can resize. Raises ConfigError."""
+    """A memfd of that size, which cannot be resized. Raises ConfigError."""
     fd = os.memfd_create("pdkv-ranks", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(fd, 0, num_bytes)  # else a page that cannot be had is a SIGBUS in a forward pass

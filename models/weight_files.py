@@ -91,7 +91,7 @@ class WeightFile:
         if there[:2] != self.stamp[:2]:
             raise ModelError(f"{self.path}: was replaced by another file while it was read; start again")
         if here != self.stamp:
-            raise ModelError(f"{self.path}: was changed while it was read; start again when nobody writes to it")
+            raise ModelError(f"{self.path}: was changed while it was read; start again when it is not being written")
 
     def close(self) -> None:
         """Idempotent."""
@@ -142,7 +142,7 @@ class WeightFiles:
 
 
 def stored_dtype(path: Path) -> str | None:
-    """Of the floating-point tensors, as the first file has them; None: there are no weights, or none that float.
+    """The dtype of the floating-point tensors in the first file; None: there are no weights, or none in floating point.
 
     Raises:
         ModelError: it has several, or a file is broken.

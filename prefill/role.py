@@ -16,7 +16,7 @@ from pdkv.wire.messages import HandedOff, KVReady, KVTicket, Release, RouterToEn
 logger = logging.getLogger(__name__)
 
 MAX_EARLY_FAILURES = 1024
-"""Failed pushes of prompts still in the making that are remembered."""
+"""Failed pushes of unfinished prompts to remember."""
 
 
 class PrefillRole(PrefillHooks):
@@ -58,7 +58,7 @@ class PrefillRole(PrefillHooks):
         return self._num_taken() == 0 or self.may_lend(num_blocks)
 
     def may_lend(self, num_blocks: int) -> bool:
-        """Whether the cap has room for a loan. One that is too large by itself is computed by who asks for it."""
+        """Whether the limit has room for a loan. The borrower computes one that is too large."""
         return self._num_taken() + num_blocks <= self._max_leased_blocks
 
     def _num_taken(self) -> int:
@@ -66,7 +66,7 @@ class PrefillRole(PrefillHooks):
         return self.leases.num_blocks + self._num_promised_blocks()
 
     def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
-        """Lease the blocks and send the hand-off. What is lent is leased no longer than its Submit says."""
+        """Lease the blocks and send the hand-off. A loan is leased no longer than its Submit says."""
         submit = request.submit
         leased = request.block_tables if decision.hold_blocks else []
         expires_at = now + self._lease_timeout_s
@@ -89,7 +89,7 @@ class PrefillRole(PrefillHooks):
             self.sending_ended(request.transfer_key, False, failed)
 
     def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:
-        """Delivered, or never will be: the reader hears of it, and the lease has done its work."""
+        """Note that a sending ended, delivered or not: the reader is told, and the lease has done its work."""
         lease = self.leases.get(key)
         if lease is None:
             if not ok:
@@ -106,7 +106,7 @@ class PrefillRole(PrefillHooks):
                 self._external.aborted(key)
 
     def handle(self, router_id: str, message: RouterToEngine) -> bool:
-        """Release, and a ticket that comes after the prefill's end."""
+        """Handle Release, and a ticket that comes after the prefill's end."""
         match message:
             case Release(transfer_id=transfer_id, attempt=attempt, lent=lent):
                 return self._release(router_id, TransferKey(transfer_id, attempt, lent))
@@ -125,7 +125,7 @@ class PrefillRole(PrefillHooks):
             self._external.aborted(key, cancel_sending=True)
 
     def expire(self, now: float) -> None:
-        """End leases past their deadline: nobody came for the KV."""
+        """End leases past their deadline, which no reader has used."""
         for key in self.leases.expired(now):
             lease = self.leases.end(key)
             assert lease is not None, key
@@ -155,7 +155,7 @@ class PrefillRole(PrefillHooks):
             self._failed_early.popitem(last=False)
 
     def _release(self, router_id: str, key: TransferKey) -> bool:
-        """End a lease for the router that it was granted to. One that is over already is no mistake."""
+        """End a lease for the router that it was granted to. One that is already over is not an error."""
         lease = self.leases.get(key)
         if lease is not None and lease.request.router_id != router_id:
             return False

@@ -1,7 +1,8 @@
-"""Short garbage collections: a whole one looks at every object of a busy router, 30 ms and more, and nothing can run.
+"""Short garbage collections. A full one examines every object of a busy router for 30 ms or more, during which nothing
+else runs.
 
-So what survives a whole collection is not looked at again until the router has nothing to do. What dies by its count of
-references, as nearly everything does, is freed as ever.
+So objects that survive a full collection are not examined again until the router is idle. Objects freed by reference
+counting, as nearly all are, are not affected.
 """
 
 import asyncio
@@ -13,34 +14,34 @@ from pdkv.base.clock import MONOTONIC
 PERIOD_S = 10.0
 
 MAX_FROZEN_S = 900.0
-"""A router that is never idle looks at everything after so long: cycles of objects that are gone take memory."""
+"""Seconds after which a router that is never idle collects fully: dead cycles take memory."""
 
 
 class ShortCollections:
-    """Of the process, from `start` to `close`."""
+    """Garbage collection of the process, from `start` to `close`."""
 
     def __init__(self, count: Callable[[], tuple[int, int]], clock: Callable[[], float] = MONOTONIC.now) -> None:
         """`count` says how many requests run, and how many have begun since the start."""
         self._count = count
         self._clock = clock
         self._last_count = (0, 0)
-        self._frozen_at: float | None = None  # the first survivors since everything was looked at
+        self._frozen_at: float | None = None  # the first survivors since the last full collection
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """In the running event loop."""
+        """Start in the running event loop."""
         gc.callbacks.append(self._collected)
         self._tick()
 
     def close(self) -> None:
-        """Leave it to Python again. Idempotent."""
+        """Leave garbage collection to Python again. Idempotent."""
         if self._handle is not None:
             self._handle.cancel()
         if self._collected in gc.callbacks:
             gc.callbacks.remove(self._collected)
 
     def look(self) -> None:
-        """Look at everything where that is due: nothing runs, and nothing has begun since the last call."""
+        """Collect fully if that is due: nothing runs, and nothing has begun since the last call."""
         count, last = self._count(), self._last_count
         self._last_count = count
         if self._frozen_at is None:

@@ -1,4 +1,4 @@
-"""Observations by size: what is observed for every token costs next to nothing, and is exported when asked for."""
+"""Histograms: observing a value for every token costs next to nothing; they are exported on demand."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -6,7 +6,7 @@ from itertools import accumulate
 
 
 def bounds(text: str) -> tuple[float, ...]:
-    """Upper bounds, written with spaces between them."""
+    """Upper bounds from a text with spaces between them."""
     return tuple(map(float, text.split()))
 
 
@@ -16,7 +16,7 @@ class Histogram:
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Iterable[float]) -> None:
-        """`bounds`: upper bounds of all who will ask; what is above the last one counts, too."""
+        """`bounds`: upper bounds of every reader; values above the last one count, too."""
         self.bounds = tuple(sorted(set(bounds)))
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
@@ -28,10 +28,10 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Values observed."""
+        """Number of observed values."""
         return sum(self.counts)
 
     def cumulative(self, bounds: Sequence[float]) -> list[int]:
-        """By each of these bounds, which are some of its own: how many values are at most that."""
+        """For each of these bounds, which must be among its own, the number of values at or below it."""
         totals = dict(zip(self.bounds, accumulate(self.counts), strict=False))
         return [totals[bound] for bound in bounds]

@@ -46,15 +46,16 @@ from pdkv.wire.cluster_key import ClusterKey
 logger = logging.getLogger(__name__)
 
 SWITCH_S = 0.0005
-"""For how long a thread that computes keeps the interpreter when the event loop wants it (Python's default: 5 ms). The
-loop asks for it anew after each system call, so beside one busy thread it would make 200 of them a second."""
+"""How long a computing thread keeps the interpreter when the event loop wants it (Python's default: 5 ms). The loop
+asks for it again after each system call, so next to one busy thread it would do 200 system calls a second.
+"""
 
 _WAITING_S = 10.0
-"""How often a router that is not ready yet says for whom it waits."""
+"""Seconds between log lines of a router that is not ready yet, naming the engines it waits for."""
 
 SHUTDOWN_S = 1
-"""How long connections may take to end after a stop, when nothing is left to be answered, or no time for it; then they
-are cut. The launcher kills a router 2 s after that."""
+"""How long connections may take to end after a stop, once nothing is left to answer or the time for it is over; then
+they are cut. The launcher kills a router 2 s after that."""
 
 
 class _Server(uvicorn.Server):
@@ -74,21 +75,21 @@ def run_router(
     marks_file: Path | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
-    """Serve until SIGTERM, or until the writer of the lifeline is gone; call it in the main thread.
+    """Serve until SIGTERM, or until the lifeline's writer is gone; must be called in the main thread.
 
-    After SIGTERM nothing new is taken, and what runs may go on for `spec.drain_s`; a second SIGTERM ends it at once.
-    Operators are served on `admin_socket`; what they say is kept in `marks_file` (`Operations`). Engines at tcp://
-    endpoints must have the key of `spec.cluster_key_file`, if it is given.
+    After SIGTERM no new requests are taken, and running ones may continue for `spec.drain_s`; a second SIGTERM ends
+    them at once. Operators are served on `admin_socket`; their settings are kept in `marks_file` (`Operations`).
+    Engines at tcp:// endpoints must have the key of `spec.cluster_key_file`, if it is given.
 
     `listen_fd` is a bound, listening TCP socket. `on_ready` is called once: when every engine has been ready, or
-    without `spec.await_all` when a prompt can be run and decoded. Requests before that are answered with 503 where they
+    without `spec.await_all` when a prompt can be run and decoded. Requests before that are answered with 503 if they
     lack an engine.
 
     Returns:
         The exit code, 0.
 
     Raises:
-        ConfigError: an unknown policy, a model directory that is broken, or engines that cannot work together.
+        ConfigError: an unknown policy, a broken model directory, or engines that cannot work together.
     """
     config = spec.config
     dispatcher = Dispatcher(
@@ -144,7 +145,7 @@ def run_router(
     stopping = _Stopping(server, dispatcher, app.state.drain, room, spec.drain_s)
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
-    gc.freeze()  # what lives as long as the process need not be looked at again
+    gc.freeze()  # objects that live as long as the process need not be examined again
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, reloads, watchdog))
@@ -159,7 +160,9 @@ def run_router(
 def server_config(
     app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, room: Connections, tls: Tls | None = None
 ) -> uvicorn.Config:
-    """uvicorn with our bounds and our TLS; `bodies` is the application's budget, `room` has the connections."""
+    """The configuration of uvicorn with our limits and TLS; `bodies` is the application's budget, `room` admits
+    connections.
+    """
     plain = functools.partial(LimitedProtocol, limits=limits, room=room, bodies=bodies, turnstile=Turnstile())
 
     def gate(*args: Any, **kwargs: Any) -> asyncio.Protocol:
@@ -174,7 +177,7 @@ def server_config(
         log_config=None,
         log_level="warning",
         server_header=False,
-        proxy_headers=False,  # X-Forwarded-For is whatever a client says
+        proxy_headers=False,  # a client may send any X-Forwarded-For
         timeout_keep_alive=cast(int, limits.idle_timeout_s),  # seconds for loop.call_later: fractions are fine
         timeout_graceful_shutdown=SHUTDOWN_S,
         backlog=LISTEN_BACKLOG,  # uvicorn listens anew
@@ -199,7 +202,7 @@ async def _serving(app: ASGIApp, path: Path) -> AsyncIterator[None]:
 
 
 class _Stopping:
-    """How the router comes to its end: at once, or when what has begun is answered and the answers are sent."""
+    """Ends the router: at once, or when all requests are answered and the answers sent."""
 
     def __init__(
         self, server: uvicorn.Server, dispatcher: Dispatcher, drain: Drain, room: Connections, drain_s: float
@@ -212,7 +215,7 @@ class _Stopping:
         self._task: asyncio.Task[None] | None = None
 
     def on_signal(self) -> None:
-        """SIGTERM: the first one lets requests end, the second one does not."""
+        """Handle SIGTERM: the first one lets requests end, the second one does not."""
         if self._task is not None or not self._drain_s:
             self.now()
         else:
@@ -225,13 +228,17 @@ class _Stopping:
         if num_requests:
             logger.info("stopping: %d requests still run, at most %g s", num_requests, self._drain_s)
         if not await self._drain.wait_idle(self._drain_s):
-            logger.warning("%d requests did not end within %g s and are cut", self._drain.num_requests, self._drain_s)
+            logger.warning(
+                "%d requests did not end within %g s and are cut off", self._drain.num_requests, self._drain_s
+            )
         elif num_unsent := await self._room.send_rest(max(deadline - MONOTONIC.now(), 0.0)):
-            logger.warning("%d clients did not read their answers within %g s: cut", num_unsent, self._drain_s)
+            logger.warning(
+                "%d clients did not read their answers within %g s and are cut off", num_unsent, self._drain_s
+            )
         self.now()
 
     def now(self) -> None:
-        """Whatever still runs is cut. Idempotent."""
+        """Cut off everything that still runs. Idempotent."""
         self._drain.begin()
         self._dispatcher.close()
         self._server.should_exit = True
@@ -295,7 +302,7 @@ async def _announce(dispatcher: Dispatcher, on_ready: Callable[[], None] | None)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where there is one."""
+    """uvloop's if it is installed."""
     if sys.platform != "linux":
         return None
     import uvloop

@@ -1,4 +1,4 @@
-"""What goes into a generation and what comes out of it: the types between the HTTP front and dispatch."""
+"""The input and output types of a generation, between the HTTP front end and dispatch."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class PromptKeys:
         self._keys: list[bytes] = []
 
     def of(self, root: bytes, token_ids: Sequence[int]) -> Sequence[bytes]:
-        """The keys of `token_ids` behind `root`, which is another one only if another model came."""
+        """The keys of `token_ids` after `root`, which changes only if another model comes."""
         if root != self._root:
             self._root, self._keys = root, []
             extend_keys(self._keys, root, token_ids)
@@ -36,31 +36,31 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     params: SamplingParams
     choice: int = 0
     cache_salt: str = ""
-    kv_terms: KVTerms | None = None  # of what engines store of its KV
-    tenant: str = ""  # a digest of whose request it is; empty: clients need no key
+    kv_terms: KVTerms | None = None  # terms of what engines store of its KV
+    tenant: str = ""  # a digest of its tenant; empty: clients need no key
     priority: int = 0
-    affinity: str = ""  # requests that share it like to run where the others ran; empty: none
-    timeout_s: float  # until its last token; infinite: as long as it gets on
+    affinity: str = ""  # requests with the same key prefer the same engine; empty: none
+    timeout_s: float  # until its last token; infinite: no total limit
     stall_timeout_s: float = math.inf  # for its turn, for its first token and for each further one; not both infinite
-    probe: bool = False  # the router's own, to see whether an engine works: it is tried there and nowhere else
-    label: str = ""  # the client's own name of the request, for logs only
-    traceparent: str = ""  # W3C, of the span above what is done for it; likewise
+    probe: bool = False  # a probe of the router's own, which runs on this engine and nowhere else
+    label: str = ""  # the client's name of the request, for logs only
+    traceparent: str = ""  # W3C trace context of the span above it; for logs only
     near: str = ""  # the engine that ran this prompt for an earlier choice, and so has it in its cache
     keys: PromptKeys = msgspec.field(default_factory=PromptKeys)
 
     @property
     def patience_s(self) -> float:
-        """How long it may be at most until something has to happen."""
+        """Seconds within which something has to happen."""
         return min(self.timeout_s, self.stall_timeout_s)
 
     def most_tokens(self, num_output: int) -> int:
-        """Of prompt and output in the end, where it says so; else with one token behind the `num_output` so far."""
+        """Tokens of prompt and output at the end, at most; without max_tokens, one more than `num_output`."""
         most = num_output + 1 if self.params.max_tokens is None else self.params.max_tokens
         return len(self.prompt_token_ids) + most
 
 
 class Delta(NamedTuple):
-    """What is new since the last delta; several steps may have piled up in it."""
+    """The output since the last delta; several steps may have piled up in it."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
@@ -70,18 +70,18 @@ class Delta(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """What another engine has of a prompt, and the prompt's engine has not."""
+    """Prompt KV that another engine has, and the prompt's engine lacks."""
 
     lender: str
-    num_tokens: int  # of the prompt's first, as far as is known
-    load_timeout_s: float = 0.0  # then the prompt's engine computes them; 0: as long as they are leased
-    compute_s: float = 0.0  # what computing them would take, as far as is known
+    num_tokens: int  # of the prompt's first tokens, as far as is known
+    load_timeout_s: float = 0.0  # after that, the prompt's engine computes them; 0: as long as they are leased
+    compute_s: float = 0.0  # the time to compute them, as far as is known
 
 
 class Route(NamedTuple):
-    """Who runs a request. One engine twice: aggregated, and the order says nothing.
+    """The engines that run a request. If both are one engine, it is aggregated and the order means nothing.
 
-    An empty decode engine is chosen when the prompt has been handed off.
+    An empty decode engine is chosen once the prompt has been handed off.
     """
 
     prefill: str
@@ -91,9 +91,9 @@ class Route(NamedTuple):
 
     @property
     def aggregated(self) -> bool:
-        """Whether one engine does it all."""
+        """Whether one engine does all of it."""
         return self.prefill == self.decode != ""
 
 
 NOWHERE = Route("", "")
-"""Of a request that waits for an engine."""
+"""The route of a request that waits for an engine."""

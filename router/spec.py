@@ -1,4 +1,4 @@
-"""What a router is told when it starts: plain data, as JSON."""
+"""The specification of a router when it starts: plain data, as JSON."""
 
 from pathlib import Path
 
@@ -11,19 +11,21 @@ from pdkv.wire.kv import Order
 
 
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The router process."""
+    """The settings of a router process."""
 
     router_id: str
     engines: list[EngineAddress]
     model: ModelFiles
-    served_model_names: list[str]  # the first is that of answers
+    served_model_names: list[str]  # the first is used in answers
     policy: str = DEFAULT_POLICY
-    run_dir: Path | None = None  # the launch's private directory, deleted by whoever outlives the launcher
+    run_dir: Path | None = (
+        None  # the launch's private directory, deleted by the last process that outlives the launcher
+    )
     orders: list[Order] = []  # hand-off orders, by preference; empty: the router's own
     identity: str = ""  # of the model that engines must have; empty: the first engine's
-    await_all: bool = True  # ready when every engine is; else when a prompt can be run and decoded
+    await_all: bool = True  # ready when every engine is; otherwise when a prompt can be run and decoded
     log_level: str = "info"
     config: RouterConfig = RouterConfig()
     logits_processors: list[str] = []  # names of those that engines have
-    drain_s: float = 0.0  # how long requests may go on after SIGTERM
+    drain_s: float = 0.0  # how long requests may continue after SIGTERM
     cluster_key_file: Path | None = None  # of engines at tcp:// endpoints

@@ -30,7 +30,7 @@ class Differences(NamedTuple):
 
 
 def differences(device: str, model: Path, prompts: list[list[int]], num_tokens: int) -> Differences:
-    """Of `num_tokens` behind each prompt."""
+    """Differences within `num_tokens` after each prompt."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
     with LLM(model, device=device, dtype="bfloat16", kv_cache_memory=64 << 20) as llm:
         outputs = [result.outputs[0] for result in llm.generate(prompts, params, use_tqdm=False)]

@@ -13,12 +13,12 @@ from pdkv import LLM, SamplingParams
 BATCHES = (64, 512)
 
 LIMIT = 0.02
-"""Of the time."""
+"""Share of the time."""
 
 _INPUT_LEN, _OUTPUT_LEN = 32, 96
 
 _WINDOW = (0.5, 0.9)
-"""Of the trace: behind the prompts, and in front of the last step."""
+"""The part of the trace after the prompts and before the last step."""
 
 _LEAST_GAP_US = 20.0
 """Shorter ones lie between the kernels of a graph, too."""

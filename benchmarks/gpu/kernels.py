@@ -156,7 +156,7 @@ class Bench:
     def _attention_error(
         self, found: torch.Tensor, q: torch.Tensor, pool: torch.Tensor, index: tuple[torch.Tensor, ...], scale: float
     ) -> float:
-        """Of the last queries of each sequence: the reference takes memory by queries x tokens."""
+        """The error in the last queries of each sequence: the reference takes memory by queries x tokens."""
         from pdkv.kernels.paged_attention import paged_attention_reference
 
         tables, seq_lens, cu_seqlens = index

@@ -21,7 +21,7 @@ class Pass(NamedTuple):
 def make_passes(
     num_rows: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Pass]:
-    """Of a model as wide as its heads, with an MLP 3.5 times as wide."""
+    """The passes of a model as wide as its heads, with an MLP 3.5 times as wide."""
 
     def rows(size: int) -> torch.Tensor:
         return (torch.randn(num_rows, size, device=device) * _SCALE).to(dtype)

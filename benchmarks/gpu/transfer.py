@@ -34,7 +34,7 @@ def _beside_one_engine(connector: str, model: Path, device: str, smoke: bool) ->
 
 
 def _shares(device: str, num_engines: int) -> list[str]:
-    """Of one card's memory, which the engines of two launches have to share."""
+    """Shares of one card's memory, which the engines of two launches must share."""
     return ["--gpu-memory-utilization", f"{0.9 / num_engines:.2f}"] if device == "cuda" else []
 
 
@@ -62,7 +62,7 @@ def _compare(
 
 
 def _transfer_seconds(server: Server) -> float:
-    """Of all loads from a peer."""
+    """Seconds of all loads from a peer."""
     text = get(server.url + "/metrics").decode()
     values = re.findall(r"^pdkv_kv_transfer_duration_seconds_sum(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)
     assert values, "the router tells of no transfers"

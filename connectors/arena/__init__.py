@@ -1,1 +1,1 @@
-"""KV pools that peers on the same host map: their memory, the block table beside them, and copies out of them."""
+"""KV pools that peers on the same host map: their memory, the block table next to it, and copies out of them."""

@@ -20,7 +20,7 @@ from pdkv.kernels.block_table import TableWriter, available
 
 KEY_BYTES = 16
 WAYS = 16
-"""Entries of one set of the index; with four per key a set overflows about once in a million."""
+"""Entries of one set of the index; with four entries per key, a set overflows about once in a million."""
 
 _TAG_AND_SET = struct.Struct("<4xIQ")  # in a key's bytes
 _TAG_SHIFT = np.uint64(32)
@@ -43,7 +43,7 @@ class TableShape(NamedTuple):
 
     @property
     def num_sets(self) -> int:
-        """Sets of the index, a power of two: at most a quarter of the entries is ever used."""
+        """Sets of the index, a power of two: at most a quarter of the entries is used."""
         return 1 << max(0, (self.num_units * 4 // WAYS - 1).bit_length())
 
     @property
@@ -75,14 +75,14 @@ def key_words(keys: Sequence[bytes]) -> Words:
 
 
 class SharedBlockTable(BlockTable):
-    """The writer's side. Single-threaded: the engine's scheduler."""
+    """The writer's side. Single-threaded: used by the engine's scheduler."""
 
     def __init__(self, arrays: TableArrays, shape: TableShape) -> None:
         self._shape = shape
         self._num_sets = shape.num_sets
         self._key_sizes = [KEY_BYTES] * shape.keys_per_block
         self._arrays = arrays
-        self._slots = np.full(shape.num_units, NO_UNIT, dtype=np.int64)  # a unit's entry in the flat index
+        self._slots = np.full(shape.num_units, NO_UNIT, dtype=np.int64)  # the unit's entry in the flat index
         # Scalar accesses through a memoryview cost a third of numpy's; each is one aligned 8-byte load or store.
         self._generations = arrays.generations.data
         self._published = arrays.published.data
@@ -114,10 +114,10 @@ class SharedBlockTable(BlockTable):
             self._compiled.reuse(block_ids)
 
     def publish(self, block_id: int, keys: list[bytes]) -> None:
-        """Make the block findable by each of its keys. Publishing what is published changes nothing.
+        """Make the block findable by each of its keys. Publishing it again changes nothing.
 
         Raises:
-            ValueError: not one key of 16 bytes per hash block.
+            ValueError: there is not one key of 16 bytes per hash block.
         """
         per_block = self._shape.keys_per_block
         if list(map(len, keys)) != self._key_sizes:
@@ -127,13 +127,13 @@ class SharedBlockTable(BlockTable):
             return
         first = block_id * per_block
         self._keys[first * KEY_BYTES : (first + per_block) * KEY_BYTES] = b"".join(keys)
-        fence()  # the content and its keys are there before they count
+        fence()  # the content and its keys are in place before they count
         self._published[block_id] = valid
         for unit, key in enumerate(keys, first):
             self._insert(unit, key)
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Raises ValueError: not one key of 16 bytes per hash block."""
+        """Publish many blocks. Raises ValueError unless there is one key of 16 bytes per hash block."""
         if self._compiled is not None:
             self._compiled.publish(block_ids, keys)
             return
@@ -143,7 +143,7 @@ class SharedBlockTable(BlockTable):
         super().publish_all(block_ids, keys)
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent; the table is of no use afterwards."""
+        """Release the memory. Idempotent; the table must not be used afterwards."""
         for view in (self._generations, self._published, self._keys, self._entries):
             view.release()
         generations, published, keys, entries = self._arrays
@@ -156,7 +156,7 @@ class SharedBlockTable(BlockTable):
         for slot in range(first, first + WAYS):
             if not entries[slot]:
                 break
-        else:  # a full set: one of its entries is no longer found, which costs a hit and nothing else
+        else:  # a full set: one of its entries is no longer found, which costs only a hit
             slot = first + unit % WAYS
             self._slot_of[(entries[slot] & 0xFFFFFFFF) - 1] = NO_UNIT
         entries[slot] = tag << 32 | unit + 1
@@ -170,14 +170,14 @@ def _place(key: bytes, num_sets: int) -> tuple[int, int]:
 
 
 class Found(NamedTuple):
-    """Where keys were found, one entry per key."""
+    """Results of a search, one entry per key."""
 
     units: Ids  # NO_UNIT: not found
     generations: Ids  # of the unit's block, when the key was read
 
 
 class BlockTableReader:
-    """A reader's side; never writes, takes no lock, and believes only what it has verified."""
+    """A reader's side; never writes, takes no lock, and trusts only verified entries."""
 
     def __init__(self, arrays: TableArrays, shape: TableShape) -> None:
         self._shape = shape
@@ -186,12 +186,12 @@ class BlockTableReader:
         self._entries = arrays.entries.reshape(-1).data
 
     def may_have(self, key: bytes) -> bool:
-        """Whether looking the key up is worth it: false for nearly every key that is not here, and cheap."""
+        """Whether looking the key up is worthwhile: cheap, and false for nearly every key that is not in the pool."""
         tag, first = _place(key, self._num_sets)
         return any(entry >> 32 == tag for entry in self._entries[first : first + WAYS].tolist())
 
     def generations(self, block_ids: Ids) -> Ids:
-        """The blocks' generations now."""
+        """The blocks' current generations."""
         return self._arrays.generations[block_ids]
 
     def find(self, keys: Words) -> Found:
@@ -209,7 +209,7 @@ class BlockTableReader:
         inside = (units >= 0) & (units < shape.num_units)
         rows, units = rows[inside], units[inside]
         blocks = units // shape.keys_per_block
-        # The order matters: a generation that is valid and still the same after the keys were read vouches for them.
+        # The order matters: the keys count if the generation is valid and unchanged after they were read.
         before = arrays.generations[blocks]
         valid = arrays.published[blocks] == before + 1
         fence()
@@ -222,7 +222,7 @@ class BlockTableReader:
         return found
 
     def find_chain(self, keys: Words) -> Found:
-        """The longest prefix of `keys` that is here in full, shorter than `keys` where one is missing."""
+        """The longest prefix of `keys` that is completely in the pool; it ends at the first missing key."""
         found = self.find(keys)
         missing = np.flatnonzero(found.units == NO_UNIT)
         length = int(missing[0]) if missing.size else len(keys)

@@ -1,7 +1,7 @@
 """Pools on a CUDA device, exported and mapped by CUDA IPC.
 
-Pools are allocations of their own: what torch's allocator hands out lies somewhere in a segment, which with expandable
-segments cannot be exported at all.
+Pools are separate allocations: torch's allocator returns parts of segments, and expandable segments cannot be exported
+at all.
 """
 
 import logging
@@ -27,7 +27,7 @@ class CudaPoolDevice(PoolDevice):
         self.name = _uuid(device.index)
 
     def _allocate(self, num_bytes: int) -> tuple[torch.Tensor, bytes]:
-        torch.cuda.empty_cache()  # what the largest step has left there is the pool's now
+        torch.cuda.empty_cache()  # memory that the largest step has left is now the pool's
         try:
             memory = _DeviceMemory.allocate(self.device.index, num_bytes)
             handle = cuda_driver.export_memory(self.device.index, memory.address)
@@ -41,7 +41,7 @@ class CudaPoolDevice(PoolDevice):
     def _map(self, address: DevicePoolAddress) -> torch.Tensor:
         what = f"memory of {address.device} cannot be mapped on {self.name}"
         if len(address.memory) != cuda_driver.HANDLE_BYTES:
-            raise IncompatiblePeers(f"{what}: a handle of {len(address.memory)} bytes is none of CUDA's")
+            raise IncompatiblePeers(f"{what}: a handle of {len(address.memory)} bytes is not a CUDA handle")
         try:
             memory = _DeviceMemory.map(self.device.index, address.memory, address.num_bytes)
             _check_size(memory, address)
@@ -51,7 +51,7 @@ class CudaPoolDevice(PoolDevice):
 
 
 class _DeviceMemory:
-    """Memory that is not torch's, in the form in which torch takes it over: tensors that lie there keep this object."""
+    """Memory outside of torch's allocator, in a form that torch accepts: tensors over it keep this object alive."""
 
     def __init__(self, device: int, address: int, num_bytes: int, release: Callable[[int, int], None]) -> None:
         self.device = device
@@ -63,38 +63,38 @@ class _DeviceMemory:
 
     @classmethod
     def allocate(cls, device: int, num_bytes: int) -> "_DeviceMemory":
-        """An allocation of its own. Raises CudaDriverError."""
+        """A separate allocation. Raises CudaDriverError."""
         return cls(device, cuda_driver.allocate(device, num_bytes), num_bytes, cuda_driver.free)
 
     @classmethod
     def map(cls, device: int, handle: bytes, num_bytes: int) -> "_DeviceMemory":
-        """Another process' allocation, as `device` reaches it. Raises CudaDriverError."""
+        """Another process's allocation, as `device` reaches it. Raises CudaDriverError."""
         return cls(device, cuda_driver.open_memory(device, handle), num_bytes, cuda_driver.close_memory)
 
     def as_tensor(self, device: torch.device) -> torch.Tensor:
         """(num_bytes,) uint8, in place. Raises RuntimeError: torch finds the memory on another device."""
         tensor = torch.as_tensor(self, device=device)
         if tensor.data_ptr() != self.address:
-            raise RuntimeError(f"torch does not take it for memory of {device}")
+            raise RuntimeError(f"torch does not accept it as memory of {device}")
         return tensor
 
 
 def _release(release: Callable[[int, int], None], device: int, address: int) -> None:
     try:
         release(device, address)
-    except CudaDriverError as error:  # the device is as good as gone
+    except CudaDriverError as error:  # the device is as good as lost
         logger.warning("memory of CUDA device %d is not given back: %s", device, error)
 
 
 def _check_size(memory: _DeviceMemory, address: DevicePoolAddress) -> None:
-    """Raises IncompatiblePeers where the driver knows of fewer bytes than the peer says."""
+    """Raise IncompatiblePeers if the driver reports fewer bytes than the peer."""
     try:
         size = cuda_driver.size_from(memory.device, memory.address)
     except CudaDriverError as error:
-        logger.debug("the driver does not tell the size of a peer's pool: %s", error)
+        logger.debug("the driver does not report the size of a peer's pool: %s", error)
         return
     if size < address.num_bytes:
-        raise IncompatiblePeers(f"an allocation of {size} bytes is shown as a pool of {address.num_bytes}")
+        raise IncompatiblePeers(f"expected a pool of {address.num_bytes} bytes, got an allocation of {size}")
 
 
 def _uuid(number: int) -> str:
@@ -102,7 +102,7 @@ def _uuid(number: int) -> str:
 
 
 def _device_of(uuid: str) -> torch.device:
-    """Raises RuntimeError where this process does not see it."""
+    """The device's number here. Raises RuntimeError if this process does not see it."""
     for number in range(torch.cuda.device_count()):
         if _uuid(number) == uuid:
             return torch.device("cuda", number)

@@ -1,8 +1,8 @@
 """KV pools in device memory that peers map.
 
 An arena in host memory has the generations, the device has the pool. A reader copies from device to device, and
-compares the generations behind the copy as it does in host memory (memory.py). What is published is there: a source's
-host has seen the end of the step that computed it.
+compares the generations after the copy, as in host memory (memory.py). Published content is complete: the source's host
+has seen the end of the step that computed it.
 """
 
 from abc import ABC, abstractmethod
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     import torch
 
 COPY_BYTES = 256 << 20
-"""Between two such parts of a copy a cancel and the deadline are seen."""
+"""Bytes of a copy between checks for a cancel and the deadline."""
 
 
 class DevicePoolAddress(msgspec.Struct, frozen=True):
-    """How a peer on this host gets at a pool; travels in the engine's card."""
+    """How a peer on this host reaches a pool; part of the engine's card."""
 
-    memory: bytes  # what the allocation is opened by
-    device: str  # which one it is on, the same in every process
+    memory: bytes  # the handle of the allocation
+    device: str  # the device, by an id that is the same in every process
     num_bytes: int
 
 
 class ExportedPool(NamedTuple):
-    """The owner's side."""
+    """The pool on its owner's side."""
 
-    data: "torch.Tensor"  # (num_bytes,) uint8; the allocation lives as long as this
+    data: "torch.Tensor"  # (num_bytes,) uint8; keeps the allocation alive
     address: DevicePoolAddress
 
 
@@ -40,24 +40,23 @@ class PoolDevice(ABC):
 
     device: "torch.device"
     name: str
-    """The same in every process."""
+    """An id that is the same in every process."""
 
     def export(self, num_bytes: int) -> ExportedPool:
-        """Allocate a pool, zeroed, for peers to map. Raises ConfigError: the memory cannot be had, or not be shared."""
+        """Allocate a pool, zeroed, for peers to map. Raises ConfigError if the memory cannot be allocated or shared."""
         data, memory = self._allocate(num_bytes)
         return ExportedPool(data, DevicePoolAddress(memory, self.name, num_bytes))
 
     def open(self, address: DevicePoolAddress, num_bytes: int) -> "torch.Tensor":
-        """Map a peer's pool, (num_bytes,) uint8. It is unmapped when nobody refers to it.
+        """Map a peer's pool, (num_bytes,) uint8. It is unmapped once nothing refers to it.
 
-        Args:
-            num_bytes: that it must have for what its card says.
+        Args: num_bytes: the size that it must have according to its card.
 
         Raises:
             IncompatiblePeers: it has another size, or cannot be mapped here.
         """
         if address.num_bytes != num_bytes:
-            raise IncompatiblePeers(f"a pool of {address.num_bytes} bytes, where its card means {num_bytes}")
+            raise IncompatiblePeers(f"expected a pool of {num_bytes} bytes, as its card says, got {address.num_bytes}")
         return self._map(address)
 
     def copy(self, target: "torch.Tensor", source: "torch.Tensor", pieces: Pieces) -> None:
@@ -75,8 +74,8 @@ class PoolDevice(ABC):
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> "tuple[torch.Tensor, bytes]":
-        """Zeroed memory, and what peers open it by. Raises ConfigError."""
+        """Allocate zeroed memory; returns it and the handle for peers. Raises ConfigError."""
 
     @abstractmethod
     def _map(self, address: DevicePoolAddress) -> "torch.Tensor":
-        """A peer's memory. Raises IncompatiblePeers."""
+        """Map a peer's memory. Raises IncompatiblePeers."""

@@ -1,5 +1,5 @@
 """One rank's shared memory: a sealed memfd with a header, the block table, words and the KV pool, which only it can
-write. A pool on a device lies there, and all else here (device_pool.py).
+write. A pool on a device is in the device's memory, and everything else is here (device_pool.py).
 
 A peer opens it through /proc/<pid>/fd/<fd>. Nothing has a name in a file system: the kernel frees the memory with the
 last mapping, however the processes end.
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 MAGIC = b"pdkvKV02"
 HEADER_BYTES = 4096
 NUM_WORDS = 4096
-"""Int64 words beside the table, for what the owner's connector shows its peers."""
+"""Int64 words next to the table, which the owner's connector shows its peers."""
 
-_DATA_ALIGNMENT = 2 * 1024 * 1024  # a huge page, where the kernel has them for shared memory
-_TOUCH_BYTES = 4 * 1024 * 1024  # per call, so that a stop or a waiting load is seen soon
+_DATA_ALIGNMENT = 2 * 1024 * 1024  # a huge page, if the kernel supports them for shared memory
+_TOUCH_BYTES = 4 * 1024 * 1024  # per call, so that a stop or a waiting load is noticed soon
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; Python 3.11's fcntl lacks it
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # linux/mman.h
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
@@ -50,12 +50,12 @@ _LINK_PREFIX = "/memfd:pdkv:"
 
 
 class ArenaHeader(msgspec.Struct, frozen=True):
-    """What the owner writes at the arena's start, once."""
+    """Written once by the owner at the arena's start."""
 
     engine: str
     epoch: str
     pid: int
-    start_time: int  # clock ticks from boot to the owner's start: tells a recycled pid
+    start_time: int  # clock ticks from boot to the owner's start: reveals a recycled pid
     layout: KVLayout
     num_blocks: int
     hash_block_size: int
@@ -66,7 +66,7 @@ _headers = msgspec.msgpack.Decoder(ArenaHeader)
 
 
 class ArenaAddress(msgspec.Struct, frozen=True):
-    """How a peer gets at an arena; travels in the engine's card. `host` is the boot's id: no other host can."""
+    """How a peer reaches an arena; part of the engine's card. `host` is the boot's id, since no other host can."""
 
     host: str
     pid: int
@@ -74,11 +74,11 @@ class ArenaAddress(msgspec.Struct, frozen=True):
     fd: int
     inode: int
     size: int
-    pool: DevicePoolAddress | None = None  # where the pool is not in the arena
+    pool: DevicePoolAddress | None = None  # if the pool is not in the arena
 
 
 class ArenaShape(NamedTuple):
-    """Where things lie in an arena."""
+    """The layout of an arena."""
 
     table: TableShape
     num_heads: int
@@ -88,7 +88,9 @@ class ArenaShape(NamedTuple):
 
     @classmethod
     def of(cls, layout: KVLayout, num_blocks: int, *, holds_pool: bool = True) -> "ArenaShape":
-        """The shape of an arena for `num_blocks` blocks; their data lies elsewhere if it does not hold the pool."""
+        """The shape of an arena for `num_blocks` blocks; their data is elsewhere if the arena does not hold the
+        pool.
+        """
         table = TableShape(num_blocks, layout.block_size // HASH_BLOCK_SIZE)
         end = _digests_offset(table) + table_bytes(table.num_units, layout.num_kv_heads)
         offset = -(-end // _DATA_ALIGNMENT) * _DATA_ALIGNMENT
@@ -101,7 +103,7 @@ class ArenaShape(NamedTuple):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of the KV pool, wherever it lies."""
+        """Bytes of the KV pool, wherever it is."""
         return self.table.num_blocks * self.block_bytes
 
     @property
@@ -111,7 +113,9 @@ class ArenaShape(NamedTuple):
 
 
 class Arena:
-    """The owner's side. The mapping lives as long as anything refers to its memory, such as the KV pool's tensor."""
+    """The arena on its owner's side. The mapping lives as long as anything refers to its memory, such as the KV pool's
+    tensor.
+    """
 
     def __init__(
         self,
@@ -133,7 +137,7 @@ class Arena:
             ConfigError: the memory cannot be had.
         """
         self.shape = ArenaShape.of(layout, num_blocks, holds_pool=device is None)
-        self.exported: ExportedPool | None = None  # the pool, where it lies on a device, once it is allocated
+        self.exported: ExportedPool | None = None  # the pool, if it is on a device, once it is allocated
         self._device = device
         self._reserves = reserves
         self._layout = layout
@@ -176,7 +180,7 @@ class Arena:
         return _data(memoryview(self._memory), self.shape)
 
     def digests(self) -> DigestTable:
-        """The table of digests of what lies in the pool."""
+        """The table of digests of the pool's content."""
         assert self._memory is not None, "the arena is closed"
         return self.shape.digests(memoryview(self._memory))
 
@@ -200,7 +204,7 @@ class Arena:
         return kv_cache.data_ptr() == data.ctypes.data and kv_cache.nbytes == data.nbytes
 
     def close(self) -> None:
-        """Give the descriptor back; the memory goes with the last reference to it. Idempotent."""
+        """Close the descriptor; the memory is freed with the last reference to it. Idempotent."""
         if self._memory is None:
             return
         self._toucher.stop()  # at most one call's time
@@ -209,11 +213,13 @@ class Arena:
         os.close(self._fd)
 
     def _reserve(self, offset: int, num_bytes: int, *, grow: bool = False) -> None:
-        """Allocate a part of the memory, and with `grow` give it its size before."""
+        """Allocate a part of the memory; with `grow`, first extend it to its size."""
         try:
             if grow:
                 os.ftruncate(self._fd, self.shape.size)
-            os.posix_fallocate(self._fd, offset, num_bytes)  # else a page that cannot be had is a SIGBUS later
+            os.posix_fallocate(
+                self._fd, offset, num_bytes
+            )  # otherwise a page that cannot be allocated becomes a SIGBUS later
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
                 raise
@@ -225,14 +231,14 @@ class Arena:
     def _touch(self, stopping: threading.Event) -> None:
         """Map the pool's pages (a first write to shared memory costs ten times a warm one)."""
         data = self.data()
-        _advise(data, 0, data.nbytes, mmap.MADV_HUGEPAGE)  # no matter if there are none
+        _advise(data, 0, data.nbytes, mmap.MADV_HUGEPAGE)  # it does not matter if there are none
         for offset in range(0, data.nbytes, _TOUCH_BYTES):
             if stopping.is_set() or not _advise(data, offset, _TOUCH_BYTES, _MADV_POPULATE_WRITE):
                 return
 
 
 class PeerArena:
-    """A reader's view of a peer's arena. Freed when nobody refers to it, so a copy in flight keeps it mapped."""
+    """A reader's view of a peer's arena. It is freed once nothing refers to it, so a copy in flight keeps it mapped."""
 
     def __init__(self, memory: mmap.mmap, header: ArenaHeader, address: ArenaAddress) -> None:
         self.header = header
@@ -243,15 +249,17 @@ class PeerArena:
         self.table = BlockTableReader(arrays, self.shape.table)
         self.words = _words(view, self.shape)
         self.digests = self.shape.digests(view)
-        self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only; no rows where a device has them
-        self.is_source = False  # whether hand-offs come from here, so that sooner or later all of the pool is read
-        self.num_mapped_bytes = 0  # of the pool, by `map_ahead`
-        self.pool: torch.Tensor | None = None  # where a device has it, once it is mapped
+        self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only; no rows if the pool is on a device
+        self.is_source = (
+            False  # whether it is a source of hand-offs, so that all of the pool will be read sooner or later
+        )
+        self.num_mapped_bytes = 0  # bytes of the pool mapped by `map_ahead`
+        self.pool: torch.Tensor | None = None  # if it is on a device, once it is mapped
 
     def check_owner(self) -> None:
         """Check that the owner still has its files, and so its memory on devices: these are files to the kernel, too.
 
-        A process that ends loses its table of files before the first of them is closed, and counts as alive for some
+        A process that ends loses its file table before the first of its files is closed, and counts as alive for some
         time after the last.
 
         Raises:
@@ -278,18 +286,19 @@ class PeerArena:
 
 
 def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
-    """Map the arena of one rank of a peer, read-only, after every check that it is the one that the card means.
+    """Map the arena of one rank of a peer, read-only, after checking that it is the one on the card.
 
     Raises:
-        PeerGone: its process is gone, or the pid or descriptor is another one's now.
-        StaleEpoch: the arena belongs to another incarnation of the engine.
-        IncompatiblePeers: it lies on another host, is no arena of this version, or is not what the card describes.
-        TransferError: this process lacks descriptors or memory for it now.
+        PeerGone: its process is gone, or the pid or descriptor belongs to another one now. StaleEpoch: the arena
+            belongs to another incarnation of the engine. IncompatiblePeers: it is on another host, is not an arena of
+            this version, or does not match the card. TransferError: this process lacks descriptors or memory for it
+            now.
     """
     engine = card.engine
     if address.host != host_id():
         raise IncompatiblePeers(
-            f"engine {engine}: shared memory needs one host; here {host_id()}, there {address.host}"
+            f"engine {engine}: shared memory works within one host only; this host is {host_id()}, the engine's "
+            f"{address.host}"
         )
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
@@ -309,9 +318,10 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
     if (header.engine, header.epoch, header.pid) != (engine, card.epoch, address.pid):
         raise StaleEpoch(f"engine {engine} epoch {card.epoch}: the arena is {header.engine}'s, epoch {header.epoch}")
     said, meant = (header.layout, header.num_blocks), (card.layout, card.num_blocks)
-    if said != meant:  # what is read is bounded by the card's numbers
+    if said != meant:  # reads are limited by the card's numbers
         raise IncompatiblePeers(
-            f"engine {engine}: its arena has (layout, blocks) {said!r}, its card says {meant!r}: restart that engine"
+            f"engine {engine}: its arena has (layout, blocks) {said!r}, but its card says {meant!r}: restart that "
+            "engine"
         )
     if ArenaShape.of(header.layout, header.num_blocks, holds_pool=address.pool is None).size != address.size:
         raise IncompatiblePeers(
@@ -321,13 +331,15 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
 
 
 def _open_error(what: str, error: OSError) -> TransferError:
-    """The peer's fault, or this process' own: that is no reason to give the peer up."""
+    """An error that is the peer's fault, or this process's own, which is no reason to give the peer up."""
     kind = TransferError if error.errno in _OWN_FAULTS else PeerGone
     return kind(f"{what}: {error.strerror}")
 
 
 def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:
-    """The open file is the very memfd of the card; it cannot shrink under the mapping, and only its owner writes it."""
+    """Check that the open file is the memfd on the card: it cannot shrink under the mapping, and only its owner writes
+    it.
+    """
     status = os.fstat(fd)
     start_time = process_start_time(address.pid)
     if start_time is None:
@@ -342,7 +354,7 @@ def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:
 def _advise(data: Bytes, offset: int, num_bytes: int, advice: int) -> bool:
     """madvise for data[offset : offset + num_bytes] (its end cut off); does not hold the GIL. False: refused.
 
-    Before Linux 5.14 nothing can be populated: pages then come one by one with their first use.
+    Before Linux 5.14 nothing can be populated: pages are then mapped one by one at their first use.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -365,7 +377,7 @@ def _words(memory: memoryview, shape: ArenaShape) -> npt.NDArray[np.int64]:
 
 
 def _data(memory: memoryview, shape: ArenaShape) -> Bytes:
-    """(num_blocks, block_bytes); no rows where the pool lies elsewhere."""
+    """The pool, (num_blocks, block_bytes); no rows if it is elsewhere."""
     data = np.frombuffer(memory[shape.data_offset : shape.size], dtype=np.uint8)
     return data.reshape(-1, shape.block_bytes)
 

@@ -1,4 +1,4 @@
-"""Which peers' arenas can be used: cards in, mappings out, opened when they are asked for first."""
+"""The peers' arenas that can be used, by card; each is mapped when it is first needed."""
 
 import logging
 import threading
@@ -27,18 +27,17 @@ class PeerArenas(PeerCards):
     def __init__(self, config: ConnectorConfig) -> None:
         super().__init__(config)
         self._addresses: dict[Incarnation, list[ArenaAddress]] = {}
-        self._short: set[Incarnation] = set()  # for which this process lacked something the last time
-        self._open: dict[Incarnation, dict[int, PeerArena]] = {}  # by rank; lives on while a copy uses it
-        self._mapping = threading.Lock()  # one pool at a time; not `_lock`, for which the step thread would wait
+        self._short: set[Incarnation] = set()  # for which this process lacked something at the last attempt
+        self._open: dict[Incarnation, dict[int, PeerArena]] = {}  # by rank; stays alive while a copy uses it
+        self._mapping = threading.Lock()  # for one pool at a time; not `_lock`, for which the step thread would wait
 
     def get(self, engine: str, epoch: str, rank: int = 0) -> PeerArena:
         """The arena of one rank of one incarnation.
 
         Raises:
-            StaleEpoch: another incarnation of that engine is known, or lies behind the address.
-            PeerGone: no such engine is known, or its process is gone.
-            IncompatiblePeers: it is known and cannot be used.
-            TransferError: this process cannot map it now; another time it may.
+            StaleEpoch: another incarnation of that engine is known, or found at the address. PeerGone: no such engine
+                is known, or its process is gone. IncompatiblePeers: it is known but cannot be used. TransferError: this
+                process cannot map it now, but may later.
         """
         peer = (engine, epoch)
         with self._lock:
@@ -48,7 +47,11 @@ class PeerArenas(PeerCards):
             card = self._find(peer)
             try:
                 arena = open_peer_arena(self._addresses[peer][rank], card)
-            except (PeerGone, StaleEpoch, IncompatiblePeers) as error:  # of the peer, for good; others may be over soon
+            except (
+                PeerGone,
+                StaleEpoch,
+                IncompatiblePeers,
+            ) as error:  # permanent for the peer; other errors may be over soon
                 self._errors[peer] = error.anew()
                 logger.warning("no KV from engine %s: %s", engine, error)
                 raise
@@ -62,7 +65,7 @@ class PeerArenas(PeerCards):
             return arena
 
     def pool(self, engine: str, epoch: str, rank: int, device: PoolDevice) -> tuple[PeerArena, "torch.Tensor"]:
-        """The arena and the pool of a rank that keeps its KV on a device; mapped for `device`, which is one.
+        """The arena and the pool of a rank that keeps its KV on a device; mapped for `device`.
 
         Raises as `get`.
         """
@@ -73,7 +76,7 @@ class PeerArenas(PeerCards):
                 try:
                     arena.pool = device.open(arena.address.pool, arena.shape.pool_bytes)
                 except IncompatiblePeers as error:
-                    with self._lock:  # from now on nobody finds anything there
+                    with self._lock:  # from now on it is found by no reader
                         self._errors[engine, epoch] = error.anew()
                         self._open.pop((engine, epoch), None)
                     logger.warning("no KV from engine %s: %s", engine, error)

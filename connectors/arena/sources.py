@@ -1,7 +1,7 @@
 """The memory of a peer on this host as a reader sees it: its KV pool, its generations and its words.
 
 Each of the peer's ranks is a source. Its arena is mapped here, or the kernel copies from its process into this one.
-What was read counts only if generations or words that are read after it are what they should be.
+Data counts only if the generations or words read after it have the expected values.
 """
 
 import errno
@@ -22,11 +22,11 @@ WORD_BYTES = 8
 
 
 class PoolSource(ABC):
-    """Thread-safe."""
+    """A peer's memory. Thread-safe."""
 
     path: ClassVar[str]
     mapped: Bytes | None = None
-    """The pool, (blocks, bytes), where it is mapped: whoever reads there calls `will_read` first."""
+    """The pool, (blocks, bytes), if it is mapped; readers call `will_read` first."""
 
     @abstractmethod
     def copy(self, target: Bytes, pieces: Pieces) -> None:
@@ -45,18 +45,18 @@ class PoolSource(ABC):
         """The table of digests' rows of these hash blocks now, (n, 1 + heads) words. Raises a TransferError."""
 
     def will_read(self) -> None:
-        """Its memory is read from now on, sooner or later all of it."""
+        """Announce that its memory is read from now on, sooner or later all of it."""
 
     def map_ahead(self) -> bool:
-        """A little work that makes later copies faster; False: nothing is left to do."""
+        """Do a little work that makes later copies faster; False: nothing is left to do."""
         return False
 
     def close(self) -> None:
-        """Nobody reads here any more, or will have a TransferError."""
+        """Close: later reads raise a TransferError."""
 
 
 class MappedSource(PoolSource):
-    """An arena of the peer's, mapped."""
+    """A mapped arena of the peer."""
 
     path = "arena"
 
@@ -79,7 +79,7 @@ class MappedSource(PoolSource):
         fence()
         words = self._arena.words
         if not 0 <= number < words.size:
-            raise TransferError(f"word {number} of {words.size}")
+            raise TransferError(f"word {number} does not exist: there are {words.size}")
         return int(words[number])
 
     def digest_rows(self, units: Ids) -> Ids:
@@ -91,7 +91,7 @@ class MappedSource(PoolSource):
 
 
 class Span(NamedTuple):
-    """Bytes of another process."""
+    """A range of another process's memory."""
 
     address: int
     size: int
@@ -101,8 +101,8 @@ class ProcessSource(PoolSource):
     """A peer's memory by its addresses.
 
     Args:
-        pool, generations, words, digests: where they lie there, and how many bytes they have.
-        nonce: the first of its words: another incarnation in that process has another one.
+        pool, generations, words, digests: their addresses and sizes. nonce: the first of its words, which differs in
+        another incarnation in that process.
     """
 
     path = "cma"
@@ -138,7 +138,7 @@ class ProcessSource(PoolSource):
 
     def generations(self, blocks: Ids) -> Ids:
         if self._generations is None:
-            raise TransferError(f"{self._name} shows no generations")
+            raise TransferError(f"{self._name} publishes no generations")
         return self._read_words(self._generations, blocks)
 
     def word(self, number: int) -> int:
@@ -146,7 +146,7 @@ class ProcessSource(PoolSource):
 
     def digest_rows(self, units: Ids) -> Ids:
         if self._digests is None:
-            raise TransferError(f"{self._name} shows no digests")
+            raise TransferError(f"{self._name} publishes no digests")
         numbers = units[:, None] * self._row_words + np.arange(self._row_words, dtype=np.int64)
         return self._read_words(self._digests, numbers.ravel()).reshape(numbers.shape)
 
@@ -156,14 +156,16 @@ class ProcessSource(PoolSource):
             self._close_if_unused()
 
     def _read_words(self, span: Span, numbers: Ids) -> Ids:
-        """Words, if the process is the one that was meant, and has not ended. Raises a TransferError."""
+        """Words, if the process is the expected one and has not ended. Raises a TransferError."""
         if numbers.size and not 0 <= numbers.min() <= numbers.max() < span.size // WORD_BYTES:
-            raise TransferError(f"words {numbers.min()} to {numbers.max()} of {span.size // WORD_BYTES}")
+            raise TransferError(
+                f"words {numbers.min()} to {numbers.max()} do not exist: there are {span.size // WORD_BYTES}"
+            )
         words = np.empty(numbers.size + 1, dtype=np.int64)
         target = words.ctypes.data + np.arange(words.size, dtype=np.int64) * WORD_BYTES
         self._read(target, np.append(span.address + numbers * WORD_BYTES, self._words.address), WORD_BYTES)
         if words[-1] != self._nonce:
-            raise PeerGone(f"{self._name}: its process is another incarnation's now")
+            raise PeerGone(f"{self._name}: its process belongs to another incarnation now")
         return words[:-1]
 
     def _read(self, target: Ids, source: Ids, size: int) -> None:
@@ -184,6 +186,6 @@ class ProcessSource(PoolSource):
                 self._close_if_unused()
 
     def _close_if_unused(self) -> None:
-        """Under the lock, after each of the two changed."""
+        """Called under the lock after either of the two has changed."""
         if self._closed and not self._num_readers:
             self._memory.close()

@@ -1,4 +1,4 @@
-"""What pull and push of the `memory` connector share: options, the fabric, peers, and how results are reported."""
+"""Shared parts of pull and push in the `memory` connector: options, the fabric, peers, and reporting results."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -31,18 +31,20 @@ from pdkv.wire.reports import ConnectorStats
 class MemoryOptions(Options):
     """--connector-config of the memory connector, in every mode."""
 
-    mode: Literal["pull", "push", "store"] = option("pull", "how KV travels; only store has more options than three")
+    mode: Literal["pull", "push", "store"] = option(
+        "pull", "how KV is transferred; only store has more options than these three"
+    )
     fabric: str = option("default", "engines with the same name exchange KV")
 
 
 class MemoryPeerOptions(MemoryOptions):
     """--connector-config of pull and push."""
 
-    transfer_timeout_s: Seconds = option(30.0, "deadline of one transfer")
+    transfer_timeout_s: Seconds = option(30.0, "deadline of one transfer, in seconds")
 
 
 class MemoryMode(KVConnector):
-    """Pull or push between engines of one rank in one process."""
+    """Pull or push between single-rank engines in one process."""
 
     declares = ConnectorPlan(interface=INTERFACE, kind="pull", lends=True, one_process=True, layouts=CARRIED)
     options_type: ClassVar[type[MemoryPeerOptions]] = MemoryPeerOptions
@@ -62,7 +64,7 @@ class MemoryMode(KVConnector):
 
 
 class MemoryScheduler(SchedulerConnector):
-    """Scheduler side: who the peers are, and whether their layout is ours."""
+    """Scheduler side: knows the peers, and checks that their layout is the same."""
 
     def __init__(self, connector: MemoryMode) -> None:
         self.config = connector.config
@@ -72,11 +74,11 @@ class MemoryScheduler(SchedulerConnector):
         self.epochs: dict[str, str] = {}  # engine -> epoch
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
-        """Raises IncompatiblePeers where a peer's layout differs; this connector reshards nothing."""
+        """Set the peers. Raises IncompatiblePeers if a peer's layout differs; this connector does not reshard."""
         for card in cards:
             if card.layout != self.config.layout:
                 raise IncompatiblePeers(
-                    f"{self.config.engine} has {self.config.layout}, its peer {card.engine} has {card.layout}"
+                    f"{self.config.engine} has {self.config.layout}, but its peer {card.engine} has {card.layout}"
                 )
         self.epochs = {card.engine: card.epoch for card in cards}
 
@@ -115,29 +117,31 @@ class MemoryWorker(WorkerConnector):
 
     @abstractmethod
     def stop(self, key: TransferKey, direction: Direction) -> None:
-        """Nothing of this transfer lands or is read from now on."""
+        """End this transfer: nothing of it lands or is read from now on."""
 
     def get_stats(self) -> Stats:
         return {"": self._stats}
 
     def sent(self, key: TransferKey, num_blocks: int) -> None:
-        """Everything of the transfer was delivered."""
+        """Report that everything of the transfer was delivered."""
         self._report(0, key, TransferOutcome(num_bytes=num_blocks * self._block_bytes))
 
     def send_failed(self, key: TransferKey, code: str) -> None:
-        """The transfer ended without delivery, and nothing reads its blocks any more."""
+        """Report that the transfer ended without delivery, and nothing reads its blocks any more."""
         self._report(1, key, TransferOutcome(code))
 
     def received(self, key: TransferKey, num_blocks: int) -> None:
-        """All blocks are in and checked."""
+        """Report that all blocks have arrived and been checked."""
         self._report(2, key, TransferOutcome(num_bytes=num_blocks * self._block_bytes))
 
     def receive_failed(self, key: TransferKey, code: str, num_tokens: int = 0, num_damaged: int = 0) -> None:
-        """The transfer ended, and nothing writes its blocks any more; `num_tokens` of its first tokens are in them."""
+        """Report that the transfer ended, and nothing writes its blocks any more; its first `num_tokens` tokens have
+        arrived.
+        """
         self._report(3, key, TransferOutcome(code, num_tokens=num_tokens, num_damaged=num_damaged))
 
     def _report(self, which: int, key: TransferKey, outcome: TransferOutcome) -> None:
-        """Results come while another engine runs its step, too."""
+        """Report a result, which may come while another engine runs its step."""
         self._results[which][key] = outcome
         self._stats += stats_of_transfer("send" if which < 2 else "receive", outcome)
         self.notify()
@@ -147,7 +151,7 @@ class MemoryWorker(WorkerConnector):
 
 
 class Stop(Operation):
-    """The confirmation of a cancel, on whichever side asked."""
+    """Confirms a cancel on the side that asked for it."""
 
     def __init__(self, worker: MemoryWorker, key: TransferKey, direction: Direction) -> None:
         self.worker = worker

@@ -23,10 +23,10 @@ MODES: Mapping[str, type[KVConnector]] = {
 
 
 class MemoryConnector(KVConnector):
-    """Its option `mode` chooses the class."""
+    """The `memory` connector; its option `mode` chooses the implementation."""
 
     declares = MemoryMode.declares
-    options_type = MemoryStoreOptions  # has those of all modes
+    options_type = MemoryStoreOptions  # has the options of all modes
 
     @classmethod
     def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:

@@ -1,6 +1,6 @@
 """The network of the `memory` connector: operations between engines of one process, delivered in any order.
 
-By itself a fabric delivers in order, when a worker asks for results. With `manual=True` its owner delivers, delays,
+By default a fabric delivers in order, when a worker asks for results. With `manual=True` its owner delivers, delays,
 reorders, loses and duplicates operations one stage at a time: the reference for every contract of base.py.
 """
 
@@ -26,15 +26,15 @@ class Endpoint(Protocol):
 
 
 class Operation(ABC):
-    """Something under way. Each delivery runs one stage; it stays under way while a stage remains."""
+    """A pending operation. Each delivery runs one stage; it stays pending while a stage remains."""
 
     @abstractmethod
     def deliver(self) -> "Operation | None":
-        """Run the next stage; returns what is under way then."""
+        """Run the next stage; returns the operation that is pending then."""
 
 
 class MemoryFabric:
-    """Endpoints and operations under way. One thread at a time."""
+    """Endpoints and pending operations. One thread at a time."""
 
     _named: ClassVar[dict[str, "MemoryFabric"]] = {}
 
@@ -43,7 +43,7 @@ class MemoryFabric:
         self.clock = clock
         self.under_way: list[Operation] = []
         self.num_refused = 0  # landings whose transfer had ended
-        self.num_losses_due = 0  # the next so many data operations get lost
+        self.num_losses_due = 0  # number of data operations still to be lost
         self._endpoints: dict[str, Endpoint] = {}
 
     @classmethod
@@ -62,11 +62,11 @@ class MemoryFabric:
         cls._named.pop(name, None)
 
     def register(self, endpoint: Endpoint) -> None:
-        """An engine joins; a new epoch replaces its predecessor."""
+        """Add an engine; a new epoch replaces its predecessor."""
         self._endpoints[endpoint.engine] = endpoint
 
     def unregister(self, endpoint: Endpoint) -> None:
-        """An engine leaves. Idempotent."""
+        """Remove an engine. Idempotent."""
         if self._endpoints.get(endpoint.engine) is endpoint:
             del self._endpoints[endpoint.engine]
 
@@ -74,8 +74,7 @@ class MemoryFabric:
         """The live incarnation.
 
         Raises:
-            PeerGone: nobody has that name.
-            StaleEpoch: another incarnation has.
+            PeerGone: no engine has that name. StaleEpoch: another incarnation has it.
         """
         endpoint = self._endpoints.get(engine)
         if endpoint is None:
@@ -85,7 +84,7 @@ class MemoryFabric:
         return endpoint
 
     def post(self, operation: Operation) -> None:
-        """Put an operation under way."""
+        """Add a pending operation."""
         if self.num_losses_due and hasattr(operation, "content"):
             self.num_losses_due -= 1
             return
@@ -98,7 +97,7 @@ class MemoryFabric:
             self.under_way.append(remaining)
 
     def lose(self, index: int) -> None:
-        """The operation at `index` never arrives."""
+        """Drop the operation at `index`."""
         del self.under_way[index]
 
     def pump(self) -> None:

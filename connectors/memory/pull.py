@@ -24,7 +24,7 @@ class MemoryPullScheduler(MemoryScheduler, PullScheduler):
 
 
 class MemoryPullWorker(MemoryWorker):
-    """Worker side of pull: reads land in private blocks and count only if the generations stayed."""
+    """Worker side of pull: reads land in private blocks and count only if the generations are unchanged."""
 
     def __init__(self, connector: MemoryMode) -> None:
         super().__init__(connector)
@@ -37,11 +37,11 @@ class MemoryPullWorker(MemoryWorker):
             self.fabric.post(Read(self, load))
 
     def is_active(self, load: BlockLoad) -> bool:
-        """Whether the transfer still waits for this read; what lands later is refused."""
+        """Whether the transfer still waits for this read; data that lands later is refused."""
         return self._active.get(load.key) is load
 
     def end(self, load: BlockLoad, error: TransferError | None) -> None:
-        """The read is over."""
+        """End the read."""
         if self._active.get(load.key) is load:
             del self._active[load.key]
             if error is None:
@@ -55,23 +55,23 @@ class MemoryPullWorker(MemoryWorker):
             self.end(load, TransferCancelled("cancelled"))
 
     def check_generations(self, table: BlockTable, load: BlockLoad) -> None:
-        """Re-read after the data.
+        """Compare generations, read again after the data.
 
         Raises:
-            StaleGeneration: the owner reused a block meanwhile.
+            StaleGeneration: the owner has reused a block.
         """
         for block_id, generation in zip(as_ids(load.source).tolist(), as_ids(load.generations).tolist(), strict=True):
             if table.generation(block_id) != generation:
                 raise StaleGeneration(f"block {block_id} was reused")
 
     def digests_of(self, block_ids: Sequence[int], load: BlockLoad) -> bytes:
-        """What a load's tokens are in these blocks of this engine."""
+        """Digests of a load's tokens in these blocks of this engine."""
         tokens, part = range(load.start, load.stop), self.checksums.pool.whole
         return self.checksums.of(block_ids, load.start, tokens, part, load.key)
 
 
 class Read(Operation):
-    """Two stages: the data leaves the source, the data lands."""
+    """A read in two stages: the data leaves the source, then it lands."""
 
     def __init__(self, worker: MemoryPullWorker, load: BlockLoad) -> None:
         self.worker = worker
@@ -106,7 +106,7 @@ class Read(Operation):
 
 
 class MemoryPullConnector(MemoryMode):
-    """Decode reads the blocks that prefill keeps under lease."""
+    """The connector in pull mode: decode reads the blocks that prefill keeps under lease."""
 
     scheduler_type = MemoryPullScheduler
     worker_type = MemoryPullWorker

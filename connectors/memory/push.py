@@ -26,7 +26,7 @@ class MemoryPushScheduler(MemoryScheduler, PushScheduler):
 
 
 class _Outgoing:
-    """A transfer from here: batches under way, whether more will come, and the deadline."""
+    """A transfer from here: its pending batches, whether more will come, and the deadline."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
@@ -42,13 +42,13 @@ class MemoryPushWorker(MemoryWorker):
         super().__init__(connector)
         self._outgoing: dict[TransferKey, _Outgoing] = {}
         self._incoming: dict[TransferKey, Incoming] = {}
-        self._in_step: list[Write] = []  # of tokens that this step computes
+        self._in_step: list[Write] = []  # ranges that this step computes
         self._layout = connector.config.layout
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         assert isinstance(meta, PushMetadata)
         for key in meta.dropped:
-            self.stop_sending(key, TransferCancelled("nobody waits for it"))
+            self.stop_sending(key, TransferCancelled("no ticket wants it"))
         for key in meta.refused:
             self.receive_failed(key, TransferError.code)
         for key in meta.unsendable:
@@ -90,14 +90,14 @@ class MemoryPushWorker(MemoryWorker):
         return self._outgoing.get(key) is outgoing
 
     def stop_sending(self, key: TransferKey, error: TransferError) -> None:
-        """Nothing reads the transfer's blocks from now on."""
+        """Stop sending: nothing reads the transfer's blocks from now on."""
         outgoing = self._outgoing.pop(key, None)
         if outgoing is not None:
             for batch in (*outgoing.batches, key):
                 self.send_failed(batch, error.code)
 
     def acknowledge(self, send: PushSend) -> None:
-        """The peer has the batch. A duplicate changes nothing."""
+        """Note that the peer has the batch. A duplicate changes nothing."""
         key = send.key
         outgoing = self._outgoing.get(key)
         if outgoing is None or send.batch not in outgoing.batches:
@@ -114,21 +114,21 @@ class MemoryPushWorker(MemoryWorker):
             self.sent(key, outgoing.num_acknowledged)
 
     def incoming(self, key: TransferKey) -> Incoming | None:
-        """The registered receive of a transfer; None: what arrives for it is late and refused."""
+        """The registered receive of a transfer; None: data for it is late and refused."""
         return self._incoming.get(key)
 
     def digests_of(self, send: PushSend, receiver: MemoryWorker) -> bytes:
-        """What a batch is where it was computed; empty: one of the ends does not want that."""
+        """Digests of a batch at its source; empty: one of the ends does not want any."""
         if not self.checksums.are_wanted(receiver.config.kv_checksum, send.ticket.transfer_id):
             return b""
         tokens, part = range(send.start, send.stop), self.checksums.pool.whole
         return self.checksums.of(send.block_ids, send.start, tokens, part, send.ticket.key)
 
     def land(self, send: PushSend, content: Content, digests: bytes, sender: "MemoryPushWorker") -> bool:
-        """Write a batch into the registered blocks. False: the transfer has ended here, the write is refused.
+        """Write a batch into the registered blocks. False: the transfer has ended here, and the write is refused.
 
         Raises:
-            KVCorrupted: what has landed is not what `digests` are of; the transfer has ended.
+            KVCorrupted: the landed data does not match `digests`; the transfer has ended.
         """
         key = send.ticket.key
         incoming = self.incoming(key)
@@ -153,13 +153,13 @@ class MemoryPushWorker(MemoryWorker):
         return True
 
     def stop_receiving(self, key: TransferKey, error: TransferError) -> None:
-        """Nothing of this transfer lands from now on."""
+        """Stop receiving: nothing of this transfer lands from now on."""
         if self._incoming.pop(key, None) is not None:
             self.receive_failed(key, error.code)
 
 
 class Write(Operation):
-    """Two stages: the data leaves the source, the data lands."""
+    """A write in two stages: the data leaves the source, then it lands."""
 
     def __init__(self, worker: MemoryPushWorker, outgoing: _Outgoing, send: PushSend) -> None:
         self.worker = worker
@@ -194,7 +194,7 @@ class Write(Operation):
 
 
 class MemoryPushConnector(MemoryMode):
-    """Prefill writes into decode's blocks."""
+    """The connector in push mode: prefill writes into decode's blocks."""
 
     declares = replace(MemoryMode.declares, kind="push", orders=(*PUSH_ORDERS, "concurrent"))
     scheduler_type = MemoryPushScheduler

@@ -8,14 +8,14 @@ from pdkv.kv_store.memory_store import MemoryStore
 
 
 class MemoryStoreOptions(StoreConnectorOptions, MemoryOptions):
-    """--connector-config of mode=store: those of every store connector, too."""
+    """--connector-config of mode=store, including the options of every store connector."""
 
     def open_store(self) -> KVStore:
         return MemoryStore(self.fabric)
 
 
 class MemoryStoreConnector(StoreConnector):
-    """Any engine of the process saves what it computed; any finds it by content."""
+    """The connector in store mode: any engine of the process saves what it computed, and any finds it by content."""
 
     declares = msgspec.structs.replace(StoreConnector.declares, one_process=True)
     options_type = MemoryStoreOptions

@@ -1,1 +1,1 @@
-"""Several connectors as one: a hand-off connector beside stores."""
+"""Several connectors as one: a hand-off connector next to stores."""

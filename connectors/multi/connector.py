@@ -1,11 +1,10 @@
 """The `multi` connector: several connectors at once; the longest match loads, all save and hand off.
 
-What kinds of children go together, and what comes of it:
+The allowed combinations of children, and the resulting kind:
 
-- stores only: kind store;
-- any number of pulling connectors, with stores or without: kind pull;
-- one pushing connector, with stores or with pulling ones that also find content: kind push. Hand-offs then go by the
-  push and through the stores; the pulling ones only contribute what they find by content.
+- stores only: kind store; - any number of pulling connectors, with stores or without: kind pull; - one pushing
+  connector, with stores or with pulling ones that also find content: kind push. Hand-offs then go by the push and
+  through the stores; the pulling ones only contribute what they find by content.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,15 +30,15 @@ if TYPE_CHECKING:
 
 
 def plan_children(options: Mapping[str, str]) -> list[ConnectorPlan]:
-    """The children that --connector-config names, each with its options, in their order.
+    """The children named by --connector-config, each with its options, in order.
 
     Raises:
-        ConfigError: none is named, an option is nobody's or could be several children's, or its child refuses it;
+        ConfigError: none is named, an option belongs to no child or could belong to several, or its child refuses it;
             UnknownConnector for a name.
     """
     names = [name.strip() for name in options.get("connectors", "").split(",") if name.strip()]
     if not names:
-        raise ConfigError("connector multi: needs the option connectors=NAME,NAME,…: in order of preference")
+        raise ConfigError("connector multi requires the option connectors=NAME,NAME,…, in order of preference")
     own: list[dict[str, str]] = [{} for _ in names]
     prefixes = [f"{name}." if names.count(name) == 1 else f"{i}." for i, name in enumerate(names)]
     for typed, value in options.items():
@@ -60,7 +59,7 @@ def plan_children(options: Mapping[str, str]) -> list[ConnectorPlan]:
 
 
 def _owner(option: str, names: Sequence[str]) -> tuple[int, str]:
-    """(child, its own name for it) of an option with a prefix."""
+    """(child, the child's name for it) of an option with a prefix."""
     prefix, _, rest = option.partition(".")
     if prefix.isdecimal() and int(prefix) < len(names) and rest:
         return int(prefix), rest
@@ -73,7 +72,7 @@ def _owner(option: str, names: Sequence[str]) -> tuple[int, str]:
 
 
 def kind_of(children: Sequence[ConnectorPlan]) -> ConnectorKind:
-    """The kind that the children make together.
+    """The kind that results from the children.
 
     Raises:
         ConfigError: they cannot work together.
@@ -81,20 +80,20 @@ def kind_of(children: Sequence[ConnectorPlan]) -> ConnectorKind:
     pushing = [child.name for child in children if child.kind == "push"]
     pulling = [child for child in children if child.kind == "pull"]
     if len(pushing) > 1:
-        raise ConfigError(f"connector multi: only one child can push into decode's blocks, not {' and '.join(pushing)}")
+        raise ConfigError(f"connector multi: only one child can push into decode's blocks, got {' and '.join(pushing)}")
     if pushing:
         idle = [child.name for child in pulling if not child.content_addressed]
         if idle:
             raise ConfigError(
-                f"connector multi: {pushing[0]} needs decode first and {idle[0]} needs prefill first: "
-                f"beside {pushing[0]}, {idle[0]} would never be used"
+                f"connector multi: {pushing[0]} needs decode first and {idle[0]} needs prefill first, so {idle[0]} "
+                "would never be used"
             )
         return "push"
     return "pull" if pulling else "store"
 
 
 def orders_of(children: Sequence[ConnectorPlan]) -> tuple[Order, ...]:
-    """The orders that are legal with all children, or, where one pushes, with that one.
+    """The orders that are legal with all children, or with the pushing child if there is one.
 
     Raises:
         ConfigError: there is none.
@@ -108,7 +107,7 @@ def orders_of(children: Sequence[ConnectorPlan]) -> tuple[Order, ...]:
 
 
 def compose(children: Sequence[ConnectorPlan]) -> ConnectorPlan:
-    """The `multi` of these children, in order of preference.
+    """The plan of `multi` with these children, in order of preference.
 
     Raises:
         ConfigError: they cannot work together.
@@ -138,17 +137,17 @@ def compose(children: Sequence[ConnectorPlan]) -> ConnectorPlan:
 
 
 class MultiOptions(Options):
-    """Those of `multi` itself; the others are its children's, behind a prefix."""
+    """Options of `multi` itself; others belong to its children and have a prefix."""
 
     connectors: str = option(
-        help="the children, in order of preference; their options begin with NAME. or with the child's number from 0, "
-        "such as store.url=… or 1.url=…",
+        help="the children, in order of preference; the prefix of their options is NAME. or the child's number "
+        "from 0, as in store.url=… or 1.url=…",
         metavar="NAME[,NAME…]",
     )
 
 
 class MultiConnector(KVConnector):
-    """Several connectors as one. What it is follows from its children."""
+    """Several connectors as one. Its properties follow from its children."""
 
     declares = ConnectorPlan(interface=INTERFACE, kind="pull")
     options_type = MultiOptions
@@ -159,7 +158,9 @@ class MultiConnector(KVConnector):
 
     @classmethod
     def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
-        """All children hear what the pool writes: those with a table of their own, and stores by one of these."""
+        """Build the children. All follow the pool's writes: those with a table of their own, and stores through one of
+        these.
+        """
         parts = config.plan.parts
         made: dict[int, Built] = {}
         tables: list[BlockTable] = []
@@ -173,7 +174,7 @@ class MultiConnector(KVConnector):
         children = [made[i] for i in range(len(parts))]
 
         def kv_cache() -> "torch.Tensor | None":
-            """The pool of the one child that needs its own, else of the first one that offers one."""
+            """The pool of the child that requires its own, else of the first one that offers one."""
             by_need = sorted(zip(parts, children, strict=True), key=lambda child: child[0].own_pool != "needs")
             return next((pool for _, child in by_need if (pool := child.kv_cache()) is not None), None)
 
@@ -187,7 +188,7 @@ class MultiConnector(KVConnector):
 
 
 class BlockTables(BlockTable):
-    """Several tables of one pool. Each child reads its own; all hear of every reuse and every block's content."""
+    """Several tables of one pool. Each child reads its own; all follow every reuse and every block's content."""
 
     def __init__(self, tables: Sequence[BlockTable]) -> None:
         self._tables = tables

@@ -1,4 +1,6 @@
-"""The scheduler side of `multi`: whose match is loaded, who sends, and what the children's results mean together."""
+"""The scheduler side of `multi`: which match is loaded, which child sends, and what the children's results mean
+together.
+"""
 
 import logging
 from collections import Counter, OrderedDict
@@ -51,11 +53,11 @@ from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 logger = logging.getLogger(__name__)
 
 MAX_CARD_ERRORS = 1024
-"""Refused incarnations of peers that are remembered, so that each is logged once."""
+"""Refused incarnations of peers to remember, so that each is logged once."""
 
 
 class _Choice(NamedTuple):
-    """Whose match the engine was told."""
+    """The match that the engine was told."""
 
     child: int
     is_async: bool
@@ -63,14 +65,14 @@ class _Choice(NamedTuple):
 
 @dataclass(slots=True)
 class _Load:
-    """A load under way, and what another child would need to take it over."""
+    """A running load, and what another child would need to take it over."""
 
     child: int
     request: RequestView
     block_tables: BlockTables
     num_tokens: int
     may_fall_back: bool
-    code: str = ""  # why the first child failed, where the second one brings a part of it
+    code: str = ""  # why the first child failed, if the second one loads a part of it
 
 
 class _ChildTiers(NamedTuple):
@@ -80,7 +82,7 @@ class _ChildTiers(NamedTuple):
 
 
 class MultiTiers(Tiers):
-    """Those of all children; a tier has its child's name, as in the stats, since two may lie on the same medium."""
+    """The tiers of all children; a tier has its child's name, as in the stats, since two may use the same medium."""
 
     def __init__(self, children: Sequence[_ChildTiers]) -> None:
         self._children = children
@@ -106,7 +108,7 @@ class MultiScheduler(SchedulerConnector):
     def __init__(self, config: ConnectorConfig, schedulers: Sequence[SchedulerConnector]) -> None:
         children = config.plan.parts
         self.observes = reduce(or_, (scheduler.observes for scheduler in schedulers), OBSERVES_NOTHING)
-        self._num_fallbacks: Counter[int] = Counter()  # loads that another child took over, by who failed
+        self._num_fallbacks: Counter[int] = Counter()  # loads that another child took over, by the one that failed
         self.views = ChildViews(config.plan.kind, children)
         self.sending = SendingTable()
         self._engine = config.engine
@@ -121,26 +123,26 @@ class MultiScheduler(SchedulerConnector):
         ]
         self.tiers = MultiTiers(tiers) if tiers else None
         self._nothing = [NO_TRANSFERS for _ in schedulers]
-        self._choices: dict[TransferKey, _Choice] = {}  # of the last question, until the blocks are allocated
+        self._choices: dict[TransferKey, _Choice] = {}  # from the last question, until the blocks are allocated
         self._loads: dict[TransferKey, _Load] = {}
         self._taken_over: set[TransferKey] = set()  # loads that another child took over since the last metadata
         self._refused: OrderedDict[str, None] = OrderedDict()  # epochs of peers whose cards do not fit
 
     @property
     def num_loads(self) -> int:
-        """Loads under way."""
+        """Number of running loads."""
         return len(self._loads)
 
     @property
     def num_fallbacks(self) -> int:
-        """Loads that another child took over."""
+        """Number of loads that another child took over."""
         return self._num_fallbacks.total()
 
     # --- loads ----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
-        """The longest match, the first of equal ones. A child that still looks is waited for unless all is found. What
-        is handed over is looked for beside that only where it cannot be had.
+        """The longest match, the first of equal ones. A child that still looks is waited for unless everything is
+        found. Own finds next to a hand-off are only used if it cannot be read.
         """
         key = request.transfer_key
         self._choices.pop(key, None)
@@ -169,7 +171,7 @@ class MultiScheduler(SchedulerConnector):
     def update_state_after_alloc(
         self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
     ) -> bytes | None:
-        """The winner loads; to the others nothing comes from outside, and their tickets go nowhere."""
+        """Let the winner load; the others are told that nothing is loaded, and their tickets are dropped."""
         key = request.transfer_key
         choice = self._choices.pop(key, None) or _Choice(0, True)
         ticket = None
@@ -187,29 +189,31 @@ class MultiScheduler(SchedulerConnector):
         return ticket
 
     def _fall_back(self, key: TransferKey, load: _Load, code: str) -> bool:
-        """Let another child fill the blocks that the first one did not. Once, and nothing less than all of them."""
+        """Let another child fill the blocks that the first one did not. Once, and only if it fills all of them."""
         request = load.request
         is_loan = request.kv == "handoff" and self.views.sees_handoff(request, load.child)
         if not load.may_fall_back or is_loan or code == TransferCancelled.code:
-            return False  # after a loan the engine asks anew: what is found then is not the lender's
+            return False  # after a loan the engine asks again: what is found then is not the lender's
         for index, (child, scheduler) in enumerate(zip(self._children, self._schedulers, strict=True)):
             view = self.views.request(request, index)
             if index == load.child or child.kind == "push" or view is None:
-                continue  # a push would need a ticket, and the peer has one already
+                continue  # a push would need a ticket, and the peer already has one
             if view.kv_ready is None:
-                view = msgspec.structs.replace(view, kv_ready=True)  # no time to wait for a word: what is there counts
+                view = msgspec.structs.replace(
+                    view, kv_ready=True
+                )  # no time to wait for an answer: only what is known counts
             matched = scheduler.get_num_new_matched_tokens(view, request.num_local_hit)
             is_part = 0 < matched.num_tokens < load.num_tokens
             if matched.ask_again or matched.mode != "async" or not (is_part or matched.num_tokens >= load.num_tokens):
                 continue
             if is_part and not self.views.is_beside(index):
-                continue  # it has part in the hand-off, and would have all of it
+                continue  # it takes part in the hand-off, and would have all of it
             load.num_tokens = min(matched.num_tokens, load.num_tokens)
             scheduler.update_state_after_alloc(view, load.block_tables, load.num_tokens)
             failed, load.code = load.child, code if is_part else ""
             name = self._children[failed].name
             logger.warning(
-                "KV load of transfer %s (attempt %d): %s failed (%s), %s goes on", *key[:2], name, code, child.name
+                "KV load of transfer %s (attempt %d): %s failed (%s), %s takes over", *key[:2], name, code, child.name
             )
             load.child, load.may_fall_back = index, False
             self._taken_over.add(key)
@@ -250,7 +254,9 @@ class MultiScheduler(SchedulerConnector):
         )
 
     def _late_cancels(self, cancelled: Sequence[TransferKey]) -> list[tuple[int, TransferKey]]:
-        """Given-up loads that another child takes over in this step: its worker hears of the cancel before the load."""
+        """Given-up loads that another child takes over in this step: its worker is told of the cancel before
+        the load.
+        """
         cancels = []
         for key in cancelled:
             load = self._loads.get(key)
@@ -270,8 +276,8 @@ class MultiScheduler(SchedulerConnector):
         ]
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
-        """Blocks stay while one child needs them. A pulling child that keeps none, or one whose payload is too long for
-        the common bound, has no part in the hand-off.
+        """Ask the children; blocks stay while one of them needs them. A pulling child that keeps none, or one with a
+        payload too long for the common limit, takes no part in the hand-off.
         """
         key = request.transfer_key
         self._choices.pop(key, None)
@@ -302,9 +308,9 @@ class MultiScheduler(SchedulerConnector):
     # --- results --------------------------------------------------------------------------------------------------
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
-        """Each child hears of its own results; the engine of transfers and of holds.
+        """Give each child its own results, and the engine those of transfers and holds.
 
-        What belongs to no load and no hold keeps its child's key, so that the engine counts it as unknown.
+        Results that belong to no load and no hold keep their child's key, so that the engine counts them as unknown.
         """
         split = self._split(results) if results else self._nothing
         merged = _no_results()
@@ -328,7 +334,7 @@ class MultiScheduler(SchedulerConnector):
         return [TransferResults(*maps) for maps in split]
 
     def _settle_sent(self, child: int, results: TransferResults, merged: "_Maps") -> None:
-        """Holds end at once, hand-offs with their last child."""
+        """Settle sends: holds end at once, hand-offs with their last child."""
         for target, source in zip(merged[:2], results[:2], strict=True):
             for key, outcome in source.items():
                 tagged = tag(child, key)
@@ -339,7 +345,7 @@ class MultiScheduler(SchedulerConnector):
                     self.sending.end(key, child, outcome)
 
     def _settle_received(self, child: int, results: TransferResults, merged: "_Maps") -> None:
-        """A load ends, or another child takes it over."""
+        """Settle a load: it ends, or another child takes it over."""
         for ok, target, source in zip((True, False), merged[2:], results[2:], strict=True):
             for key, outcome in source.items():
                 load = self._loads.get(key)
@@ -355,7 +361,7 @@ class MultiScheduler(SchedulerConnector):
     # --- the rest -------------------------------------------------------------------------------------------------
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
-        """A peer with other children is logged once and never used."""
+        """Pass peers on to the children. A peer with other children is logged once and never used."""
         known: list[list[EngineCard]] = []
         for card in cards:
             split = split_card(card, self._children)

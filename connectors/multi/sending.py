@@ -1,4 +1,4 @@
-"""Hand-offs from an engine with several connectors: when all that send one have ended."""
+"""Hand-offs from an engine with several connectors: tracks when all that send one have ended."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pdkv.connectors.base import BlockHold, TransferKey, TransferOutcome
 
 MAX_EARLY_FAILURES = 1024
-"""Failures of hand-offs that are not known yet (or not any more) that are remembered."""
+"""Failures of hand-offs, unknown as yet or forgotten, that are remembered."""
 
 
 @dataclass(slots=True)
 class _Sending:
-    """A hand-off: the children that will report its end, and what the others reported."""
+    """A hand-off: the children that will report its end, and the reports so far."""
 
     waiting: set[int]
     tells_failure: bool
@@ -20,7 +20,7 @@ class _Sending:
 
 
 def _merge(first: TransferOutcome, second: TransferOutcome) -> TransferOutcome:
-    """The outcome of both: bytes add up, they run side by side, the first error stands."""
+    """The outcome of both: bytes add up, times overlap, the first error stays."""
     return TransferOutcome(
         first.code or second.code, first.num_bytes + second.num_bytes, max(first.seconds, second.seconds)
     )
@@ -44,18 +44,17 @@ class SendingTable:
         return bool(self._ended)
 
     def add_holds(self, holds: Iterable[BlockHold]) -> None:
-        """Holds that the engine takes, under their tagged keys."""
+        """Add the engine's holds, under their tagged keys."""
         self._holds.update((hold.key, hold.owner) for hold in holds)
 
     def end_hold(self, tagged: TransferKey) -> TransferKey | None:
-        """The transfer that an ended hold belonged to; None: it is no hold."""
+        """The transfer that an ended hold belonged to; None: it is not a hold."""
         return self._holds.pop(tagged, None)
 
     def begin(self, key: TransferKey, children: Collection[int], *, tells_failure: bool) -> None:
-        """A hand-off begins, whose end these children will report.
+        """Begin a hand-off, the end of which these children will report.
 
-        Args:
-            tells_failure: False: others hand it off, too, and the reader shall only know that no more will come.
+        Args: tells_failure: False: others hand it off, too, and the reader should only know that no more will come.
         """
         sending = _Sending(set(children), tells_failure, TransferOutcome())
         early = self._early.pop(key, {})
@@ -66,13 +65,15 @@ class SendingTable:
             self.end(key, child, outcome)
 
     def begin_again(self, key: TransferKey, child: int) -> None:
-        """One child sends it once more, to another reader, whom its failure to reach the first one does not concern."""
+        """Let one child send it once more, to another reader, which an earlier failure to reach the first one does not
+        affect.
+        """
         sending = self._sendings.setdefault(key, _Sending(set(), True, TransferOutcome()))
         sending.waiting.add(child)
         sending.outcome = sending.outcome._replace(code="")
 
     def end(self, key: TransferKey, child: int, outcome: TransferOutcome) -> None:
-        """A child's part of a hand-off ended."""
+        """End a child's part of a hand-off."""
         sending = self._sendings.get(key)
         if sending is None:
             if outcome.code:
@@ -89,7 +90,7 @@ class SendingTable:
             self._ended[key] = sending.outcome if sending.tells_failure else sending.outcome._replace(code="")
 
     def forget(self, key: TransferKey) -> None:
-        """The hand-off was released or given up: nobody wants to hear of it."""
+        """Forget a hand-off that was released or given up."""
         self._sendings.pop(key, None)
         self._early.pop(key, None)
         self._ended.pop(key, None)

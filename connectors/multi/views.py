@@ -1,4 +1,4 @@
-"""What each child of `multi` sees of a request: its own ticket, its own part of the hand-off."""
+"""Each child's view of a request in `multi`: its own ticket, its own part of the hand-off."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -25,15 +25,15 @@ class ChildViews:
     """Views of one engine's requests, by child."""
 
     def __init__(self, kind: ConnectorKind, children: Sequence[ConnectorPlan]) -> None:
-        """`kind`: of all together."""
+        """`kind`: of the combination."""
         self.num_malformed = 0  # hand-offs and tickets that could not be read
         self._kind = kind
         self._kinds = [child.kind for child in children]
         self._lends = [child.lends for child in children]
 
     def takes_part(self, key: TransferKey, child: int) -> bool:
-        """Whether a child has a part in what is handed off under that key: all have, except in a loan, and stores
-        beside others.
+        """Whether a child takes part in a hand-off under that key: all do, except in a loan, and stores next to
+        others.
         """
         return not self.is_beside(child) and (not key.lent or self._lends[child])
 
@@ -49,7 +49,7 @@ class ChildViews:
     def request(self, request: RequestView, child: int) -> RequestView | None:
         """A request as one child sees it; None: the hand-off has nothing for that child.
 
-        To a store beside a pull or a push it is a request like any other: it has no part in the hand-off.
+        A store next to a pull or a push sees an ordinary request: it takes no part in the hand-off.
         """
         is_idle = request.kv != "local" and (
             self.is_beside(child) or (self._kind == "push" and self._kinds[child] == "pull")

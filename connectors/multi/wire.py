@@ -1,4 +1,4 @@
-"""What `multi` puts around its children's own data: keys, hand-offs, tickets, handshakes and a step's orders."""
+"""The wrappers of `multi` around its children's data: keys, hand-offs, tickets, handshakes and a step's orders."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,12 @@ from pdkv.wire.types import MAX_BLOB_BYTES
 
 
 def part_name(place: int, child: ConnectorPlan) -> str:
-    """A child among the parts that are counted by themselves."""
+    """The name of a child among the separately counted parts."""
     return f"{place}-{child.name}"
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """A child's ticket and which child's it is."""
+    """A child's ticket with the child's number."""
 
     child: int
     ticket: bytes
@@ -51,12 +51,12 @@ _handshakes = msgspec.msgpack.Decoder(list[Part])
 
 
 def tag(child: int, key: TransferKey) -> TransferKey:
-    """A child's transfer among those of all children: what workers report, ranks aggregate and holds are named by."""
+    """The key of a child's transfer among those of all children, for workers' reports and holds."""
     return key._replace(child=child)
 
 
 def untag(key: TransferKey) -> tuple[int, TransferKey]:
-    """(child, its own key) of a tagged one."""
+    """(child, its own key) of a tagged key."""
     assert key.child is not None
     return key.child, key._replace(child=None)
 
@@ -65,12 +65,12 @@ def untag(key: TransferKey) -> tuple[int, TransferKey]:
 
 
 def encode_handoff(payloads: Sequence[bytes | None]) -> bytes:
-    """A hand-off's payload: one per child; None: that child has nothing to give."""
+    """A hand-off's payload, with one per child; None: that child has none."""
     return _encoder.encode(payloads)
 
 
 def bound_handoff(payloads: Sequence[bytes | None]) -> list[bytes | None]:
-    """Leave out the longest payloads until the hand-off is within its bound."""
+    """Leave out the longest payloads until the hand-off is within its limit."""
     kept = list(payloads)
     while len(encode_handoff(kept)) > MAX_BLOB_BYTES:
         longest = max(range(len(kept)), key=lambda i: len(kept[i] or b""))
@@ -79,7 +79,7 @@ def bound_handoff(payloads: Sequence[bytes | None]) -> list[bytes | None]:
 
 
 def decode_handoff(payload: bytes, num_children: int) -> list[bytes | None] | None:
-    """The children's payloads; None: it is not a hand-off of so many."""
+    """The children's payloads; None: it is not a hand-off of that many."""
     try:
         payloads = decode_total(_handoffs, payload)
     except MalformedMessage:
@@ -88,12 +88,12 @@ def decode_handoff(payload: bytes, num_children: int) -> list[bytes | None] | No
 
 
 def encode_ticket(child: int, ticket: bytes) -> bytes:
-    """The ticket of the one child that gave one."""
+    """Encode the ticket of the one child that gave one."""
     return _encoder.encode(Ticket(child, ticket))
 
 
 def decode_ticket(ticket: bytes) -> Ticket | None:
-    """Whose ticket it is, and the ticket; None: it is malformed."""
+    """The number of the child and its ticket; None: it is malformed."""
     try:
         return decode_total(_tickets, ticket)
     except MalformedMessage:
@@ -106,13 +106,13 @@ def encode_handshake(names: Sequence[str], blobs: Sequence[bytes]) -> bytes:
 
 
 def split_card(card: EngineCard, children: Sequence[ConnectorPlan]) -> list[EngineCard] | str:
-    """A peer's card as each child would see it; or why there is none, with what the peer has instead."""
+    """A peer's card as each child would see it; or None, with a description of the peer."""
     ranks: list[list[Part]] = []
     for blob in card.rank_blobs:
         try:
             ranks.append(decode_total(_handshakes, blob))
         except MalformedMessage:
-            return f"connector {card.connector}, whose card names no children"
+            return f"connector {card.connector}, which lists no children on its card"
     names = [child.name for child in children]
     for parts in ranks:
         if [part.name for part in parts] != names:

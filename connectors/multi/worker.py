@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class MultiWorker(WorkerConnector):
-    """The children's worker sides of one rank. What results mean together is for the scheduler side to say."""
+    """The children's worker sides of one rank. The scheduler side decides what results mean together."""
 
     metadata_type = MultiMetadata
 
     def __init__(self, children: Sequence[ConnectorPlan], workers: Sequence[WorkerConnector]) -> None:
         self._children = children
         self.workers = workers
-        self._hooked: list[tuple[WorkerConnector, KVConnectorMetadata]] = []  # by the layers of the step that runs
+        self._hooked: list[tuple[WorkerConnector, KVConnectorMetadata]] = []  # by the layers of the current step
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         for worker in self.workers:
@@ -83,12 +83,12 @@ class MultiWorker(WorkerConnector):
         return sum_stats(stats_under(part_name(i, child), side.get_stats()) for i, (child, side) in children)
 
     def cancel(self, key: TransferKey, direction: Direction) -> None:
-        """Each child that knows the transfer answers; the others count an unknown one."""
+        """Cancel at each child that knows the transfer, which answers; the others count an unknown one."""
         for worker in self.workers:
             worker.cancel(key, direction)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
-        """A peer whose card cannot be split is left out here; the scheduler side says so."""
+        """Pass peers on; one with a card that cannot be split is left out here, and logged by the scheduler side."""
         new, gone = (
             [cards for card in known if not isinstance(cards := split_card(card, self._children), str)]
             for known in (added, removed)

@@ -1,9 +1,9 @@
 """One rank's NIXL agent: registered memory, peers, reads and messages, with every failure as a typed error.
 
-NIXL is imported here only, when an agent is made: its import loads UCX, which a fork server must not have done.
-The agent is not thread-safe by itself, and some of its calls hold the GIL while they wait for its inner lock: one
-lock of ours, held per call, keeps them apart. A post over shared memory blocks for the whole copy (it releases the
-GIL), so no call here belongs on a step thread.
+NIXL is only imported here, when an agent is made: its import loads UCX, which must not happen in a fork server. NIXL's
+agent is not thread-safe, and some of its calls hold the GIL while they wait for its inner lock: a lock of our own, held
+per call, keeps them apart. A post over shared memory blocks for the whole copy (it releases the GIL), so no call here
+belongs on a step thread.
 """
 
 import importlib
@@ -30,59 +30,63 @@ Pieces = npt.NDArray[np.uint64]
 """(n, 3): address, bytes, device of each piece of one side of a transfer."""
 
 MAX_MESSAGE_BYTES = 256 * 1024
-"""An offer of 131k tokens in scattered blocks has 64 KiB of them."""
+"""The most bytes of a message: an offer of 131k tokens in scattered blocks has 64 KiB of descriptors."""
 
 NOTHING = b""
-"""A message that only makes UCX connect: it is dropped on arrival."""
+"""A message that only makes UCX connect; dropped on arrival."""
 
 MAX_AGENT_NAME = 256
 
 _BACKEND = "UCX"
 _PROGRESS_DELAY_US = 10_000
-"""How often a progress thread looks without an event; NIXL's Python API says 0, which is a busy loop."""
+"""Microseconds between polls of a progress thread without an event; NIXL's Python API uses 0, which is a busy loop."""
 
 LEAVE_S = 0.5
-"""Who tears a connection down waits so long for its transfers to let go; a post of theirs takes a few milliseconds."""
+"""Seconds that a disconnect waits for transfers to let go; their posts take a few milliseconds."""
 
 CLOSE_S = 5.0
-"""At the end, for all of them together: what has not let go then keeps the agent's memory and descriptors."""
+"""The same at the end, for all of them together: transfers that have not let go keep the agent's memory and
+descriptors.
+"""
 
 _SPINS = 50
 _WAIT_S = (0.00005, 0.0002)
-"""NIXL has no event for "this transfer has ended": after some looks in a row, the first and longest pause between."""
+"""NIXL has no event for the end of a transfer: the first and the longest pause between polls, after a few without a
+pause.
+"""
 
 TRANSPORTS = "shm,self,cuda"
-"""UCX's, where the user names none: those within a host. Its TCP would listen at every address of the host, and asks
-nobody who he is.
+"""UCX's transports if the user names none: those within a host. Its TCP would listen at every address of the host,
+without authentication.
 """
 
 _END_WITH_THEIR_CONNECTION = {
     *("shm", "sm", "mm", "posix", "sysv", "xpmem", "cma", "knem", "self", "cuda", "cuda_copy", "cuda_ipc", "gdr_copy"),
     *("rc", "rc_v", "rc_verbs", "rc_x", "rc_mlx5", "dc", "dc_x", "dc_mlx5"),
 }
-"""UCX's transports over which nothing arrives any more when a connection has been closed by force: copies of this
-process' own, and queue pairs that are destroyed. A closed connection of its TCP lives on as a socket.
+"""UCX's transports over which nothing arrives after a connection was closed by force: copies by this process itself,
+and queue pairs that are destroyed. A closed connection of its TCP lives on as a socket.
 """
 
 _ENVIRONMENT = {
     "UCX_TLS": TRANSPORTS,
-    "UCX_POSIX_ERROR_HANDLING": "y",  # else shared memory does not see that a peer has died, and is not used
+    "UCX_POSIX_ERROR_HANDLING": "y",  # otherwise shared memory does not notice that a peer has died, and is not used
     "UCX_SYSV_ERROR_HANDLING": "y",
-    # Else an idle transport is armed, and anybody on the host can end the process: by an empty datagram to the socket
-    # that wakes it.
+    # Otherwise an idle transport is armed, and any process on the host can end this one, by an empty datagram to the
+    # socket that wakes it.
     "UCX_ADAPTIVE_PROGRESS": "n",
-    # Else a GPU without NVLink is read through host memory, in pieces of 8 KiB that its owner's calls move along.
+    # Otherwise a GPU without NVLink is read through host memory, in pieces of 8 KiB that its owner's calls move along.
     "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on",
-    "UCX_TCP_CONN_NB": "y",  # else to connect to a silent host holds the whole agent up, for minutes
-    "NIXL_LOG_LEVEL": "FATAL",  # what fails is raised and counted here; NIXL would print each poll of a dead peer
+    "UCX_TCP_CONN_NB": "y",  # otherwise connecting to a silent host blocks the whole agent for minutes
+    "NIXL_LOG_LEVEL": "FATAL",  # failures are raised and counted here; NIXL would print each poll of a dead peer
     "UCX_LOG_LEVEL": "fatal",
-    "UCX_HANDLE_ERRORS": "none",  # no signal handlers: a crash belongs to the process' owner
+    "UCX_HANDLE_ERRORS": "none",  # no signal handlers: a crash is the process owner's business
     "UCX_VFS_ENABLE": "n",  # no thread and directory for its file system of statistics
     # Practically never: asking a silent peer whether it lives ends the process where the connection is not complete
     # (a null pointer in ucp_ep_do_uct_ep_am_keepalive). "inf" would leave the handshake out that tells of a dead one.
     "UCX_KEEPALIVE_INTERVAL": "100000s",
 }
-"""Where the user has not set them."""
+"""Set unless the user has set them."""
 
 
 class Memory(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +101,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
         """Pieces at byte `offsets` of this region.
 
         Raises:
-            TransferError: one does not lie in the region (a peer's numbers are checked here, too).
+            TransferError: one is outside of the region (a peer's numbers are checked here, too).
         """
         if offsets.size and (offsets.min() < 0 or (offsets + sizes).max() > self.size or np.min(sizes) <= 0):
             raise TransferError(f"pieces outside of a region of {self.size} bytes")
@@ -109,7 +113,7 @@ class Memory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Message(NamedTuple):
-    """Who sent it (by its own word: a hint, no proof) and what it says."""
+    """A message and its sender (by its own claim: a hint, not proof)."""
 
     peer: str
     data: bytes
@@ -128,13 +132,13 @@ class _Peer:
 
 
 def may_land_late() -> bool:
-    """Whether what is read may still be written to where it was to go when its transfer has long been given up."""
+    """Whether data may still be written to its destination long after its transfer was given up."""
     transports = os.environ.get("UCX_TLS", TRANSPORTS).split(",")
     return not _END_WITH_THEIR_CONNECTION.issuperset(transports)
 
 
 def load_bindings() -> ModuleType:
-    """NIXL's own module, with its environment set where the user has not set it.
+    """NIXL's own module, with its environment set unless the user has set it.
 
     Raises:
         ConfigError: it is not installed.
@@ -148,26 +152,26 @@ def load_bindings() -> ModuleType:
         except ImportError as error:
             reasons.append(str(error))
     raise ConfigError(
-        f"connector nixl needs NIXL: pip install 'pdkv[nixl]', or nixl-cu13 beside a torch for CUDA 13 "
+        "connector nixl needs NIXL: pip install 'pdkv[nixl]', or nixl-cu13 with a torch for CUDA 13 "
         f"({'; '.join(reasons)})"
     )
 
 
 def _wheels() -> list[str]:
-    """NIXL's packages, the one for torch's CUDA first; without CUDA either does."""
+    """NIXL's packages, the one for torch's CUDA first; without CUDA either works."""
     torch = sys.modules.get("torch")
     cuda = (torch.version.cuda if torch is not None else None) or "12"
     return sorted(("nixl_cu12", "nixl_cu13"), key=lambda name: not name.endswith(cuda.partition(".")[0]))
 
 
 class NixlAgent:
-    """Thread-safe. After a read has returned or raised, nothing of it touches memory any more, unless it
-    `may_land_late`: then what failed may.
+    """Thread-safe. After a read has returned or raised, it touches no memory any more, unless it `may_land_late` and
+    failed.
     """
 
     def __init__(self, name: str, *, progress_thread: bool = False, clock: Clock = MONOTONIC) -> None:
-        """Without a progress thread UCX works only within calls of this agent: somebody has to `receive` again and
-        again. With one it works by itself, and that thread spins on UCX's lock while another one copies.
+        """Without a progress thread, UCX works only within calls of this agent, so `receive` must be called again and
+        again. With one, it works by itself, and that thread spins on UCX's lock while another one copies.
 
         Raises:
             ConfigError: NIXL is missing, or its UCX backend cannot start.
@@ -184,13 +188,16 @@ class NixlAgent:
         self._messages: list[Message] = []
         self._errors = _error_types(self._bindings)
         self._failures: tuple[type[Exception], ...] = (RuntimeError, *self._errors)
-        self._bad_messages: tuple[type[Exception], ...] = (UnicodeDecodeError, *self._failures)  # a name is no text
+        self._bad_messages: tuple[type[Exception], ...] = (
+            UnicodeDecodeError,
+            *self._failures,
+        )  # a name that is not text
         config = self._bindings.nixlAgentConfig()
         config.useProgThread = progress_thread
         config.pthrDelay = _PROGRESS_DELAY_US
         try:
             self._agent: Any = self._bindings.nixlAgent(name, config)
-            # A connection is closed at once: what was under way may not land afterwards.
+            # A connection is closed at once, so that pending data cannot land afterwards.
             self._agent.createBackend(_BACKEND, {"ucx_ep_close_force": "true"})
         except self._failures as error:
             raise ConfigError(f"NIXL cannot start its backend {_BACKEND}: {error}") from error
@@ -198,7 +205,7 @@ class NixlAgent:
     # --- memory and peers -----------------------------------------------------------------------------------------
 
     def register(self, memory: Memory) -> Memory:
-        """Make a region known to NIXL, for good. It stays mapped until `close`. Raises ConfigError."""
+        """Register a region with NIXL, permanently. It stays mapped until `close`. Raises ConfigError."""
         descriptors = self._bindings.nixlRegDList(
             self._segment(memory.kind), [(memory.address, memory.size, memory.device, "")]
         )
@@ -216,11 +223,11 @@ class NixlAgent:
             return bytes(self._agent.getLocalMD())
 
     def connect(self, peer: str, metadata: bytes) -> None:
-        """Know a peer by its metadata; UCX connects with the first transfer. Idempotent.
+        """Add a peer by its metadata; UCX connects with the first transfer. Idempotent.
 
         Raises:
-            PeerGone: nobody is where the metadata says.
-            IncompatiblePeers: the metadata is not this peer's, or cannot be read.
+            PeerGone: there is no peer where the metadata says. IncompatiblePeers: the metadata is not this peer's, or
+                cannot be read.
         """
         with self._lock:
             if peer in self._peers:
@@ -241,8 +248,8 @@ class NixlAgent:
         """Tear a connection down; its transfers fail. Idempotent.
 
         Returns:
-            Whether nothing of them is under way any more. False: one has not let go for `timeout_s`; the connection
-            takes no more, and the last one to leave tears it down.
+            Whether all of them have ended. False: one has not let go for `timeout_s`; the connection takes no more, and
+            the last one to leave tears it down.
         """
         with self._lock:
             connection = self._peers.get(peer)
@@ -271,10 +278,8 @@ class NixlAgent:
         A transfer that is given up takes its connection with it. Then nothing of it lands later, unless it
         `may_land_late`.
 
-        Args:
-            deadline: of this agent's clock.
-            kinds: memory of the local and of the remote side.
-            check: called while it waits; raises what ends the transfer.
+        Args: deadline: by this agent's clock. kinds: memory of the local and of the remote side. check: called while it
+        waits; raises the error that ends the transfer.
 
         Raises:
             PeerGone: the peer is not connected (any more).
@@ -294,7 +299,7 @@ class NixlAgent:
             finally:
                 connection.broken = connection.broken or under_way
                 self._release(handle)
-        # `_active` tears a broken connection down on its way out.
+        # `_active` tears a broken connection down when it exits.
 
     def send(self, peer: str, data: bytes) -> None:
         """Send a message, which arrives soon or never.
@@ -306,13 +311,13 @@ class NixlAgent:
             try:
                 with self._lock:
                     self._agent.genNotif(peer, data)
-                    self._take_messages()  # what UCX could not send at once goes out now, not with the next call
+                    self._take_messages()  # data that UCX could not send at once is sent now, not with the next call
             except self._failures as error:
                 connection.broken = True
-                raise PeerGone(f"no message to agent {peer}: {error}") from error
+                raise PeerGone(f"message to agent {peer} failed: {error}") from error
 
     def receive(self) -> list[Message]:
-        """Messages since the last call, in each peer's order. What is no message of ours is counted and dropped."""
+        """Messages since the last call, in each peer's order. Foreign messages are counted and dropped."""
         with self._lock:
             if self._closing.is_set():
                 return []
@@ -334,14 +339,14 @@ class NixlAgent:
             for descriptors in self._registered:
                 self._agent.deregisterMem(descriptors, [])
             self._registered.clear()
-            self._agent = None  # the last reference: threads and descriptors of UCX go with it
+            self._agent = None  # the last reference: UCX's threads and descriptors are freed with it
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _active(self, peer: str, *, is_transfer: bool = False) -> Iterator[_Peer]:
         """Use a connection; the last one to leave a broken one closes it, and every transfer waits for that: each of
-        the others looks within a millisecond, and has a deadline.
+        the others checks within a millisecond, and has a deadline.
         """
         with self._lock:
             connection = self._peers.get(peer)
@@ -358,12 +363,11 @@ class NixlAgent:
                     self._tear_down(peer, connection, None if is_transfer else 0.0)
 
     def _tear_down(self, peer: str, connection: _Peer, timeout_s: float | None) -> bool:
-        """Under the lock: end a connection, unless that has been done; there may be a new one already.
+        """Under the lock: end a connection, unless that has been done; there may already be a new one.
 
-        Returns:
-            False: transfers have not left it within `timeout_s` (None: they end by their own deadlines).
+        Returns: False: transfers have not left it within `timeout_s` (None: they end by their own deadlines).
         """
-        connection.broken = True  # who waits for a transfer looks at it again and again
+        connection.broken = True  # waiting transfers check it again and again
         until = None if timeout_s is None else self._clock.now() + timeout_s
         if not self._clock.wait_for(self._idle, lambda: not connection.num_active, until):
             return False
@@ -373,7 +377,7 @@ class NixlAgent:
         return True
 
     def _take_messages(self) -> None:
-        """Under the lock: let UCX work, and keep what has come."""
+        """Under the lock: let UCX work, and keep received messages."""
         try:
             received = self._agent.getNotifs({}, [])
         except self._bad_messages as error:
@@ -439,11 +443,11 @@ class NixlAgent:
             logger.warning("agent %s cannot release a transfer: %s", self.name, error)
 
     def _invalidate(self, peer: str) -> None:
-        """Under the lock."""
+        """Under the lock: invalidate a peer's metadata."""
         try:
             self._agent.invalidateRemoteMD(peer)
         except self._failures:
-            logger.debug("agent %s: NIXL had closed the connection to %s already", self.name, peer)
+            logger.debug("agent %s: NIXL had already closed the connection to %s", self.name, peer)
 
     def _typed(self, error: Exception, peer: str) -> TransferError:
         kind = self._errors.get(type(error), TransferError)
@@ -451,11 +455,11 @@ class NixlAgent:
 
 
 def _error_types(bindings: ModuleType) -> dict[type[Exception], type[TransferError]]:
-    """What NIXL raises; it shares no base class."""
+    """NIXL's exception types, which share no base class."""
     plain = "NotPosted InvalidParam Backend Mismatch NotAllowed RepostActive Unknown NotSupported NoTelemetry"
     return {
         **{getattr(bindings, f"nixl{name}Error"): TransferError for name in plain.split()},
         bindings.nixlRemoteDisconnectError: PeerGone,
-        bindings.nixlNotFoundError: PeerGone,  # the peer's metadata has been invalidated meanwhile
+        bindings.nixlNotFoundError: PeerGone,  # the peer's metadata has been invalidated in the meantime
         bindings.nixlCancelledError: TransferCancelled,
     }

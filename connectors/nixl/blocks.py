@@ -1,4 +1,4 @@
-"""Whole blocks between engines of equal layout, as posts over NIXL."""
+"""Posts of whole blocks over NIXL between engines of equal layout."""
 
 from itertools import pairwise
 
@@ -7,16 +7,16 @@ import numpy as np
 from pdkv.connectors.transfer.planning import Ids
 
 POST_BYTES = 8 * 1024 * 1024
-"""Of one post: between two of them a cancel, the deadline and a shutdown are seen."""
+"""Bytes of one post: between two of them a cancel, the deadline and a shutdown are noticed."""
 
 DEVICE_POST_BYTES = 256 * 1024 * 1024
-"""Of one into a GPU's memory, which blocks nobody: the GPU would wait between two of them for somebody to look."""
+"""Bytes of one post into a GPU's memory, which blocks no thread: the GPU would idle between two posts."""
 
 PIECE_BYTES = 24 * 1024
-"""What a piece costs beside its bytes, in bytes: a call of the kernel."""
+"""Cost of a piece besides its bytes, in bytes: a call of the kernel."""
 
 Post = tuple[Ids, Ids, Ids]
-"""Byte offsets at the source, at the destination, and sizes, of what is posted at once."""
+"""Byte offsets at the source and at the destination, and sizes, of the pieces posted at once."""
 
 
 def cut_pieces(table: Ids, limit: int = POST_BYTES) -> list[Post]:

@@ -1,7 +1,7 @@
 """The `nixl` connector: engines exchange KV by NIXL over UCX, within a host or between hosts, from CPU or GPU memory.
 
-mode=pull: decode reads the blocks that prefill keeps under lease. mode=push: prefill offers KV as it is computed,
-and decode reads it into the blocks that it has allocated. Either way small or differently cut pieces are gathered by
+mode=pull: decode reads the blocks that prefill keeps under lease. mode=push: prefill offers KV as it is computed, and
+decode reads it into the blocks that it has allocated. In both modes, small or differently cut pieces are gathered by
 their source and read by their receiver (gather.py).
 """
 
@@ -22,13 +22,13 @@ from pdkv.connectors.plan import CARRIED, INTERFACE, PUSH_ORDERS, ConnectorPlan,
 
 
 class NixlPullScheduler(PullScheduler):
-    """As that of every pull; what hand-offs name is read by peers, and has digests."""
+    """The pull scheduler of `nixl`; the KV named by hand-offs is read by peers, and has digests."""
 
     shown = Shown.HANDOFFS
 
 
 class NixlConnector(KVConnector):
-    """Its option `mode` says who begins: decode reads, or prefill offers."""
+    """The `nixl` connector; its option `mode` says which side begins: decode reads, or prefill offers."""
 
     declares = ConnectorPlan(
         interface=INTERFACE, kind="pull", lends=True, own_pool="offers", layouts=CARRIED,

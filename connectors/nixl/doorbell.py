@@ -1,8 +1,8 @@
-"""Brings the message thread of a rank messages of its neighbours on this host, and wakes it.
+"""Brings messages of neighbours on this host to the message thread of a rank, and wakes it.
 
-Every rank has a pipe without a name. A peer opens it through /proc/<pid>/fd/<fd>, which the kernel allows to processes
-of the same user only (as it does all else that peers within a host do to each other): strangers cannot knock at all.
-The pipe holds packets, each written and read at once. A message is one packet, or several in order.
+Every rank has an unnamed pipe. A peer opens it through /proc/<pid>/fd/<fd>, which the kernel allows only to processes
+of the same user (as it does everything else between peers on a host): strangers cannot knock at all. The pipe holds
+packets, each written and read at once. A message is one packet, or several in order.
 """
 
 import contextlib
@@ -27,44 +27,47 @@ from pdkv.host.process_info import process_start_time
 logger = logging.getLogger(__name__)
 
 MAX_OPEN = 256
-"""Peers whose bells are kept open."""
+"""The most peers whose bells are kept open."""
 
-_PACKET_BYTES = 4096  # PIPE_BUF: what is written at once
-_HEADER = struct.Struct("<QIHH")  # a writer's own number, the message's, the packet's place in it, and how many it has
+_PACKET_BYTES = 4096  # PIPE_BUF: the size of an atomic write
+_HEADER = struct.Struct(
+    "<QIHH"
+)  # the writer's own number, the message's, the packet's place in it, and the number of packets
 _NAME = struct.Struct("<H")  # begins the first packet's content: the length of the sender's name, which follows
 _MAX_PACKETS = -(-(MAX_MESSAGE_BYTES + MAX_AGENT_NAME + _NAME.size) // (_PACKET_BYTES - _HEADER.size))
 _PIPE_BYTES = 256 << 10
-"""Wanted: 64 packets. A user may have 64 MiB in pipes (fs.pipe-user-pages-soft); beyond that a pipe has 2 packets."""
+"""Desired pipe size: 64 packets. A user may have 64 MiB in pipes (fs.pipe-user-pages-soft); beyond that, a pipe has 2
+packets.
+"""
 
 _READS = 256
-"""Packets that are read before the thread looks at something else, however fast somebody writes on."""
+"""Packets read before the thread does something else, however fast a peer writes."""
 
 
 class DoorbellAddress(msgspec.Struct, frozen=True, array_like=True):
-    """How a peer on the same host gets at a bell; travels in the engine's card."""
+    """How a peer on the same host reaches a bell; part of the engine's card."""
 
     pid: int
-    start_time: int  # of the process: tells a recycled pid
+    start_time: int  # start time of the process: reveals a recycled pid
     fd: int
     inode: int
 
 
 class Doorbell:
-    """A pipe for peers, and an eventfd for oneself.
+    """A pipe for peers, and an eventfd for this process.
 
-    Args:
-        name: as which messages are sent.
+    Args: name: the sender's name in messages.
     """
 
     def __init__(self, name: str) -> None:
         self.num_bad_packets = 0
         self._name = name.encode()
-        self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the own end for writing keeps it open
+        self._read_fd, self._write_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # the own write end keeps it open
         with contextlib.suppress(OSError):
             fcntl.fcntl(self._read_fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         size = fcntl.fcntl(self._read_fd, fcntl.F_GETPIPE_SZ)
         if size < _PIPE_BYTES:
-            logger.warning("a pipe of %d bytes instead of %d: see fs.pipe-user-pages-soft", size, _PIPE_BYTES)
+            logger.warning("a pipe has %d bytes instead of %d: see fs.pipe-user-pages-soft", size, _PIPE_BYTES)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         pid = os.getpid()
         start_time = process_start_time(pid)
@@ -75,18 +78,17 @@ class Doorbell:
             self._poll.register(fd, select.POLLIN)
         self._assembly = _Assembly()
         self._id, self._numbers = secrets.randbits(64), itertools.count()
-        self._full: dict[DoorbellAddress, Outbox] = {}  # those in which something waits
-        self._lock = threading.Lock()  # guards what follows
-        self._open: OrderedDict[DoorbellAddress, Outbox] = OrderedDict()  # peers'
+        self._full: dict[DoorbellAddress, Outbox] = {}  # those with waiting messages
+        self._lock = threading.Lock()  # guards the following
+        self._open: OrderedDict[DoorbellAddress, Outbox] = OrderedDict()  # of peers
         self._closed = False
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until somebody wakes or writes; messages that have come are for `take`.
+        """Wait for a wake-up or a message; `take` returns the messages.
 
-        For one thread, which is done before `close`.
+        For one thread, which must be done before `close`.
 
-        Returns:
-            Whether somebody did: look at everything, there may also be more to read.
+        Returns: Whether there was one: check everything, there may also be more to read.
         """
         if self._closed:
             return False
@@ -109,14 +111,12 @@ class Doorbell:
     def send(self, address: DoorbellAddress, message: Content, *, alone: bool = False) -> bool:
         """Send a message to the owner of another doorbell, now or when there is room and `flush` is called.
 
-        Args:
-            alone: instead of those that wait for room.
+        Args: alone: replaces the messages that wait for room.
 
-        Returns:
-            False: too many wait; this one is lost.
+        Returns: False: too many wait; this one is lost.
 
         Raises:
-            PeerGone: nobody is there (any more).
+            PeerGone: the owner does not exist (any more).
         """
         outbox = self._outbox(address)
         try:
@@ -126,11 +126,11 @@ class Doorbell:
             raise PeerGone(f"process {address.pid} is gone: {error.strerror}") from error
         if not outbox.is_empty and self._full.get(address) is not outbox:
             self._full[address] = outbox
-            self.wake()  # who flushes
+            self.wake()  # the flushing thread
         return is_taken
 
     def flush(self) -> bool:
-        """Send what waits, as far as there is room. Returns whether nothing waits any more. For one thread."""
+        """Send waiting messages as far as there is room. Returns whether none wait any more. For one thread."""
         for address, outbox in self._full.copy().items():
             self._full.pop(address, None)
             try:
@@ -142,7 +142,7 @@ class Doorbell:
         return not self._full
 
     def forget(self, address: DoorbellAddress) -> None:
-        """Its owner is gone. Idempotent."""
+        """Forget a bell with an owner that is gone. Idempotent."""
         with self._lock:
             outbox = self._open.pop(address, None)
         self._full.pop(address, None)
@@ -150,13 +150,13 @@ class Doorbell:
             outbox.close()
 
     def wake(self) -> None:
-        """Wake who waits here. Does not block, whatever its thread is doing."""
+        """Wake the thread that waits here. Does not block, whatever its thread is doing."""
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Give the descriptors back, when nobody waits any more. Idempotent."""
+        """Close the descriptors, when no thread waits any more. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -169,12 +169,12 @@ class Doorbell:
             outbox.close()
 
     def _read_packet(self) -> None:
-        """Raises BlockingIOError where there is none."""
+        """Read a packet. Raises BlockingIOError if there is none."""
         if not self._assembly.add(os.read(self._read_fd, _PACKET_BYTES)):
             self.num_bad_packets += 1
 
     def _outbox(self, address: DoorbellAddress) -> Outbox:
-        """A peer's. Raises PeerGone."""
+        """The outbox for a peer. Raises PeerGone."""
         with self._lock:
             if self._closed:
                 raise PeerGone("the own doorbell is closed")
@@ -182,7 +182,7 @@ class Doorbell:
             if outbox is None:
                 fd = _open_pipe(address)
                 if fd is None:
-                    raise PeerGone(f"process {address.pid} is gone, or shows no doorbell here")
+                    raise PeerGone(f"process {address.pid} is gone, or has no doorbell here")
                 outbox = self._open[address] = Outbox(fd, self._pack)
             self._open.move_to_end(address)
             evicted = self._open.pop(self._to_evict(address)) if len(self._open) > MAX_OPEN else None
@@ -191,12 +191,12 @@ class Doorbell:
         return outbox
 
     def _to_evict(self, used: DoorbellAddress) -> DoorbellAddress:
-        """Whose bell was used least recently, of those for whom nothing waits, if there are some but the one in use."""
+        """The least recently used bell without waiting messages, other than the one in use; None if there is none."""
         oldest = next(iter(self._open))
         return next((address for address in self._open if address not in self._full and address != used), oldest)
 
     def _drop(self, address: DoorbellAddress, outbox: Outbox) -> None:
-        """Nobody reads it; there may be another one by now."""
+        """Drop a bell without a reader; there may be another one by now."""
         with self._lock:
             if self._open.get(address) is outbox:
                 del self._open[address]
@@ -214,7 +214,7 @@ class Doorbell:
 
 
 class _Part(NamedTuple):
-    """A message whose last packets have not come."""
+    """A message with packets still missing."""
 
     number: int
     num_packets: int
@@ -222,14 +222,14 @@ class _Part(NamedTuple):
 
 
 class _Assembly:
-    """Makes messages of packets."""
+    """Assembles messages from packets."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
         self._parts: OrderedDict[int, _Part] = OrderedDict()  # by writer
 
     def add(self, packet: bytes) -> bool:
-        """A packet; False: it belongs to no message."""
+        """Add a packet; False: it belongs to no message."""
         if len(packet) < _HEADER.size:
             return False
         writer, number, place, count = _HEADER.unpack_from(packet)
@@ -237,7 +237,7 @@ class _Assembly:
         if place == 0 and 0 < count <= _MAX_PACKETS:
             part = _Part(number, count, [])
         if part is None or (number, count, place) != (part.number, part.num_packets, len(part.packets)):
-            return False  # what came before it is lost
+            return False  # the message before it is lost
         part.packets.append(packet[_HEADER.size :])
         if len(part.packets) == count:
             return self._complete(b"".join(part.packets))
@@ -259,7 +259,9 @@ class _Assembly:
 
 
 def _open_pipe(address: DoorbellAddress) -> int | None:
-    """The pipe that an address means, for writing packets; None: it is not there (any more), or not ours to open."""
+    """The pipe of an address, opened for writing packets; None: it does not exist (any more), or belongs to another
+    user.
+    """
     path = f"/proc/{address.pid}/fd/{address.fd}"
     link = f"pipe:[{address.inode}]"
     try:
@@ -270,7 +272,7 @@ def _open_pipe(address: DoorbellAddress) -> int | None:
         logger.debug("no doorbell at %s: %s", path, error)
         return None
     if os.fstat(fd).st_ino == address.inode:
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT)  # a packet each
+        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT)  # each write is one packet
         return fd
     os.close(fd)
     return None

@@ -40,18 +40,20 @@ A = TypeVar("A")
 M = TypeVar("M", bound=Wire)
 
 _HOT_S = 0.002
-"""So long after a message another one is due any moment, by the machine's clock whatever the connector's is."""
+"""Seconds after a message in which another one is expected soon, by the machine's clock, whatever the
+connector's is.
+"""
 
 _HOT_PAUSE_S = 0.00005
 _IDLE_PAUSE_S = 0.02
-"""For peers on other hosts, whose messages wake nobody."""
+"""Seconds between polls for peers on other hosts, whose messages cause no wake-up."""
 
 _LOOK_S = 0.02
-"""So often who waits for a peer's answer looks whether it is still wanted."""
+"""Seconds between checks whether an awaited answer of a peer is still wanted."""
 
 _TICK_S = 0.2
 _FULL_PAUSE_S = 0.002
-"""While a message waits for room in a peer's doorbell."""
+"""Seconds between attempts while a message waits for room in a peer's doorbell."""
 
 
 class Waiting(Protocol):
@@ -59,13 +61,13 @@ class Waiting(Protocol):
 
     @property
     def deadline(self) -> float:
-        """Of the connector's clock."""
+        """The deadline by the connector's clock."""
 
     def check(self) -> None:
-        """Raises TransferCancelled or TransferTimeout when it has to stop."""
+        """Raise TransferCancelled or TransferTimeout if it must stop."""
 
     def remaining_s(self) -> float:
-        """Seconds until the deadline, above 0. Raises as `check` does."""
+        """Seconds until the deadline, above 0. Raises the same as `check`."""
 
 
 def _none_open(agent: str) -> list[int]:
@@ -73,12 +75,12 @@ def _none_open(agent: str) -> list[int]:
 
 
 class NixlEndpoint:
-    """Thread-safe. On a step thread only what is marked so below, `register`, `blob` and `close` may be called."""
+    """Thread-safe. On a step thread, only the methods so marked below, `register`, `blob` and `close` may be called."""
 
     def __init__(
         self, config: ConnectorConfig, peers: NixlPeers, options: NixlOptions, arena: Arena | None = None
     ) -> None:
-        """`arena`: where the pool will lie. Raises ConfigError where NIXL is missing."""
+        """`arena`: where the pool will be. Raises ConfigError if NIXL is missing."""
         import torch
 
         self.config = config
@@ -87,7 +89,7 @@ class NixlEndpoint:
         self.slot_bytes = options.slot_bytes
         self._options = options
         self._arena = arena
-        self._paths: list[Path] = []  # by which peers may read the pool
+        self._paths: list[Path] = []  # the paths by which peers may read the pool
         self.sources = PeerPaths(peers, [])
         self._agent = NixlAgent(
             agent_name(config.engine, config.epoch, config.rank),
@@ -97,7 +99,7 @@ class NixlEndpoint:
         self._doorbell = Doorbell(self._agent.name)
         self.slots = Slots(options.slots, options.slot_bytes, self._streams)
         self.may_land_late = may_land_late()
-        # What is read from peers' slots, and behind it a slot's generation.
+        # Read from peers' slots, followed by a slot's generation.
         self.buffers = LandingBuffers(
             max(options.slots // 2, 2),
             options.slot_bytes + PAGE_BYTES,
@@ -122,7 +124,7 @@ class NixlEndpoint:
 
     @property
     def num_bad_messages(self) -> int:
-        """Messages that no decoder or handler wants, or a handler failed on."""
+        """Messages without a decoder or handler, or with one that failed."""
         return self._inbox.num_bad_messages + self._doorbell.num_bad_packets
 
     # --- set up -----------------------------------------------------------------------------------------------------
@@ -140,7 +142,7 @@ class NixlEndpoint:
             self._table = self._agent.register(region_of(generations))
 
     def register_digests(self) -> DigestTable:
-        """The table of digests of what lies in the pool, in memory that peers read. Raises ConfigError."""
+        """Register the table of digests of the pool's content, in memory that peers read. Raises ConfigError."""
         layout = self.config.layout
         units = self.config.num_blocks * (layout.block_size // HASH_BLOCK_SIZE)
         if self._arena is not None:
@@ -152,19 +154,19 @@ class NixlEndpoint:
         return table
 
     def handle(self, kind: type[M], handler: Callable[[RankBlob, M], None]) -> None:
-        """Messages of that kind go there, on the message thread."""
+        """Pass messages of that kind to this handler, on the message thread."""
         self._inbox.handle(kind, handler)
 
     def add_work(self, work: Callable[[], bool]) -> None:
-        """A little work for the message thread; False: there is none now."""
+        """Add a little work for the message thread, which returns False when there is none."""
         self._workers.append(work)
 
     def add_tick(self, tick: Callable[[], None]) -> None:
-        """Called on the message thread a few times a second."""
+        """Add a function to be called on the message thread a few times a second."""
         self._ticks.append(tick)
 
     def report_open_requests(self, report: Callable[[str], list[int]]) -> None:
-        """Who knows which requests to an agent are open."""
+        """Set the function that knows which requests to an agent are open."""
         self._open_requests = report
 
     def start(self) -> None:
@@ -173,7 +175,7 @@ class NixlEndpoint:
 
     def blob(self) -> bytes:
         """This rank's part of the engine's card."""
-        assert self.pool is not None, "register comes first"
+        assert self.pool is not None, "register must be called first"
         blob = RankBlob(
             version=BLOB_VERSION,
             mode=self._options.mode,
@@ -195,7 +197,7 @@ class NixlEndpoint:
         return encode_blob(blob)
 
     def use_device(self) -> None:
-        """UCX copies to and from GPU memory in the thread's current context: called on each thread that moves KV."""
+        """Set the CUDA device of this thread, whose current context UCX uses: called on each thread that moves KV."""
         self._streams.use()
 
     # --- transfers and messages -------------------------------------------------------------------------------------
@@ -210,7 +212,8 @@ class NixlEndpoint:
     ) -> None:
         """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError.
 
-        What may land late is read into `buffers` only, and no cancel ends it, which would cost a buffer: the deadline.
+        A read that may land late goes only into `buffers`, and is not ended by a cancel, which would cost a buffer, but
+        by its deadline.
         """
         self._reach(blob)
         self._agent.read(
@@ -239,13 +242,13 @@ class NixlEndpoint:
         return words
 
     def send(self, blob: RankBlob, message: Wire) -> None:
-        """Send a message, which arrives soon or never: by the doorbell within a host, else by NIXL.
+        """Send a message, which arrives soon or never: by the doorbell within a host, otherwise by NIXL.
 
         UCX's queue between processes has one tail for all senders: a process that is killed while it sends leaves the
         receiver deaf to all of them.
 
         Raises:
-            PdkvError: it is gone, takes no messages, or cannot be reached.
+            PdkvError: the peer is gone, accepts no messages, or cannot be reached.
             ValueError: the message is too long.
         """
         data = encode(message)
@@ -260,16 +263,16 @@ class NixlEndpoint:
             raise TransferError(f"agent {blob.agent} takes no messages")
 
     def try_send(self, blob: RankBlob, message: Wire) -> bool:
-        """Send where the peer is to be had. For messages that a peer's deadline makes up for."""
+        """Send if the peer can be reached. For messages whose loss a peer's deadline makes up for."""
         try:
             self.send(blob, message)
         except PdkvError as error:
-            logger.debug("no message to %s: %s", blob.agent, error)
+            logger.debug("message to %s failed: %s", blob.agent, error)
             return False
         return True
 
     def next_answer(self, job: Waiting, blob: RankBlob, answers: "queue.SimpleQueue[A]") -> A:
-        """Wait for what a handler puts there of a peer's words. Raises PeerGone, and what the job raises."""
+        """Wait for a peer's answer, which a handler delivers. Raises PeerGone, and what the job raises."""
         while True:
             try:
                 return answers.get(timeout=min(_LOOK_S, job.remaining_s()))
@@ -285,19 +288,19 @@ class NixlEndpoint:
         self._doorbell.wake()
 
     def meet(self, agents: list[str]) -> None:
-        """Peers have come: connect, soon, so that the first transfer need not wait for it."""
+        """Connect to new peers soon, so that the first transfer need not wait for it."""
 
         def connect() -> None:
             for agent in agents:
                 if (blob := self.peers.agent(agent)) is not None:
-                    with contextlib.suppress(PdkvError):  # whoever needs it will hear why
+                    with contextlib.suppress(PdkvError):  # code that needs it will get the reason
                         if self.sources.source(blob) is None:
                             self._reach(blob)
 
         self.post(connect)
 
     def forget(self, blobs: Sequence[RankBlob]) -> None:
-        """Peers are gone: tear their connections down, soon."""
+        """Tear down connections to peers that are gone, soon."""
 
         def disconnect() -> None:
             for blob in blobs:
@@ -315,7 +318,7 @@ class NixlEndpoint:
         self.sources.close()
         self._agent.close()
         self._doorbell.close()
-        for users in (self._inbox, self._workers, self._ticks):  # they know the endpoint, and it them
+        for users in (self._inbox, self._workers, self._ticks):  # they know the endpoint, and it knows them
             users.clear()
         self._open_requests = _none_open
         self.permits.close()
@@ -325,7 +328,7 @@ class NixlEndpoint:
     # --- inside -----------------------------------------------------------------------------------------------------
 
     def _reach(self, blob: RankBlob) -> None:
-        """Be connected to a peer. Raises PeerGone for one that is not known any more."""
+        """Connect to a peer. Raises PeerGone for one that is not known any more."""
         if self._agent.is_connected(blob.agent) and blob.agent not in self._greeting:
             return
         with self._connecting:
@@ -335,23 +338,23 @@ class NixlEndpoint:
                 return
             if not self._agent.disconnect(blob.agent, self._patience(LEAVE_S)):
                 raise TransferTimeout(f"agent {blob.agent}: a transfer still uses the old connection")
-            self._greeting.add(blob.agent)  # between hosts no request may overtake the Reset, which would end it
+            self._greeting.add(blob.agent)  # between hosts, no request may overtake the Reset, which would end it
             try:
                 self._greet(blob)
             finally:
                 self._greeting.discard(blob.agent)
-        if self.peers.agent(blob.agent) is None:  # removed meanwhile
+        if self.peers.agent(blob.agent) is None:  # removed in the meantime
             self._agent.disconnect(blob.agent)
 
     def _patience(self, wait_s: float) -> float:
-        """How long this thread may wait for a peer: that for messages does not."""
+        """How long this thread may wait for a peer: the message thread does not."""
         return 0.0 if self._thread.is_current else wait_s
 
     def _is_known(self, blob: RankBlob) -> bool:
         return not self._thread.stopping.is_set() and self.peers.agent(blob.agent) == blob
 
     def _greet(self, blob: RankBlob) -> None:
-        """Connect, have UCX do so, which the first read would have to wait for, and tell what is open here."""
+        """Connect, have UCX do so, which the first read would otherwise wait for, and report what is open here."""
         self._agent.connect(blob.agent, blob.metadata)
         if blob.host == host_id():
             self._agent.send(blob.agent, NOTHING)
@@ -360,10 +363,10 @@ class NixlEndpoint:
             self._agent.send(blob.agent, self._reset(blob.agent))
 
     def _send_reset(self, blob: RankBlob, *, alone: bool = False) -> None:
-        """To a peer on this host. `alone`: for all messages that wait there, which are lost.
+        """Send a Reset to a peer on this host. `alone`: in place of all messages that wait there, which are lost.
 
-        It is made when it is sent. So it names each request whose `Gather` is sent before it, and one that comes behind
-        it it does not end.
+        It is encoded when it is sent. So it names each request whose `Gather` is sent before it, and does not end later
+        ones.
         """
         self._doorbell.send(blob.doorbell, partial(self._reset, blob.agent), alone=alone)
 
@@ -387,7 +390,7 @@ class NixlEndpoint:
                     for tick in self._ticks:
                         tick()
                 all_sent = self._doorbell.flush()
-            except Exception:  # whatever it was, the next message is served
+            except Exception:  # whatever the error was, the next message is served
                 self._inbox.num_bad_messages += 1
                 logger.exception("agent %s", self._agent.name)
             pause_s = _IDLE_PAUSE_S if all_sent else _FULL_PAUSE_S
@@ -405,7 +408,7 @@ class NixlEndpoint:
 
 
 def _paths_to(kv_cache: "torch.Tensor", allowed: Sequence[Path], in_arena: bool) -> list[Path]:
-    """The paths by which peers may read a pool. Raises ConfigError where it is none of those that are allowed."""
+    """The paths by which peers may read a pool. Raises ConfigError if none is allowed."""
     paths = [path for path in _paths_from(kv_cache, allowed) if in_arena or path != "arena"]
     if not paths:
         raise ConfigError(

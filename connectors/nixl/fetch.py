@@ -1,7 +1,7 @@
 """The reading side of gathering (gather.py): has peers gather, reads their slots and scatters them.
 
-Whoever writes memory owns it: a reader's blocks are written by its own threads only, so a load that is given up needs
-nobody's word.
+Memory is only written by its owner: a reader's blocks are written by its own threads, so a load can be given up without
+asking the peer.
 """
 
 import itertools
@@ -26,13 +26,13 @@ Guard = Callable[[], AbstractContextManager[None]]
 
 
 class Wanted(NamedTuple):
-    """Units of a peer, and where they go."""
+    """A peer's units, and their destination."""
 
     theirs: Ids
-    head_start: int  # as the peer counts
+    head_start: int  # in the peer's numbering
     ours: Ids
-    part: UnitPart  # of the own units
-    offer: int = 0  # the peer's number for it, in a push
+    part: UnitPart  # number of own units
+    offer: int = 0  # the peer's number of the offer, in a push
     guard: Guard = nullcontext  # around each write into the own pool
 
 
@@ -60,11 +60,9 @@ class GatherReader:
     def fetch(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> int:
         """Copy a peer's units into own ones.
 
-        Returns:
-            The bytes copied.
+        Returns: The bytes copied.
 
-        Raises:
-            TransferError: the peer refuses or is gone, the job has to stop.
+        Raises: TransferError: the peer refuses or is gone, or the job must stop.
         """
         for first in range(0, wanted.theirs.size, MAX_UNITS):
             piece = slice(first, first + MAX_UNITS)
@@ -72,7 +70,7 @@ class GatherReader:
         return int(wanted.theirs.size) * self._pool.unit_bytes(wanted.part)
 
     def _fetch(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> None:
-        """What fits into one request."""
+        """Fetch what fits into one request."""
         part = wanted.part
         chunk_bytes = min(self._endpoint.slot_bytes, blob.slot_bytes)
         try:
@@ -94,7 +92,7 @@ class GatherReader:
                 gathered = self._next(job, blob, request)
                 chunk = missing.pop(gathered.chunk, None)
                 if chunk is None:
-                    raise TransferError(f"agent {blob.agent} has gathered what was not asked for")
+                    raise TransferError(f"agent {blob.agent} has gathered units that were not requested")
                 self._take(job, blob, gathered, chunk, wanted)
 
     def _take(self, job: Waiting, blob: RankBlob, gathered: Gathered, chunk: Chunk, wanted: Wanted) -> None:
@@ -107,7 +105,7 @@ class GatherReader:
             offset = generation_offset(blob.slots.size, blob.slot_bytes, gathered.slot)
             self._endpoint.read_bytes(job, blob, after, blob.slots, offset)
             if int(after.view(np.int64)[0]) != gathered.generation:
-                raise StaleGeneration(f"agent {blob.agent} has used slot {gathered.slot} again")
+                raise StaleGeneration(f"agent {blob.agent} has reused slot {gathered.slot}")
             self._endpoint.try_send(blob, Freed(gathered.request, gathered.slot))
             with wanted.guard():
                 self._pool.scatter(wanted.ours[chunk.first : chunk.stop], piece, buffer[:size])
@@ -121,7 +119,7 @@ class GatherReader:
 
     @contextmanager
     def _request(self, blob: RankBlob) -> Iterator[_Open]:
-        """A request. At its end the source hears that nothing of its slots is read any more."""
+        """Open a request. At its end the source is told that its slots are no longer read."""
         request = _Open(blob.agent, next(self._numbers), queue.SimpleQueue())
         with self._lock:
             self._open[request.number] = request

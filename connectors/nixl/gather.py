@@ -1,7 +1,7 @@
 """Small pieces: the source gathers units into registered slots, the reader (fetch.py) reads slots whole.
 
-The source gathers the next chunk while the reader reads and scatters the last one. Out of host memory the message
-thread itself gathers. What a device has to be waited for is gathered by a thread of its own.
+The source gathers the next chunk while the reader reads and scatters the last one. From host memory the message thread
+itself gathers. If a device must be waited for, a separate thread gathers.
 """
 
 import logging
@@ -27,17 +27,19 @@ from pdkv.kernels.streams import streams_of
 logger = logging.getLogger(__name__)
 
 MAX_UNITS = 2048
-"""Units of one request: scattered ones must fit into a message."""
+"""The most units of one request: scattered ones must fit into a message."""
 
 STEP_TIMEOUT_S = 10.0
-"""A hand-off leaves when the step that computed what it names has ended: there is next to nothing to wait for."""
+"""Seconds to wait for the step that computed a hand-off's KV: hand-offs leave when it has ended, so hardly any are
+needed.
+"""
 
 MAX_OPEN_REQUESTS = 256
-"""Of one peer, on the source's side; more are refused."""
+"""The most requests of one peer, on the source's side; more are refused."""
 
 
 class Chunk(NamedTuple):
-    """Units [first, stop) of a request, and layers of them."""
+    """Units [first, stop) of a request, and their layers."""
 
     first: int
     stop: int
@@ -46,16 +48,15 @@ class Chunk(NamedTuple):
 
 
 def plan_chunks(num_units: int, num_layers: int, layer_bytes: int, chunk_bytes: int) -> list[Chunk]:
-    """Cut units into chunks of at most `chunk_bytes`, by layers where one unit is too large. Both sides cut alike.
+    """Cut units into chunks of at most `chunk_bytes`, by layers if one unit is too large. Both sides cut the same way.
 
-    Args:
-        layer_bytes: of one layer of one unit's image.
+    Args: layer_bytes: bytes of one layer of one unit's image.
 
     Raises:
         ValueError: not even one layer fits.
     """
     if layer_bytes > chunk_bytes:
-        raise ValueError(f"one layer of a unit has {layer_bytes} bytes, a slot {chunk_bytes}")
+        raise ValueError(f"one layer of a unit has {layer_bytes} bytes, more than a slot of {chunk_bytes}")
     layers = min(chunk_bytes // layer_bytes, num_layers)
     units = max(chunk_bytes // (layer_bytes * num_layers), 1)
     return [
@@ -66,14 +67,14 @@ def plan_chunks(num_units: int, num_layers: int, layer_bytes: int, chunk_bytes: 
 
 
 def part_of(part: UnitPart, chunk: Chunk) -> UnitPart:
-    """What of a request's part a chunk brings, whose layers count from the part's first one."""
+    """The part of a request in a chunk, with layers counted from the request's first one."""
     first = part.layer_start
     return part._replace(layer_start=first + chunk.layer_start, layer_stop=first + chunk.layer_stop)
 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """A reader's request: chunks that are still to be gathered, and slots that it has."""
+    """A reader's request: the chunks still to be gathered, and the slots that it holds."""
 
     blob: RankBlob
     message: Gather
@@ -83,7 +84,7 @@ class _Request:
 
 
 class _Ready(NamedTuple):
-    """A chunk that has its slot."""
+    """A chunk with its slot."""
 
     request: _Request
     number: int
@@ -93,18 +94,17 @@ class _Ready(NamedTuple):
 
 
 class GatherSource:
-    """Gathers for peers. All but `_fill` and `_run` is the endpoint's message thread, which never waits.
+    """Gathers for peers. All but `_fill` and `_run` runs on the endpoint's message thread, which never waits.
 
-    A slot is used again when its reader says so, or is gone: who reads later than that sees another generation.
+    A slot is reused when its reader says so, or is gone: a later read sees another generation.
 
-    Args:
-        guard: for an offer's number: whether its blocks may be read now, as a context. Raises KVNotFound.
+    Args: guard: a context, for an offer's number, in which its blocks may be read. Raises KVNotFound.
     """
 
     def __init__(
         self, endpoint: NixlEndpoint, units: UnitPool, guard: Callable[[int], AbstractContextManager[None]]
     ) -> None:
-        self.after: StepDone = ON_HOST  # of what was handed off before it; what is offered has been waited for
+        self.after: StepDone = ON_HOST  # of KV handed off before it; offered KV has been waited for
         self._endpoint = endpoint
         self._pool = units
         self._guard = guard
@@ -112,24 +112,24 @@ class GatherSource:
         self._turns: deque[_Request] = deque()  # requests with chunks to gather
         num_slots = endpoint.slots.count
         self._free = list(range(num_slots))
-        self._busy: set[int] = set()  # that `_run` fills: free when it has, whatever becomes of their requests
-        self._most = max(num_slots // 2, 1)  # slots of one peer: one that is stuck leaves some to others
+        self._busy: set[int] = set()  # slots that `_run` fills: free when it has, whatever becomes of their requests
+        self._most = max(num_slots // 2, 1)  # slots of one peer: a stuck one leaves some to others
         endpoint.handle(Gather, self._on_gather)
         endpoint.handle(Freed, self._on_freed)
         endpoint.handle(Dropped, self._on_dropped)
         endpoint.handle(Reset, self._on_reset)
         endpoint.add_work(self._gather_next)
         self._waiting: queue.SimpleQueue[_Ready | None] = queue.SimpleQueue()
-        # Runs from the first chunk on that something has to be waited for.
+        # Runs from the first chunk on that must wait for something.
         self._thread = ServiceThread(self._run, lambda: self._waiting.put(None), "pdkv-nixl-gather")
 
     @property
     def num_free_slots(self) -> int:
-        """Slots that nobody reads."""
+        """Slots that are not being read."""
         return len(self._free)
 
     def forget(self, agents: list[str]) -> None:
-        """These readers are gone. On the message thread."""
+        """Forget readers that are gone. On the message thread."""
         for key in [key for key in self._requests if key[0] in agents]:
             self._end(key)
 
@@ -143,7 +143,7 @@ class GatherSource:
         self._turns.append(request)
 
     def _accept(self, blob: RankBlob, message: Gather) -> _Request:
-        """Raises KVNotFound or ValueError for what cannot be had here."""
+        """Accept a request. Raises KVNotFound or ValueError if it cannot be served here."""
         wanted = unpack_blocks(message.units, MAX_UNITS)
         num_open = sum(agent == blob.agent for agent, _ in self._requests)
         if (
@@ -152,7 +152,7 @@ class GatherSource:
             or num_open >= MAX_OPEN_REQUESTS
             or (blob.agent, message.request) in self._requests
         ):
-            raise KVNotFound("no request that can be met")
+            raise KVNotFound("the request cannot be served")
         units = wanted.ids
         part = message.part
         if (
@@ -189,7 +189,7 @@ class GatherSource:
             request.chunks.clear()
 
     def _gather_next(self) -> bool:
-        """One chunk of the next request that may have a slot."""
+        """Gather one chunk of the next request that may have a slot."""
         for _ in range(len(self._turns)):
             request = self._turns.popleft()
             if not request.chunks:
@@ -221,21 +221,21 @@ class GatherSource:
         while (ready := self._waiting.get()) is not None:
             try:
                 filled = self._fill(ready)
-            except Exception:  # whatever it was, the next chunk is gathered
+            except Exception:  # whatever the error was, the next chunk is gathered
                 logger.exception("a chunk is not gathered")
                 filled = 0, TransferError.code
             self._endpoint.post(partial(self._filled, ready, *filled))
 
     def _filled(self, ready: _Ready, generation: int, code: str) -> None:
-        """Behind `_run`."""
+        """Finish a chunk after `_run`."""
         self._busy.discard(ready.slot)
         if ready.slot in ready.request.slots:
             self._tell(ready, generation, code)
-        else:  # its reader left meanwhile
+        else:  # its reader left in the meantime
             self._free.append(ready.slot)
 
     def _fill(self, ready: _Ready) -> tuple[int, str]:
-        """Gather a chunk into its slot. Returns the slot's generation, and why it is not there if it is not."""
+        """Gather a chunk into its slot. Returns the slot's generation, and why the chunk is missing if it is."""
         message, chunk = ready.request.message, ready.chunk
         part = part_of(message.part, chunk)
         units = ready.request.units[chunk.first : chunk.stop]
@@ -249,7 +249,7 @@ class GatherSource:
         return generation, ""
 
     def _tell(self, ready: _Ready, generation: int, code: str) -> None:
-        """The reader hears of a chunk, or that no further one comes."""
+        """Tell the reader of a chunk, or that no further one will come."""
         request = ready.request
         if code:  # the offer is over; the reader may still be at an earlier slot
             request.chunks.clear()
@@ -257,7 +257,7 @@ class GatherSource:
             return
         gathered = Gathered(request.message.request, ready.number, ready.slot, generation)
         if not self._endpoint.try_send(request.blob, gathered):
-            request.chunks.clear()  # its reader is gone or will time out: the slot stays its own until that is known
+            request.chunks.clear()  # its reader is gone or will time out: it keeps the slot until that is known
 
     def close(self) -> None:
         """End the thread. Idempotent."""
@@ -265,7 +265,7 @@ class GatherSource:
 
 
 def no_offer(offer: int) -> AbstractContextManager[None]:
-    """The guard of a source that offers nothing: what is leased may be read."""
+    """The guard of a source without offers: leased blocks may be read."""
     if offer:
         raise KVNotFound("nothing is offered here")
     return nullcontext()

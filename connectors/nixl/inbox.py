@@ -1,4 +1,4 @@
-"""What other agents send: each message goes to the handler of its kind; what nobody wants is counted."""
+"""Receives messages of other agents: each goes to the handler of its kind; the others are counted."""
 
 import logging
 from collections import deque
@@ -17,30 +17,30 @@ M = TypeVar("M", bound=Wire)
 
 MAX_EARLY_MESSAGES = 1024
 _EARLY_S = 5.0
-"""Messages of agents whose card has not come yet are kept, so many for so long."""
+"""Messages of agents whose card has not arrived are kept: this many, for this long."""
 
 
 class Inbox:
-    """Of one rank. Used by its message thread alone, once handlers are set."""
+    """Messages to one rank. Used only by its message thread, once handlers are set."""
 
     def __init__(self, peers: NixlPeers, clock: Clock = MONOTONIC) -> None:
-        self.num_bad_messages = 0  # that no decoder or handler wants, or a handler failed on
-        self.num_unknown_agents = 0  # messages of agents that nobody has a card of
+        self.num_bad_messages = 0  # messages without a decoder or handler, or with one that failed
+        self.num_unknown_agents = 0  # messages of agents without a known card
         self._peers = peers
         self._clock = clock
         self._handlers: dict[type, Callable[[RankBlob, Any], None]] = {}
         self._early: deque[tuple[float, Message]] = deque(maxlen=MAX_EARLY_MESSAGES)
 
     def handle(self, kind: type[M], handler: Callable[[RankBlob, M], None]) -> None:
-        """Messages of that kind go there."""
+        """Pass messages of that kind to this handler."""
         self._handlers[kind] = handler
 
     def clear(self) -> None:
-        """Let go of the handlers."""
+        """Release the handlers."""
         self._handlers.clear()
 
     def take(self, messages: Iterable[Message]) -> None:
-        """Hand on messages, and those that came before their sender's card."""
+        """Pass on messages, and those that arrived before their sender's card."""
         early, now = list(self._early), self._clock.now()
         self._early.clear()
         for since, message in [*early, *((now, message) for message in messages)]:
@@ -57,7 +57,7 @@ class Inbox:
             message = decode(data)
         except MalformedMessage as error:
             self.num_bad_messages += 1
-            logger.debug("a message of %s that is none of ours: %s", blob.agent, error)
+            logger.debug("invalid message of %s: %s", blob.agent, error)
             return
         handler = self._handlers.get(type(message))
         if handler is None:
@@ -68,6 +68,6 @@ class Inbox:
         except (PdkvError, ValueError) as error:
             self.num_bad_messages += 1
             logger.debug("%s of %s: %s", type(message).__name__, blob.agent, error)
-        except Exception:  # whatever it was, the next message is served
+        except Exception:  # whatever the error was, the next message is served
             self.num_bad_messages += 1
             logger.exception("%s of %s", type(message).__name__, blob.agent)

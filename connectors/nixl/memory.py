@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 MAX_LOST = 64
-"""Buffers that are given up because something may still be written there."""
+"""The most buffers that are abandoned because something may still be written into them."""
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""torch's names for them, the second one since 2.9."""
+"""torch's names for the setting, the second one since 2.9."""
 
 PAGE_BYTES = 4096
 WORD_BYTES = 8
@@ -37,10 +37,9 @@ class LandingBuffers(StagingBuffers):
     """Buffers that NIXL reads into.
 
     Args:
-        streams: of the device that the pool is on: buffers are pinned for it.
-        register: makes a region known to NIXL.
-        may_land_late: of what has failed. Then a buffer is not lent again after a failure, and a new one comes in its
-            place, at most MAX_LOST times.
+        streams: of the pool's device, for which buffers are pinned. register: registers a region with NIXL.
+            may_land_late: whether failed reads may. Then a buffer is not lent again after a failure, and a new one
+                takes its place, at most MAX_LOST times.
     """
 
     def __init__(
@@ -76,17 +75,18 @@ class LandingBuffers(StagingBuffers):
 
 
 class Permit(NamedTuple):
-    """A word in a sender's memory: an offer stands as long as that is `nonce`. Receivers look behind the data."""
+    """A word in a sender's memory: an offer stands as long as the word is `nonce`. Receivers check it after the
+    data.
+    """
 
     word: int
     nonce: int
 
 
 class Permits:
-    """Words that peers look at. Thread-safe.
+    """Words that peers check. Thread-safe.
 
-    Args:
-        values: zeros, where peers see them. The first one becomes `nonce`, which no other incarnation has.
+    Args: values: zeros in memory that peers see. The first one becomes `nonce`, which is unique to this incarnation.
     """
 
     def __init__(self, values: npt.NDArray[np.int64]) -> None:
@@ -98,7 +98,7 @@ class Permits:
         self._lock = threading.Lock()
 
     def give(self) -> Permit | None:
-        """A new one; None: there are too many."""
+        """A new permit; None: there are too many."""
         with self._lock:
             if not self._free:
                 return None
@@ -107,14 +107,14 @@ class Permits:
             return permit
 
     def close(self) -> None:
-        """None stands any more. Lets go of the memory that others see."""
+        """Withdraw all permits and release the memory that peers see."""
         with self._lock:
             self.values[:] = 0
             self.values = self.values.copy()
             self._free.clear()
 
     def withdraw(self, permit: Permit) -> None:
-        """It does not stand any more. Idempotent."""
+        """Withdraw a permit. Idempotent."""
         with self._lock:
             if self.values[permit.word] == permit.nonce:
                 self.values[permit.word] = 0
@@ -122,7 +122,7 @@ class Permits:
 
 
 class Slots:
-    """Where units are gathered: `count` slots of `slot_bytes`, and behind them an int64 generation of each.
+    """Memory to gather units in: `count` slots of `slot_bytes`, followed by an int64 generation of each.
 
     The owner bumps a slot's generation before it writes there; a reader reads it after the data. They are pinned for
     the device of `streams`.
@@ -142,14 +142,14 @@ class Slots:
 
 
 def generation_offset(size_bytes: int, slot_bytes: int, slot: int) -> int:
-    """Where the generation of a slot lies in a region of so many bytes."""
+    """The offset of a slot's generation in a region of this size."""
     return size_bytes // (slot_bytes + WORD_BYTES) * slot_bytes + slot * WORD_BYTES
 
 
 def new_region(size_bytes: int, streams: Streams) -> Bytes:
-    """Zeros in huge pages, where there are any, all touched: a transfer would pay for each page with a fault.
+    """Zeros in huge pages, if available, all touched: otherwise a transfer would pay for each page with a fault.
 
-    Where a device copies from and to it, it is pinned.
+    The region is pinned if a device copies from and to it.
     """
     if not streams.is_host:
         pinned: Bytes = streams.make_pinned(size_bytes).numpy()
@@ -162,7 +162,7 @@ def new_region(size_bytes: int, streams: Streams) -> Bytes:
 
 
 def memory_of(kv_cache: "torch.Tensor") -> Memory:
-    """A pool's memory. Warns where a GPU's was mapped in a way that UCX copies slowly or not at all."""
+    """A pool's memory. Warns if a GPU's was mapped in a way that UCX copies slowly or not at all."""
     if kv_cache.device.type == "cpu":
         return Memory(kv_cache.data_ptr(), kv_cache.nbytes)
     for name in ALLOCATOR_SETTINGS:

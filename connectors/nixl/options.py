@@ -12,41 +12,43 @@ from pdkv.connectors.transfer.small_pieces import Gate
 
 
 class NixlOptions(Options):
-    """Options, with their defaults."""
+    """Options of the `nixl` connector, with their defaults."""
 
-    mode: Mode = option("pull", "pull: decode reads the blocks that prefill keeps; push: what prefill offers")
+    mode: Mode = option(
+        "pull", "pull: decode reads the blocks that prefill keeps; push: decode reads what prefill offers"
+    )
     transfer_timeout_s: Seconds = option(10.0, "deadline of one transfer on one rank, from its start")
     gather_below: Natural = option(
-        4096, "ucx: shorter runs of blocks, in bytes, are gathered with others into one piece"
+        4096, "ucx: runs of blocks shorter than this, in bytes, are gathered with others into one piece"
     )
-    gather_min_pieces: Positive = option(64, "ucx: runs that are sent one by one where there are fewer of them")
+    gather_min_pieces: Positive = option(64, "ucx: if there are fewer runs than this, they are sent one by one")
     slots: Annotated[int, Meta(ge=1, le=4096)] = option(
         4, "buffers for gathering; one reader uses at most half of them"
     )
     slot_bytes: Annotated[Bytes, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = option(4 << 20, "size of such a buffer")
     path: Literal["auto", "arena", "cma", "ucx"] = option(
         "auto",
-        "how peers on this host are read: arena: their pools are mapped; cma: copied from process to process; ucx: by "
-        "NIXL, the only way from other hosts; auto: the first of them that works",
+        "how peers on this host are read: arena: by mapping their pools; cma: by copies from process to process; "
+        "ucx: by NIXL, the only way for other hosts; auto: the first of these that works",
     )
     threads_per_peer: Threads | None = option(
-        None, "pull: threads that load from each rank of a peer; absent: 1, or 4 on a GPU"
+        None, "pull: threads that load from each rank of a peer (default: 1, or 4 on a GPU)"
     )
     progress_thread: bool = option(
-        False, "NIXL's own progress thread, for transports that need the peer's help, such as TCP between hosts"
+        False, "run NIXL's own progress thread, for transports that need the peer's help, such as TCP between hosts"
     )
 
     @property
     def paths(self) -> Sequence[Path]:
-        """The paths that may be taken, the best one first."""
+        """The paths that may be used, the best one first."""
         return PATHS if self.path == "auto" else (self.path,)
 
     @property
     def gate(self) -> Gate:
-        """What goes over UCX as it lies, and what is gathered."""
+        """Decides what is sent over UCX directly, and what is gathered."""
         return Gate(self.gather_below, self.gather_min_pieces)
 
     @property
     def lanes(self) -> LaneConfig:
-        """One thread per peer rank that something is exchanged with, or `threads_per_peer`."""
+        """One thread per peer rank that data is exchanged with, or `threads_per_peer`."""
         return LaneConfig(thread_name="pdkv-nixl-io")

@@ -1,4 +1,6 @@
-"""Messages on their way into a peer's doorbell: what does not fit now waits here, in order, and nobody waits for it."""
+"""Messages on their way into a peer's doorbell: those that do not fit wait here, in order, without blocking a
+thread.
+"""
 
 import os
 import threading
@@ -7,37 +9,34 @@ from collections.abc import Callable
 
 MAX_WAITING = 1024
 MAX_WAITING_BYTES = 8 << 20
-"""Of one peer, who may have been stopped."""
+"""The most waiting messages to one peer, which may have been stopped."""
 
 Content = bytes | Callable[[], bytes]
-"""A message, or what makes it when its turn has come."""
+"""A message, or a function that makes it when its turn has come."""
 
 
 class Outbox:
-    """Thread-safe. What is written together is not interrupted by another thread of this process.
+    """Thread-safe. A message is not interrupted by another thread of this process.
 
-    Args:
-        fd: of the peer's pipe, not blocking; closed by `close`.
+    Args: fd: of the peer's pipe, non-blocking; closed by `close`.
         pack: makes the packets of a message, at least one.
     """
 
     def __init__(self, fd: int, pack: Callable[[bytes], list[bytes]]) -> None:
         self._fd = fd
         self._pack = pack
-        self._lock = threading.Lock()  # guards what follows; nothing waits while it is held
+        self._lock = threading.Lock()  # guards the following; nothing waits while it is held
         self._closed = False
         self._waiting: deque[Content] = deque()
-        self._num_bytes = 0  # of those in `_waiting` that are made
+        self._num_bytes = 0  # of the encoded messages in `_waiting`
         self._packets: deque[bytes] = deque()  # the rest of a message whose first packets may be written
 
     def put(self, message: Content, *, alone: bool = False) -> bool:
-        """Write a message behind those that wait, or have it wait, too. `alone`: nothing else is to wait.
+        """Write a message after those that wait, or let it wait, too. `alone`: drop all other waiting messages.
 
-        Returns:
-            False: too many wait, or it is closed; the message is lost.
+        Returns: False: too many wait, or it is closed; the message is lost.
 
-        Raises:
-            OSError: nobody reads any more.
+        Raises: OSError: the reader is gone.
         """
         with self._lock:
             if alone:
@@ -63,7 +62,7 @@ class Outbox:
             return not (self._packets or self._waiting)
 
     def close(self) -> None:
-        """What waits is lost. Idempotent."""
+        """Close; waiting messages are lost. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True

@@ -1,6 +1,7 @@
-"""By which path this rank reads each peer's pool: a mapped arena, copies between processes, or NIXL over UCX.
+"""The path by which this rank reads each peer's pool: a mapped arena, copies between processes, or NIXL over UCX.
 
-The first of them that both sides offer and that works is taken, when the peer is met; the option `path` leaves one.
+The first one that both sides offer and that works is chosen when the peer is met; the option `path` restricts it to
+one.
 """
 
 import logging
@@ -20,22 +21,21 @@ logger = logging.getLogger(__name__)
 
 
 class PeerPaths:
-    """Of one rank. Thread-safe."""
+    """The paths of one rank. Thread-safe."""
 
     def __init__(self, peers: NixlPeers, offered: Sequence[Path]) -> None:
         """`offered`: the paths by which peers may read this rank's pool."""
         self._peers = peers
         self._offered = offered
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the following
         self._found: dict[str, tuple[RankBlob, PoolSource | PdkvError | None]] = {}  # by agent; None: UCX
 
     def source(self, blob: RankBlob) -> PoolSource | None:
-        """Where to read a peer's memory; None: by NIXL.
+        """The source of a peer's memory; None: it is read by NIXL.
 
         Raises:
-            PeerGone: the peer is not known (any more).
-            IncompatiblePeers: no path leads there.
-            TransferError: this process lacks something for it now; another time it may not.
+            PeerGone: the peer is not known (any more). IncompatiblePeers: no path leads there. TransferError: this
+                process lacks something for it now, but may have it later.
         """
         agent = blob.agent
         with self._lock:
@@ -52,13 +52,13 @@ class PeerPaths:
             return [(agent.rsplit("/", 2)[0], _name(found)) for agent, (_, found) in self._found.items()]
 
     def map_ahead(self) -> bool:
-        """A little work that makes later copies faster; False: nothing is left to do."""
+        """Do a little work that makes later copies faster; False: nothing is left to do."""
         with self._lock:
             sources = [source for _, source in self._found.values() if isinstance(source, PoolSource)]
         return any(source.map_ahead() for source in sources)
 
     def forget(self, blobs: Iterable[RankBlob]) -> None:
-        """These are gone. A copy that is under way keeps what it reads."""
+        """Forget these peers. A running copy keeps its source."""
         with self._lock:
             for blob in blobs:
                 if self._found.get(blob.agent, (None, None))[0] == blob and self._peers.agent(blob.agent) != blob:
@@ -78,7 +78,7 @@ class PeerPaths:
             found.close()
 
     def _find(self, blob: RankBlob) -> PoolSource | PdkvError | None:
-        """Find the path, for as long as the peer is known. Raises as `source` what may be over soon."""
+        """Find the path, for as long as the peer is known. Raises temporary errors as `source`."""
         if self._peers.agent(blob.agent) != blob:
             raise PeerGone(f"agent {blob.agent} is not known")
         if blob.agent in self._found:
@@ -95,7 +95,7 @@ class PeerPaths:
         return found
 
     def _open(self, blob: RankBlob) -> PoolSource | None:
-        """By the first path that works. Raises PeerGone, IncompatiblePeers or a TransferError."""
+        """Open a source by the first path that works. Raises PeerGone, IncompatiblePeers or a TransferError."""
         here = blob.host == host_id()
         paths = [path for path in self._offered if path in blob.paths and (here or path == "ucx")]
         reasons: list[Exception] = []
@@ -104,7 +104,7 @@ class PeerPaths:
                 return None
             try:
                 return self._map(blob) if path == "arena" else self._open_process(blob)
-            except (PeerGone, StaleEpoch, IncompatiblePeers, PermissionError) as error:  # so it will stay
+            except (PeerGone, StaleEpoch, IncompatiblePeers, PermissionError) as error:  # that will not change
                 reasons.append(error)
                 logger.debug("agent %s by path %s: %s", blob.agent, path, error)
         if reasons and all(isinstance(reason, PeerGone) for reason in reasons):
@@ -124,8 +124,8 @@ class PeerPaths:
         bell = blob.doorbell
         try:
             memory = ProcessMemory(bell.pid, bell.start_time)
-        except ProcessLookupError as error:  # or another namespace of pids
-            raise PeerGone(f"process {bell.pid} cannot be seen from here: {error}") from error
+        except ProcessLookupError as error:  # or another pid namespace
+            raise PeerGone(f"process {bell.pid} is not visible from here: {error}") from error
         except (OSError, OverflowError) as error:
             raise TransferError(f"process {bell.pid} cannot be watched: {error}") from error
         source = ProcessSource(

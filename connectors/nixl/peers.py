@@ -14,7 +14,7 @@ from pdkv.wire.kv import EngineCard
 
 
 def agent_name(engine: str, epoch: str, rank: int) -> str:
-    """What a rank's agent is called: no two incarnations have one name."""
+    """The name of a rank's agent: no two incarnations have the same one."""
     return f"{engine}/{epoch}/{rank}"
 
 
@@ -29,18 +29,18 @@ class NixlPeers(PeerCards):
         self._agents: dict[str, RankBlob] = {}
 
     def rank(self, engine: str, epoch: str, rank: int) -> RankBlob:
-        """How to reach one rank. Raises as `card`."""
+        """How to reach one rank. Raises the same as `card`."""
         with self._lock:
             self._find((engine, epoch))
             return self._ranks[engine, epoch][rank]
 
     def agent(self, name: str) -> RankBlob | None:
-        """The rank that an agent is of; None: nobody's that is known."""
+        """The rank that an agent belongs to; None: no known rank."""
         with self._lock:
             return self._agents.get(name)
 
     def card_of(self, blob: RankBlob) -> EngineCard:
-        """The card that a rank's part is of. Raises PeerGone where it is not known (any more)."""
+        """The card that a rank's part belongs to. Raises PeerGone if it is not known (any more)."""
         with self._lock:
             for peer, ranks in self._ranks.items():
                 if blob in ranks:
@@ -48,7 +48,7 @@ class NixlPeers(PeerCards):
         raise PeerGone(f"agent {blob.agent} is not known")
 
     def ranks_of(self, engine: str, epoch: str) -> list[RankBlob]:
-        """The ranks of an incarnation that is known."""
+        """The ranks of a known incarnation."""
         with self._lock:
             return list(self._ranks.get((engine, epoch), []))
 
@@ -71,7 +71,7 @@ class NixlPeers(PeerCards):
             self._agents.pop(blob.agent, None)
 
     def _check(self, card: EngineCard, ranks: Sequence[RankBlob]) -> None:
-        """Raises IncompatiblePeers."""
+        """Check a card. Raises IncompatiblePeers."""
         own = self.config.engine
         for rank, blob in enumerate(ranks):
             pairs: list[tuple[str, object, object]] = [
@@ -91,18 +91,18 @@ class NixlPeers(PeerCards):
             paths = [path for path in self._paths if path in blob.paths]
             if not paths:
                 raise IncompatiblePeers(
-                    f"engine {own} reads by path {' or '.join(self._paths)}, engine {card.engine} is read by path "
-                    f"{' or '.join(blob.paths) or 'none'}: set their option path to one that both have"
+                    f"engine {own} reads by path {' or '.join(self._paths)}, but engine {card.engine} can be read by "
+                    f"path {' or '.join(blob.paths) or 'none'}: set their option path to one that both have"
                 )
             if blob.host == host_id():
                 continue
             if "ucx" not in paths:
                 raise IncompatiblePeers(
-                    f"engine {card.engine} is on another host ({blob.host}, here {host_id()}), and path "
-                    f"{' or '.join(paths)} leads nowhere else: path=ucx does"
+                    f"engine {card.engine} is on another host ({blob.host}, here {host_id()}), which path "
+                    f"{' or '.join(paths)} cannot reach: use path=ucx"
                 )
             if os.environ.get("UCX_TLS", TRANSPORTS) == TRANSPORTS:
                 raise IncompatiblePeers(
                     f"engine {card.engine} is on another host ({blob.host}, here {host_id()}): set UCX_TLS to "
-                    f"transports that join them, such as rc or tcp; it is {TRANSPORTS}"
+                    f"transports that connect them, such as rc or tcp; it is {TRANSPORTS}"
                 )

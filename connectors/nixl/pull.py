@@ -60,14 +60,14 @@ class NixlPullWorker(NixlWorker, PullWorker):
         load, layout, peer = piece.load, self.config.layout, piece.card.layout
         blob = self._ranks.rank(load.engine, load.epoch, piece.heads.peer_rank)
         if load.unit != peer.block_size:
-            raise KVNotFound(f"engine {load.engine} is read by whole blocks only")
+            raise KVNotFound(f"engine {load.engine} can only be read by whole blocks")
         if layout == peer and load.start % layout.block_size == 0:
             return self.reader.read_blocks(job, blob, as_ids(load.source), as_ids(load.block_ids))
         wanted = Wanted(piece.source_units(), piece.heads.peer_first, piece.own_units(layout), piece.own_part(layout))
         return self.reader.read_units(job, blob, wanted)
 
     def read_digested(self, job: Job, piece: PullPiece, scratch: Any, tokens: Tokens) -> Landed:
-        """In one pass, where the peer's pool is mapped."""
+        """As in the base class; used if the peer's pool is mapped: one pass."""
         source = self.endpoint.sources.source(self._ranks.rank(*piece.peer_rank))
         if source is None or source.mapped is None:
             return super().read_digested(job, piece, scratch, tokens)
@@ -79,5 +79,5 @@ class NixlPullWorker(NixlWorker, PullWorker):
         return self.reader.digests(job, blob, units, generations)
 
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
-        """As rank 0's table has them."""
+        """The generations in rank 0's table."""
         return self.reader.generations(job, self._ranks.rank(piece.load.engine, piece.load.epoch, 0), blocks)

@@ -1,5 +1,5 @@
-"""Push over NIXL: prefill offers what is confirmed, and decode reads it into the blocks that it has allocated
-(sender.py, receiver.py).
+"""Push over NIXL: prefill offers confirmed KV, and decode reads it into the blocks that it has allocated (sender.py,
+receiver.py).
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class NixlPushWorker(NixlPush):
         self._receiver.register(job.key)
 
     def interrupt(self, job: Job) -> bool:
-        """What was offered is not gathered any more; receives are written by this rank's threads only."""
+        """Stop offering: offered KV is not gathered any more; receives are only written by this rank's threads."""
         if not isinstance(job.order, Incoming):
             self._sender.withdraw(job)
         return True

@@ -1,5 +1,5 @@
-"""Copies blocks or units from a peer's pool into this rank's, by the path that leads there, then reads what vouches for
-them: generations, or permits.
+"""Copies blocks or units from a peer's pool into this rank's, by the available path, then reads what validates them:
+generations, or permits.
 """
 
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ from pdkv.kernels.digest import Digests
 
 
 class PoolReader:
-    """Of one rank. Thread-safe."""
+    """The reader of one rank. Thread-safe."""
 
     def __init__(self, endpoint: NixlEndpoint, units: UnitPool, gate: Gate) -> None:
         self.gathered = GatherReader(endpoint, units)
@@ -44,14 +44,11 @@ class PoolReader:
         """Read some layers (None: all) of blocks theirs[i] into ours[i]; both ranks have one layout.
 
         Args:
-            offer: the peer's number for them, in a push.
-            guard: a context around each write into the own pool.
+            offer: the peer's number of the offer, in a push. guard: a context around each write into the own pool.
 
-        Returns:
-            The bytes.
+        Returns: The bytes.
 
-        Raises:
-            PdkvError: the peer refuses or is gone, no path leads there, the job has to stop.
+        Raises: PdkvError: the peer refuses or is gone, no path leads there, or the job must stop.
         """
         layout = self._endpoint.config.layout
         layers = range(layout.num_layers) if layers is None else layers
@@ -61,7 +58,7 @@ class PoolReader:
         return self._copy(job, source, block_pieces(layout, theirs, ours, layers), guard)
 
     def read_units(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> int:
-        """Read a peer's units into own ones, whatever its number of ranks and its blocks. As `read_blocks`."""
+        """Read a peer's units into own ones, whatever its number of ranks and its block size. As `read_blocks`."""
         source = self._endpoint.sources.source(blob)
         if source is None:
             return self.gathered.fetch(job, blob, wanted)
@@ -72,11 +69,9 @@ class PoolReader:
     def read_digested(
         self, job: Waiting, blob: RankBlob, wanted: Wanted, own: PoolDigests, tokens: Tokens
     ) -> Digests | None:
-        """As `read_units`, and digest on the way what is wanted of the own units; the result is for all heads.
+        """As `read_units`, with digests of the wanted own units made on the way, for all heads.
 
-        Args:
-            wanted: of both pools as many units as of `tokens`.
-            tokens: in the order of the own units.
+        Args: wanted: as many units of both pools as there are `tokens`. tokens: in the order of the own units.
 
         Returns:
             None: the peer's pool is not mapped. Nothing has been read.
@@ -90,30 +85,30 @@ class PoolReader:
         return own.copy(tokens, wanted.part, pool.reshape(-1), pieces, job.check, wanted.guard)
 
     def generations(self, job: Waiting, blob: RankBlob, blocks: Ids) -> Ids:
-        """The generations of a peer's blocks now; `blob` is its rank 0's. Raises as `read_blocks`."""
+        """The current generations of a peer's blocks; `blob` is its rank 0's. Raises the same as `read_blocks`."""
         source = self._endpoint.sources.source(blob)
         if source is not None:
             return source.generations(blocks)
         if blob.generations is None:
-            raise KVNotFound(f"agent {blob.agent} shows no generations")
+            raise KVNotFound(f"agent {blob.agent} publishes no generations")
         first, stop = int(blocks.min()), int(blocks.max()) + 1
         words = self._endpoint.read_words(job, blob, blob.generations, first, stop - first)
         return words[blocks - first]
 
     def digests(self, job: Waiting, blob: RankBlob, units: Ids, generations: Ids) -> DigestRows:
-        """What a peer's table of digests says of its hash blocks in these generations. Raises as `read_blocks`."""
+        """The digests in a peer's table for its hash blocks in these generations. Raises the same as `read_blocks`."""
         source = self._endpoint.sources.source(blob)
         if source is not None:
             return rows_of(source.digest_rows(units), generations)
         if blob.digests is None:
-            raise KVNotFound(f"agent {blob.agent} shows no digests")
+            raise KVNotFound(f"agent {blob.agent} publishes no digests")
         width = 1 + self._endpoint.peers.card_of(blob).layout.num_kv_heads
         first, stop = int(units.min()), int(units.max()) + 1
         words = self._endpoint.read_words(job, blob, blob.digests, first * width, (stop - first) * width)
         return rows_of(words.reshape(-1, width)[units - first], generations)
 
     def word(self, job: Waiting, blob: RankBlob, number: int) -> int:
-        """A word that a peer shows, now: one of its permits. Raises as `read_blocks`."""
+        """The current value of a word that a peer publishes: one of its permits. Raises the same as `read_blocks`."""
         source = self._endpoint.sources.source(blob)
         if source is not None:
             return source.word(number)
@@ -123,10 +118,10 @@ class PoolReader:
     def _read_by_nixl(
         self, job: Waiting, blob: RankBlob, theirs: Ids, ours: Ids, layers: range, offer: int, guard: Guard
     ) -> int:
-        """Large runs of blocks as they lie, the others, if they are many, by gathering.
+        """Read large runs of blocks directly, and the others, if there are many, by gathering.
 
-        What may land late is all gathered: then it lands in buffers that are not used again if it fails, and not in the
-        pool.
+        Reads that may land late are all gathered, so that they land in buffers that are not reused after a failure, and
+        not in the pool.
         """
         endpoint, units, block_bytes = self._endpoint, self._units, blob.block_bytes
         layer_bytes = block_bytes // units.num_layers
@@ -152,7 +147,7 @@ class PoolReader:
 
     def _copy(self, job: Waiting, source: PoolSource, pieces: Pieces, guard: Guard) -> int:
         pool = self._units.flat
-        assert pool is not None, "pools on a device are read by NIXL"
+        assert pool is not None, "pools on a device must be read by NIXL"
         for part in pieces.cut(COPY_BYTES):
             job.check()
             with guard():

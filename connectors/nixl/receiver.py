@@ -1,7 +1,7 @@
 """The receiving side of a push over NIXL: threads that read what senders offer, a lane for each sender.
 
-Nobody but these threads writes the transfers' blocks, so what is given up needs nobody's word. A sender digests what it
-offers while it is read here: nothing is confirmed before its digests have come, too.
+Only these threads write the transfers' blocks, so a transfer can be given up without asking the sender. A sender
+digests its offers while they are read here: nothing is confirmed before its digests have arrived, too.
 """
 
 import logging
@@ -30,28 +30,32 @@ logger = logging.getLogger(__name__)
 MAX_EARLY = 1024
 MAX_EARLY_PER_SENDER = 512
 _GRACE_S = 5.0
-"""Offers may come before this rank hears of the transfer, behind the steps under way: so many, by so much."""
+"""Offers that may arrive before this rank is told of the transfer, after the steps in progress: the number, and
+seconds.
+"""
 
 MAX_OPEN = NUM_WORDS
-"""Of one sender, early or not, until they are answered: a sender has no more words to withdraw them by."""
+"""Open offers of one sender, early or not, until they are answered: a sender has no more words to withdraw them by."""
 
 MAX_OPEN_BYTES = 64 << 20
-"""Of one sender's open offers and their digests, which are 16 bytes for 16 tokens of a layer and a shard of heads."""
+"""Bytes of one sender's open offers and their digests, which are 16 bytes for 16 tokens of a layer and a shard of
+heads.
+"""
 
 
 class _Read(NamedTuple):
-    """An offer whose data is in its blocks."""
+    """An offer with its data in its blocks."""
 
     job: Job
     sender: Incarnation
     num_bytes: int
-    found: bytes | None  # the digests of what is in the blocks; None: nobody compares
+    found: bytes | None  # digests of the blocks' content; None: they are not compared
     deadline: float  # of the sender's
 
 
 @dataclass(eq=False, slots=True)
 class _Arrival:
-    """An offer that is not answered yet. Its last two are there in either order, set under the receiver's lock."""
+    """An offer that is not answered yet. Its last two fields are set in either order, under the receiver's lock."""
 
     blob: RankBlob
     offer: Offer
@@ -61,31 +65,31 @@ class _Arrival:
 
     @property
     def num_bytes(self) -> int:
-        """What its sender makes this rank keep."""
+        """Bytes that its sender makes this rank keep."""
         return len(self.offer.blocks) + len(self.digests or b"")
 
 
 @dataclass(slots=True)
 class _Sender:
-    """What one sender waits for."""
+    """Open offers of one sender."""
 
     arrivals: dict[int, _Arrival] = field(default_factory=dict)  # by offer
     num_bytes: int = 0
 
     def add(self, arrival: _Arrival) -> bool:
-        """Returns False where it has too many; the arrival is to be answered all the same."""
+        """Returns False if there are too many; the arrival must be answered all the same."""
         self.arrivals[arrival.offer.offer] = arrival
         self.num_bytes += arrival.num_bytes
         return len(self.arrivals) <= MAX_OPEN and self.num_bytes <= MAX_OPEN_BYTES
 
     def add_digests(self, arrival: _Arrival, digests: bytes) -> None:
-        """Digests for which there is no room are none: the offer fails by them."""
+        """Add digests; without room they are dropped, and the offer fails for it."""
         has_room = self.num_bytes + len(digests) <= MAX_OPEN_BYTES
         arrival.digests = digests if has_room else b""
         self.num_bytes += len(arrival.digests)
 
     def remove(self, offer: int) -> None:
-        """It is answered."""
+        """Remove an answered offer."""
         arrival = self.arrivals.pop(offer, None)
         if arrival is not None:
             self.num_bytes -= arrival.num_bytes
@@ -98,7 +102,7 @@ class PushReceiver:
         self._worker = worker
         self._endpoint = worker.endpoint
         self._lock = threading.Lock()  # guards the next two
-        self._early: list[_Arrival] = []  # the oldest first
+        self._early: list[_Arrival] = []  # oldest first
         self._senders: dict[str, _Sender] = {}  # by agent; those with an open offer
         self._lanes: IOLanes[_Arrival] = IOLanes(
             lanes,
@@ -110,18 +114,18 @@ class PushReceiver:
         )
 
     def listen(self) -> None:
-        """Take the messages to receivers."""
+        """Handle messages to receivers."""
         self._endpoint.handle(Offer, self._on_offer)
         self._endpoint.handle(OfferDigests, self._on_digests)
         self._endpoint.add_tick(self._refuse_late)
 
     def register(self, key: TransferKey) -> None:
-        """A receive has begun; what came too early for it is read."""
+        """Note that a receive has begun; early offers for it are read."""
         for arrival in self._take_early(lambda early: early.offer.key == key):
             self._lanes.put(arrival.blob.agent, arrival)
 
     def retire(self, agents: Sequence[str]) -> None:
-        """These senders are gone."""
+        """Forget these senders, which are gone."""
         self._lanes.retire(agents)
         with self._lock:
             for agent in agents:
@@ -146,7 +150,7 @@ class PushReceiver:
             self._lanes.put(blob.agent, arrival)
         elif not self._keep_early(arrival):
             self._answer(arrival, KVNotFound.code)
-        elif self._is_known(offer.key):  # registered meanwhile, and `register` has seen nothing
+        elif self._is_known(offer.key):  # registered in the meantime, and `register` has not seen this one
             self.register(offer.key)
 
     def _on_digests(self, blob: RankBlob, message: OfferDigests) -> None:
@@ -163,7 +167,7 @@ class PushReceiver:
             self._confirm(arrival)
 
     def _keep_early(self, arrival: _Arrival) -> bool:
-        """Whether there was room for it."""
+        """Keep an early offer. Returns whether there was room for it."""
         with self._lock:
             of_sender = sum(other.blob.agent == arrival.blob.agent for other in self._early)
             if len(self._early) >= MAX_EARLY or of_sender >= MAX_EARLY_PER_SENDER:
@@ -172,7 +176,7 @@ class PushReceiver:
             return True
 
     def _take_early(self, is_wanted: Callable[[_Arrival], bool]) -> list[_Arrival]:
-        """Those that are not early any more."""
+        """The early offers that can be read now."""
         with self._lock:
             taken = [early for early in self._early if is_wanted(early)]
             if taken:
@@ -180,7 +184,7 @@ class PushReceiver:
         return taken
 
     def _refuse_late(self) -> None:
-        """What was early for too long, and what has been read and whose digests have not come."""
+        """Refuse offers that were early for too long, and those without digests long after they were read."""
         now = self._worker.clock.now()
         for arrival in self._take_early(lambda early: early.since < now - _GRACE_S):
             self._answer(arrival, KVNotFound.code)
@@ -215,7 +219,7 @@ class PushReceiver:
     # --- any thread -----------------------------------------------------------------------------------------------
 
     def _confirm(self, arrival: _Arrival) -> None:
-        """Data and digests are here."""
+        """Answer an offer once data and digests have arrived."""
         read = arrival.read
         assert read is not None
         try:
@@ -228,7 +232,7 @@ class PushReceiver:
             self._answer(arrival, "")
 
     def _fail(self, arrival: _Arrival, error: Exception) -> None:
-        """Whatever it was, the next offer is taken."""
+        """Fail an offer; whatever the error, the next one is handled."""
         who = (arrival.blob.agent, arrival.offer.key)
         if isinstance(error, PdkvError):
             logger.debug("offer of %s for %s: %s", *who, error)
@@ -240,7 +244,7 @@ class PushReceiver:
     # --- I/O threads ----------------------------------------------------------------------------------------------
 
     def _take(self, arrival: _Arrival, scratch: None) -> None:
-        """Read what is offered into the transfer's blocks."""
+        """Read an offer into the transfer's blocks."""
         try:
             read = self._read(arrival.blob, arrival.offer)
         except Exception as error:
@@ -255,20 +259,20 @@ class PushReceiver:
             self._confirm(arrival)
 
     def _read(self, blob: RankBlob, offer: Offer) -> _Read:
-        """Read it, then see whether it still stood: if not, its blocks may have been another request's."""
+        """Read it, then check whether it still stood: if not, its blocks may have belonged to another request."""
         worker = self._worker
         job, incoming = worker.find_incoming(offer.key)
         piece = offer.piece
         incoming.check_range(piece)
         layout, start = worker.config.layout, incoming.ticket.start
         if offer.whole and piece.num_heads != layout.num_kv_heads:
-            raise TransferError("whole blocks are offered that are none here")
+            raise TransferError("agent {blob.agent} offers blocks of another size")
         ours = piece_ids(
             incoming.block_ids, layout.block_size, piece.start, piece.stop, table_start=start, in_units=not offer.whole
         )
         offered = unpack_blocks(offer.blocks, ours.size)
         if offered is None or offered.ids.size != ours.size:
-            raise TransferError(f"agent {blob.agent} offers something else than is wanted")
+            raise TransferError(f"agent {blob.agent} offers something other than what is wanted")
         theirs = offered.ids
         reading = _Reading(job, worker.clock.now() + worker.timeout_s)
         incoming.after.wait(reading.remaining_s())
@@ -301,7 +305,7 @@ class PushReceiver:
     def _read_digested(
         self, reading: "_Reading", blob: RankBlob, offer: Offer, wanted: Wanted, own: PieceDigests | None
     ) -> int:
-        """Read and digest in one pass, where the peer's pool is mapped. Returns the bytes; 0: nothing has been read."""
+        """Read and digest in one pass, if the peer's pool is mapped. Returns the bytes; 0: nothing has been read."""
         if own is None or not own.in_kernel:
             return 0
         theirs, tokens = wanted.theirs, own.tokens
@@ -329,14 +333,14 @@ class _Reading:
             raise TransferTimeout("an offer was not read in time", key=self.job.key)
 
     def remaining_s(self) -> float:
-        """Seconds until the deadline. Raises as `check` does."""
+        """Seconds until the deadline. Raises the same as `check`."""
         self.check()
         return max(self.deadline - self.job.clock.now(), 1e-3)
 
 
 @contextmanager
 def _writing(worker: NixlPush, job: Job) -> Iterator[None]:
-    """While a posted receive's blocks are written. Raises TransferCancelled when they may not be."""
+    """A context in which a posted receive's blocks are written. Raises TransferCancelled if they must not be."""
     if not worker.enter(job):
         raise TransferCancelled("cancelled", key=job.key)
     try:

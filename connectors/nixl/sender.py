@@ -1,4 +1,4 @@
-"""The sending side of a push over NIXL: what is offered to the receiver, which reads it, and then looks whether the
+"""The sending side of a push over NIXL: offers blocks to the receiver, which reads them and then checks whether the
 offer still stands.
 """
 
@@ -21,13 +21,13 @@ class _Offered(NamedTuple):
     """A batch that the receiver may read."""
 
     job: Job
-    agent: str  # whose blocks it is for
+    agent: str  # the transfer that its blocks belong to
     num_bytes: int
     permit: Permit
 
 
 class PushSender:
-    """Offers of one rank. Thread-safe."""
+    """The offers of one rank. Thread-safe."""
 
     def __init__(self, worker: NixlPush) -> None:
         self._worker = worker
@@ -37,14 +37,13 @@ class PushSender:
         self._offers: dict[int, _Offered] = {}
 
     def listen(self) -> None:
-        """Take the messages to senders."""
+        """Handle messages to senders."""
         self._endpoint.handle(Taken, self._on_taken)
 
     def offer(self, job: Job, piece: PushPiece, blob: RankBlob, *, whole: bool) -> None:
-        """Let the receiver read the batch, and digest it meanwhile; it will say when it has both.
+        """Let the receiver read the batch, and digest it meanwhile; the receiver reports when it has both.
 
-        Args:
-            whole: both engines' blocks are cut alike.
+        Args: whole: both engines cut blocks the same way.
 
         Raises:
             TransferError: there are too many already, or the receiver cannot be told.
@@ -56,7 +55,7 @@ class PushSender:
         per_id = len(piece.layers) * layout.layer_bytes if whole else self._worker.units.unit_bytes(piece.part)
         permit = self._endpoint.permits.give()
         if permit is None:
-            raise TransferError("too many offers stand already", key=send.key)
+            raise TransferError("too many offers are open already", key=send.key)
         number = next(self._numbers)
         with self._lock:
             self._offers[number] = _Offered(job, blob.agent, int(ids.size) * per_id, permit)
@@ -65,14 +64,14 @@ class PushSender:
         try:
             digests = self._worker.begin_digests(piece)
             self._endpoint.send(blob, message)
-            if digests is not None:  # also of what has been withdrawn: it may have been read before
+            if digests is not None:  # also of withdrawn offers: they may have been read before
                 self._endpoint.send(blob, OfferDigests(number, digests.finish()))
         except (PdkvError, ValueError) as error:
             self.withdraw(job)
             raise error if isinstance(error, TransferError) else TransferError(str(error)) from None
 
     def withdraw(self, job: Job) -> None:
-        """The job has to stop: who reads its blocks from now on sees that it may not."""
+        """Withdraw the job's offers: later readers of its blocks see that they may not."""
         with self._lock:
             numbers = [number for number, offered in self._offers.items() if offered.job is job]
             for number in numbers:
@@ -80,7 +79,7 @@ class PushSender:
 
     @contextmanager
     def offered(self, offer: int) -> Iterator[None]:
-        """While an offer's blocks are gathered. Raises KVNotFound when it does not stand (any more)."""
+        """A context in which an offer's blocks are gathered. Raises KVNotFound if it does not stand (any more)."""
         with self._lock:
             offered = self._offers.get(offer)
         if offered is None or not self._worker.enter(offered.job):

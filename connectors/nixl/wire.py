@@ -1,4 +1,4 @@
-"""What ranks of the `nixl` connector tell each other: their part of the engine's card, and messages."""
+"""Messages between ranks of the `nixl` connector, and their part of the engine's card."""
 
 from typing import Literal
 
@@ -23,7 +23,7 @@ PATHS: tuple[Path, ...] = ("arena", "cma", "ucx")
 
 
 class RankBlob(msgspec.Struct, frozen=True, array_like=True):
-    """How a rank's KV is reached; travels in the engine's card. `host` is the boot's id."""
+    """How a rank's KV is reached; part of the engine's card. `host` is the boot's id."""
 
     version: int
     mode: Mode
@@ -33,12 +33,12 @@ class RankBlob(msgspec.Struct, frozen=True, array_like=True):
     doorbell: DoorbellAddress
     pool: Memory
     block_bytes: int
-    slots: Memory  # what is gathered lies here, slot by slot; then their generations
+    slots: Memory  # gathered units, slot by slot, followed by their generations
     slot_bytes: int
     permits: Memory  # int64 words; see memory.py
     nonce: int  # the first of them
-    paths: list[Path]  # by which this rank may be read
-    arena: ArenaAddress | None = None  # where the pool and the words lie in one
+    paths: list[Path]  # paths by which this rank may be read
+    arena: ArenaAddress | None = None  # if the pool and the words are in one
     generations: Memory | None = None  # rank 0: one int64 per block
     digests: Memory | None = None  # of the rank's KV: rows of a stamp and a digest for each head
 
@@ -51,11 +51,11 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, tag_field="t"):
 
 
 class Gather(_Wire, frozen=True, tag=1):
-    """Gather units, in chunks of at most `chunk_bytes`, and tell of each. `offer`: only while that offer stands."""
+    """Gather units, in chunks of at most `chunk_bytes`, and report each. `offer`: only while that offer stands."""
 
     request: int
     units: bytes  # packed (block_runs.py)
-    head_start: int  # as the source counts its heads
+    head_start: int  # in the source's numbering of its heads
     head_stop: int
     layer_start: int
     layer_stop: int
@@ -64,12 +64,12 @@ class Gather(_Wire, frozen=True, tag=1):
 
     @property
     def part(self) -> UnitPart:
-        """Of the source's units."""
+        """The part in the source's units."""
         return UnitPart(self.head_start, self.head_stop, self.layer_start, self.layer_stop)
 
 
 class Gathered(_Wire, frozen=True, tag=2):
-    """Chunk number `chunk` lies in a slot, as long as that has this generation."""
+    """Chunk number `chunk` is in a slot, as long as the slot has this generation."""
 
     request: int
     chunk: int
@@ -78,7 +78,7 @@ class Gathered(_Wire, frozen=True, tag=2):
 
 
 class Refused(_Wire, frozen=True, tag=3):
-    """No (further) chunk comes."""
+    """No (further) chunk will come."""
 
     request: int
     code: str
@@ -92,13 +92,13 @@ class Freed(_Wire, frozen=True, tag=4):
 
 
 class Dropped(_Wire, frozen=True, tag=5):
-    """The request is over: nothing of its slots is read any more."""
+    """The request is over: its slots are no longer read."""
 
     request: int
 
 
 class Reset(_Wire, frozen=True, tag=6):
-    """When a connection is new, or messages got lost: the sender reads for these requests and no others."""
+    """Sent on a new connection, or after messages were lost: the sender is reading for these requests and no others."""
 
     open_requests: list[int]
 
@@ -107,17 +107,17 @@ class Reset(_Wire, frozen=True, tag=6):
 
 
 class Offer(_Wire, frozen=True, tag=15):
-    """Sender: this can be read here, as long as the word `permit` is `nonce`."""
+    """From the sender: these blocks can be read, as long as the word `permit` is `nonce`."""
 
     transfer_id: str
     attempt: int
     offer: int
     permit: int
     nonce: int
-    whole: bool  # blocks, of all heads, that are cut as the receiver's; else units
+    whole: bool  # blocks, of all heads, cut the same way as the receiver's; else units
     blocks: bytes  # or units, packed
-    head_start: int  # as the sender counts
-    piece: PieceRange  # as the receiver counts
+    head_start: int  # in the sender's numbering
+    piece: PieceRange  # in the receiver's numbering
 
     @property
     def key(self) -> TransferKey:
@@ -126,14 +126,14 @@ class Offer(_Wire, frozen=True, tag=15):
 
 
 class Taken(_Wire, frozen=True, tag=16):
-    """Receiver: I have what was offered, or never will."""
+    """From the receiver: it has the offered blocks, or never will."""
 
     offer: int
     code: str = ""
 
 
 class OfferDigests(_Wire, frozen=True, tag=17):
-    """Sender: what was offered has these digests. Behind the offer, so that it is read while they are made."""
+    """From the sender: digests of the offered blocks. Sent after the offer, so that it is read while they are made."""
 
     offer: int
     digests: bytes
@@ -147,7 +147,7 @@ BLOBS = msgspec.msgpack.Decoder(RankBlob)
 
 
 def encode(message: Wire) -> bytes:
-    """Msgpack of a message.
+    """Encode a message as msgpack.
 
     Raises:
         ValueError: it is longer than a message may be.
@@ -159,10 +159,10 @@ def encode(message: Wire) -> bytes:
 
 
 def decode(data: bytes) -> Wire:
-    """Raises MalformedMessage for what is no message of ours."""
+    """Decode a message. Raises MalformedMessage."""
     return decode_total(_decoder, data)
 
 
 def encode_blob(blob: RankBlob) -> bytes:
-    """A rank's part of the engine's card."""
+    """Encode a rank's part of the engine's card."""
     return _encoder.encode(blob)

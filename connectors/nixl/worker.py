@@ -81,12 +81,12 @@ class NixlWorker(PeerWorker):
         self.forget_agents(gone)
 
     def get_stats(self) -> Stats:
-        """With the paths to the peers that have been met."""
+        """The counts, with the paths to known peers."""
         paths = self.endpoint.sources.in_use()
         return sum_stats([super().get_stats(), *({"": ConnectorStats(paths={peer: path})} for peer, path in paths)])
 
     def forget_agents(self, agents: Sequence[str]) -> None:
-        """These peers are gone."""
+        """Forget these peers, which are gone."""
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -98,7 +98,7 @@ class NixlWorker(PeerWorker):
             self.__dict__.pop(name, None)
 
     def stop_receiving(self) -> None:
-        """All jobs have been stopped, and the endpoint is about to close."""
+        """Called when all jobs have been stopped, before the endpoint closes."""
 
 
 class NixlPush(NixlWorker, PushWorker):

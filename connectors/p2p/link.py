@@ -1,4 +1,4 @@
-"""One end of a link: its sockets, and a piece on its way over them. Who dialed sends, the other end receives."""
+"""One end of a link: its sockets, and a piece in transit. The end that dialed sends, the other one receives."""
 
 import itertools
 from typing import TYPE_CHECKING
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 
 
 class LinkEnd:
-    """What a link consists of. One thread uses it; any may `interrupt` it."""
+    """The resources of a link. One thread uses it; any may `interrupt` it."""
 
     def __init__(self, control: Control, token: str) -> None:
         self.control = control
-        self.token = token  # names it among the links of its receiver
+        self.token = token  # its name among the links of its receiver
         self.second: Connection | None = None  # once there was a large piece
         self.group: NcclGroup | None = None  # between distinct GPUs
         self._buffer: Bytes | None = None  # made for the first piece
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer has neither closed it nor said something that nobody asked for."""
+        """Whether the peer has neither closed it nor sent anything unrequested."""
         return self.control.connection.is_open and (self.second is None or self.second.is_open)
 
     def make_group(self, rank: int, device: "torch.device", make_s: float) -> None:
-        """Have the KV of a pool on that device go over NCCL. Raises a TransferError: close the link."""
+        """Use NCCL for the KV of a pool on that device. Raises a TransferError: close the link."""
         from pdkv.connectors.p2p.nccl import NcclGroup
 
         self.group = NcclGroup(self.control, rank, device, make_s)
 
     def send_piece(self, job: Job, plan: MovePlan, pool: PiecePool, digests: PieceDigests | None) -> None:
-        """Send a piece whose offer was accepted, and behind it its digests.
+        """Send a piece with an accepted offer, followed by its digests.
 
         Raises:
-            TransferError: close the link; the receiver waits for what will not come.
+            TransferError: close the link; the receiver waits for data that will not come.
         """
         body = None
         if self.group is not None:
@@ -63,10 +63,10 @@ class LinkEnd:
     def receive_piece(
         self, job: Job, plan: MovePlan, pool: PiecePool, digests: PieceDigests | None, timeout_s: float
     ) -> bytes:
-        """Receive a piece whose offer was accepted; returns the sender's digests, which came behind it.
+        """Receive a piece with an accepted offer; returns the sender's digests, which follow it.
 
         Raises:
-            TransferError: close the link; what is on its way may still land until then.
+            TransferError: close the link; data in transit may still land until then.
         """
         deadline = job.clock.now() + timeout_s
 
@@ -89,27 +89,27 @@ class LinkEnd:
                 pool.landed(ids, plan.part, buffer)
         end = self.control.expect(remaining_s())
         if not isinstance(end, End):
-            raise TransferError(f"{type(end).__name__} behind a piece")
+            raise TransferError(f"expected the end of a piece, got {type(end).__name__}")
         if self.control.connection.is_unix and not self.is_open:
-            raise PeerGone("the sender gave up: it may have used its blocks anew while they were read")
+            raise PeerGone("the sender gave up: it may have reused its blocks while they were read")
         if end.body != _result(body):
             raise Unauthenticated("a piece was changed on its way")
         return end.digests
 
     def interrupt(self) -> None:
-        """By any thread: whatever the link's thread waits for, it wakes up, and the link ends."""
+        """End the link from any thread: its own thread wakes up, whatever it waits for."""
         for part in (self.control, self.second, self.group):
             if part is not None:
                 part.interrupt()
 
     def close(self) -> None:
-        """By its own thread: nothing lands, and nothing is read any more. Idempotent."""
+        """Close on its own thread: nothing lands, and nothing is read any more. Idempotent."""
         for part in (self.group, self.second, self.control):
             if part is not None:
                 part.close()
 
     def _start(self, pool: PiecePool, digests: PieceDigests | None) -> "tuple[xxhash.xxh3_128 | None, Bytes | None]":
-        """The digest of a piece's bytes, where there is no other (and somebody between the ends), and the buffer."""
+        """The digest of a piece's bytes, if there is no other (and the network is not trusted), and the buffer."""
         self._buffer = pool.make_buffer() if self._buffer is None else self._buffer
         control = self.control
         if control.connection.is_unix or digests is not None:
@@ -117,15 +117,15 @@ class LinkEnd:
         return xxhash.xxh3_128(seed=control.session.seed), self._buffer
 
     def _streams(self, pool: PiecePool, digests: PieceDigests | None) -> bool:
-        """Whether the kernel moves all of a piece: it knows the KV's digests, and not that of the bytes."""
+        """Whether the kernel moves the whole piece: it can digest the KV, but not the bytes."""
         return pool.can_stream and (self.control.connection.is_unix or digests is not None)
 
     def _sockets(self, plan: MovePlan) -> list[Connection]:
-        """Those that take a batch in turn, so that one is filled while the other is read."""
+        """The sockets that take batches in turn, so that one is filled while the other is read."""
         if plan.offer.num_sockets == 1:
             return [self.control.connection]
         if self.second is None or plan.offer.num_sockets != 2:
-            raise TransferError(f"{plan.offer.num_sockets} sockets are offered")
+            raise TransferError(f"{plan.offer.num_sockets} sockets are offered, but the link has fewer")
         return [self.control.connection, self.second]
 
 

@@ -1,6 +1,7 @@
-"""Where a rank's `p2p` peers connect: a listener that knows them, a thread per link, and bounds for all of them.
+"""Accepts links of a rank's `p2p` peers: a listener that authenticates them, a thread per link, and limits for all.
 
-Whatever comes in is a link of a peer that knows the secret, or is refused, counted and closed (peer/auth_listener.py).
+Every incoming connection is a link of a peer that knows the secret, or is refused, counted and closed
+(peer/auth_listener.py).
 """
 
 import hmac
@@ -27,16 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_WAITING = 64
-"""Links of peers for which there is no room yet."""
+"""The most links of peers that wait for room."""
 
 
 class LinkLimits(NamedTuple):
-    """Bounds and times of links."""
+    """Limits and times of links."""
 
     max_links: int
-    idle_s: float  # a link without traffic closes after so long
+    idle_s: float  # seconds after which a link without traffic closes
     handshake_timeout_s: float
-    make_group_s: float  # to make an NCCL group
+    make_group_s: float  # seconds to make an NCCL group
 
 
 class Link(LinkEnd):
@@ -45,17 +46,15 @@ class Link(LinkEnd):
     def __init__(self, control: Control, peer: Party) -> None:
         super().__init__(control, secrets.token_hex(16))
         self.peer = peer
-        self.has_room = False  # among the links that are served
+        self.has_room = False  # among the served links
         self.is_idle = False
-        self.gives_way = False  # to another one: its next offer is not taken any more
+        self.gives_way = False  # its place goes to another one: its next offer is not accepted
 
 
 class LinkListener:
-    """Accepts links and serves each on a thread of its own.
+    """Accepts links and serves each on its own thread.
 
-    Args:
-        device: that the rank's pool is on.
-        serve: handles one offer on a link; an error that it raises closes the link.
+    Args: device: of the rank's pool. serve: handles one offer on a link; an error that it raises closes the link.
     """
 
     def __init__(
@@ -67,14 +66,14 @@ class LinkListener:
         device: "torch.device",
         serve: Callable[[Link, Offer], None],
     ) -> None:
-        """Raises OSError if the host's address cannot be listened on."""
+        """Listen. Raises OSError if the host's address cannot be listened on."""
         self._num_failed = 0  # links that broke the rules
         self._clock = config.clock
         self._party = Party(config.engine, config.epoch, config.rank)
         self._limits = limits
         self._device = device
         self._serve_offer = serve
-        self._changed = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the following
         self._links: set[Link] = set()
         self._threads: set[threading.Thread] = set()
         self._stopping = False
@@ -92,24 +91,24 @@ class LinkListener:
 
     @property
     def num_refused(self) -> int:
-        """Connections that were no peer's, and links that broke the rules."""
+        """Number of connections that were not from peers, and of links that broke the rules."""
         return self.auth_listener.num_refused + self._num_failed
 
     @property
     def num_links(self) -> int:
-        """Links of peers."""
+        """Number of links of peers."""
         with self._changed:
             return self._num_known()
 
     def drop(self, engine: str, epoch: str) -> None:
-        """An incarnation is gone: its links end. Does not wait for them."""
+        """End the links of an incarnation that is gone, without waiting for them."""
         with self._changed:
             gone = [link for link in self._links if (link.peer.engine, link.peer.epoch) == (engine, epoch)]
         for link in gone:
             link.interrupt()
 
     def close(self, timeout_s: float) -> None:
-        """End all links and wait for their threads, for a bounded time. Idempotent."""
+        """End all links and wait for their threads, for a limited time. Idempotent."""
         with self._changed:
             self._stopping = True
             links, threads = list(self._links), list(self._threads)
@@ -126,7 +125,7 @@ class LinkListener:
     # --- threads --------------------------------------------------------------------------------------------------
 
     def _welcome(self, connection: socket.socket, session: Session, source: str) -> None:
-        """A peer that is known, on the listener's thread: a thread of its own serves it."""
+        """Serve an authenticated peer on its own thread; called on the listener's thread."""
         hello = session.hello
         peer = hello.source
         control = Control(connection, f"engine {peer.engine} rank {peer.rank} at {source}", session)
@@ -158,7 +157,7 @@ class LinkListener:
         control.close()
 
     def _start(self, link: Link, thread: threading.Thread) -> bool:
-        """Whether there was room for another thread."""
+        """Start a thread. Returns whether there was room for another one."""
         try:
             thread.start()
         except RuntimeError as error:
@@ -170,11 +169,11 @@ class LinkListener:
         return True
 
     def _serve(self, link: Link, hello: Hello) -> None:
-        """One link's life."""
+        """Serve one link to its end."""
         try:
             if self._greet(link, hello):
                 self._serve_offers(link)
-        except Exception:  # a link must not take anything else with it
+        except Exception:  # an error in a link must not affect anything else
             self._num_failed += 1
             logger.exception("a link failed")
         finally:
@@ -187,7 +186,7 @@ class LinkListener:
                 self._changed.notify_all()
 
     def _greet(self, link: Link, hello: Hello) -> bool:
-        """See whom the peer means, find room, and welcome it. False: it came to nothing."""
+        """Check which engine the peer means, find room, and welcome it. False: the link failed."""
         limit_s = self._limits.handshake_timeout_s
         timeout_s = hello.timeout_s if 0.0 <= hello.timeout_s <= limit_s else limit_s
         try:
@@ -203,7 +202,7 @@ class LinkListener:
         return True
 
     def _serve_offers(self, link: Link) -> None:
-        """Serve a link until it is idle for too long, its peer leaves, or something goes wrong."""
+        """Serve a link until it is idle for too long, its peer leaves, or an error occurs."""
         timeout_s = self._limits.handshake_timeout_s
         for number in itertools.count():
             with self._changed:
@@ -229,17 +228,17 @@ class LinkListener:
                 return
 
     def _refuse(self, link: Link, error: PdkvError) -> None:
-        """Say why, if the peer still listens."""
+        """Send the reason, if the peer still listens."""
         try:
             link.control.send(refusal(error), self._limits.handshake_timeout_s)
         except TransferError as problem:
             logger.debug("a refusal did not arrive: %s", problem)
 
     def _find_room(self, link: Link, timeout_s: float) -> None:
-        """Make the link one that is served. An idle one gives way where there are too many; else wait for one.
+        """Find a place for the link. If there are too many, an idle one gives way; otherwise wait for one.
 
         Raises:
-            TransferTimeout: all are busy for so long.
+            TransferTimeout: all stay busy.
         """
 
         def has_room() -> bool:
@@ -256,7 +255,7 @@ class LinkListener:
         return sum(link.has_room for link in self._links)
 
     def _close_idle(self) -> bool:
-        """Ask an idle link to end. Always False: there is room when it has."""
+        """Ask an idle link to end. Always returns False: there is room once it has."""
         idle = next((link for link in self._links if link.has_room and link.is_idle), None)
         if idle is not None:
             idle.is_idle, idle.gives_way = False, True

@@ -1,10 +1,10 @@
-"""Pieces between two distinct GPUs: over an NCCL group of two, which its ends make by way of the link.
+"""Moves pieces between two distinct GPUs over an NCCL group of two, which its ends make over the link.
 
 NCCL refuses two ranks on one GPU: such ranks exchange KV over the link's sockets (`why_not_nccl`).
 
-An end has a stream of its own. It gathers there what is sent, and scatters what has come; NCCL itself orders a message
-behind what that stream had been given, and the stream behind the message. No wait of CUDA's has a deadline, so events
-are looked at. torch's watchdog would answer a late message, or a lost peer, by ending the process: it is kept quiet.
+Each end has its own stream, on which it gathers what is sent and scatters what has arrived; NCCL orders a message after
+earlier work on that stream, and later work after the message. CUDA's waits have no deadlines, so events are polled.
+torch's watchdog would end the process for a late message or a lost peer, so it is disabled.
 """
 
 import logging
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_POSTED = 4
-"""Batches that are under way at a time, each in device memory of its own."""
+"""Batches in flight at a time, each in its own device memory."""
 
 LOOK_S = 0.2
-"""Who waits for a message looks so often whether it is still wanted, and its peer still there."""
+"""Seconds between checks whether an awaited message is still wanted, and the peer still there."""
 
 _NO_WATCHDOG = timedelta(days=1)
 
@@ -57,12 +57,10 @@ class NcclGroup:
 
     Args:
         rank: 0 for the end that dialed.
-        device: that this end's pool is on.
-        make_s: so long the group may take to be made.
+        device: the device of this end's pool. make_s: longest time to make the group.
 
     Raises:
-        TransferTimeout: the other end does not come.
-        PeerGone: it left.
+        TransferTimeout: the other end does not come. PeerGone: it is gone.
     """
 
     def __init__(self, control: Control, rank: int, device: torch.device, make_s: float) -> None:
@@ -74,8 +72,8 @@ class NcclGroup:
         self._backend: Any = _Making(_LinkStore(control, MONOTONIC.now() + make_s), rank, device).wait(make_s)
 
     def send_piece(self, plan: "MovePlan", units: "UnitPool", remaining_s: Callable[[], float]) -> None:
-        """Send a piece that is in its blocks, and return when it has left them. Raises a TransferError: close."""
-        assert plan.part is not None, "between GPUs all goes as units"
+        """Send a piece that is in its blocks; returns when it has left them. Raises a TransferError: close."""
+        assert plan.part is not None, "pieces between GPUs must be units"
         with self._stream.on():
             for ids in plan.batches():
                 self._post(self._backend.send, units.gather_images(ids, plan.part), ids)
@@ -85,9 +83,9 @@ class NcclGroup:
                 self._wait(remaining_s)
 
     def receive_piece(self, plan: "MovePlan", units: "UnitPool", remaining_s: Callable[[], float]) -> None:
-        """Receive a piece, and return when it is in its blocks. Raises a TransferError: close."""
+        """Receive a piece; returns when it is in its blocks. Raises a TransferError: close."""
         part = plan.part
-        assert part is not None, "between GPUs all goes as units"
+        assert part is not None, "pieces between GPUs must be units"
         with self._stream.on():
             for ids in plan.batches():
                 self._post(self._backend.recv, units.new_images(ids, part), ids)
@@ -98,17 +96,16 @@ class NcclGroup:
             self._reach(remaining_s)
 
     def interrupt(self) -> None:
-        """By any thread: who waits here wakes up. NCCL takes its time, so a thread of its own does it."""
+        """Wake the waiting thread from any thread. NCCL takes its time, so a separate thread does it."""
         backend = self._backend
         if backend is not None:
             threading.Thread(target=_abort, args=(backend,), name="pdkv-p2p-abort", daemon=True).start()
 
     def close(self) -> None:
-        """Tear the group down: nothing lands, and nothing that is posted is read any more. Idempotent.
+        """Tear the group down: nothing lands, and no posted memory is read any more. Idempotent.
 
         Raises:
-            TransferTimeout: the device still has copies of it to make. Whose blocks they are about may not have them
-                back.
+            TransferTimeout: the device still has copies of it to make, so their blocks must not be released.
         """
         backend, self._backend = self._backend, None
         if backend is None:
@@ -127,10 +124,10 @@ class NcclGroup:
         self._posted.append((work, images, ids))
 
     def _wait(self, remaining_s: Callable[[], float]) -> tuple["Ids", "torch.Tensor"]:
-        """Return when the oldest message is through."""
+        """Wait until the oldest message is through."""
         work, images, ids = self._posted[0]  # where it stays until then
         try:
-            work.wait()  # of NCCL: what this stream is given from now on comes behind the message
+            work.wait()  # of NCCL: later work on this stream comes after the message
         except RuntimeError as error:
             raise PeerGone(f"the group is broken: {error}") from error
         self._reach(remaining_s)
@@ -138,7 +135,7 @@ class NcclGroup:
         return ids, images
 
     def _reach(self, remaining_s: Callable[[], float]) -> None:
-        """Return when the stream has done all that it was given."""
+        """Wait until the stream has done all of its work."""
         self._done.record()
         while True:
             left_s = remaining_s()
@@ -146,7 +143,7 @@ class NcclGroup:
                 self._done.synchronize(min(left_s, LOOK_S))
             except TransferTimeout:
                 if self._control.connection.has_left:
-                    raise PeerGone("the other end of a group has left") from None
+                    raise PeerGone("the other end of a group is gone") from None
                 if left_s <= LOOK_S:
                     raise
             else:
@@ -154,7 +151,7 @@ class NcclGroup:
 
 
 class _Making:
-    """A group while it is made, on a thread of its own: NCCL waits for the other end without a deadline."""
+    """A group in the making, on a separate thread: NCCL waits for the other end without a deadline."""
 
     def __init__(self, store: "_LinkStore", rank: int, device: torch.device) -> None:
         self._store = store
@@ -180,7 +177,7 @@ class _Making:
         try:
             streams_of(device).use()
             backend = make_nccl(self._store, rank, device)
-        except Exception as error:  # whatever it was, `wait` says so
+        except Exception as error:  # whatever the error was, `wait` reports it
             self._error = error
         else:
             with self._lock:
@@ -192,9 +189,9 @@ class _Making:
 
 
 class _LinkStore(Store):
-    """The torch.distributed store by whose keys a group's ends find each other: over the link that they have.
+    """The torch.distributed store with the keys by which a group's ends find each other, over their link.
 
-    Not torch's TCPStore: it needs another port, and whoever finds that may write into it.
+    torch's TCPStore would need another port, into which anyone could write.
     """
 
     def __init__(self, control: Control, deadline: float) -> None:
@@ -202,10 +199,10 @@ class _LinkStore(Store):
         self._control = control
         self._deadline = deadline
         self._values: dict[str, bytes] = {}
-        self.failure: TransferError | None = None  # what C++ has made a RuntimeError of
+        self.failure: TransferError | None = None  # made into a RuntimeError by C++
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Keep a value and tell the peer."""
+        """Store a value and tell the peer."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
         self._control.send(Put(key, self._values[key]), self._deadline - MONOTONIC.now())
 
@@ -215,7 +212,7 @@ class _LinkStore(Store):
             try:
                 frame = self._control.expect(self._deadline - MONOTONIC.now())
                 if not isinstance(frame, Put):
-                    raise TransferError(f"{type(frame).__name__} while a group is made")
+                    raise TransferError(f"expected a value while a group is made, got {type(frame).__name__}")
             except TransferError as error:
                 self.failure = error
                 raise
@@ -228,19 +225,19 @@ class _LinkStore(Store):
             self.get(key)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all are here by now."""
+        """Whether all values are here by now."""
         return all(key in self._values for key in keys)
 
     def clone(self) -> "_LinkStore":
-        """For who wants a connection of its own: there is the link only."""
+        """This store, for callers that want a separate connection: there is only the link."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The link's own deadline counts."""
+        """No effect: the link's own deadline counts."""
 
 
 def _abort(backend: Any) -> None:
-    """End a group at once, whatever it still does."""
+    """End a group at once, whatever it is doing."""
     try:
         backend.abort()
     except RuntimeError as error:

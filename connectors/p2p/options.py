@@ -1,4 +1,4 @@
-"""What `p2p` is told: --connector-config, and where the ranks of its peers are."""
+"""The configuration of `p2p`: --connector-config, and the addresses of peers' ranks."""
 
 from typing import Annotated, Literal
 
@@ -16,24 +16,24 @@ class P2POptions(Options):
 
     host: str = option("127.0.0.1", "address at which peers reach this host")
     sockets: Literal["auto", "unix", "tcp"] = option(
-        "auto", "how to reach peers: unix sockets where they run on this host as this user, else TCP"
+        "auto", "how to reach peers: unix sockets if they run on this host as this user, else TCP"
     )
     timeout_s: Seconds = option(20.0, "deadline of one batch to one rank")
     handshake_timeout_s: Seconds = option(5.0, "deadline for two ranks to set up a link")
     idle_s: Seconds = option(60.0, "a link without traffic closes after this time")
     max_links: Annotated[int, Meta(ge=1, le=4096)] = option(
-        64, "most links of one rank in each direction", was=("max_groups",)
+        64, "maximum number of links of one rank in each direction", was=("max_groups",)
     )
 
     def unix_name(self, peer: Address, own: Address) -> str:
         """The unix socket at which to reach a peer; empty: use TCP.
 
         Raises:
-            TransferError: only unix sockets may be used, and there is none.
+            TransferError: only unix sockets may be used, but there is none.
         """
         is_here = bool(peer.host_id) and peer.host_id == own.host_id
         if self.sockets == "unix" and not is_here:
-            raise TransferError(f"sockets=unix, and the peer at {peer.host} runs on another host or as another user")
+            raise TransferError(f"sockets=unix, but the peer at {peer.host} runs on another host or as another user")
         return peer.unix_name if is_here and self.sockets != "tcp" else ""
 
 
@@ -41,10 +41,10 @@ class P2PPeers(PeerCards):
     """Peers with the addresses of their ranks."""
 
     def address(self, card: EngineCard, rank: int) -> Address:
-        """Where one rank listens.
+        """The address of one rank.
 
         Raises:
-            IncompatiblePeers: the card does not say, or the rank speaks another version of the frames.
+            IncompatiblePeers: the card has none, or the rank speaks another version of the frames.
         """
         who = f"engine {card.engine} (connector {card.connector})"
         try:

@@ -1,4 +1,4 @@
-"""A lane's link to one rank of a peer: made when it is needed, made again when it is gone."""
+"""A lane's link to one rank of a peer: made when it is needed, and made again when it is gone."""
 
 import logging
 
@@ -17,13 +17,13 @@ from pdkv.errors import PeerGone, TransferError, TransferTimeout, Unauthenticate
 logger = logging.getLogger(__name__)
 
 DIAL_PAUSES_S = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, None)
-"""Before a connection that ended during the greeting is made again."""
+"""Seconds before a connection that ended during the greeting is made again."""
 
 MAX_OFFERS = 3
-"""Links on which one piece is offered, where the receiver closes them at that moment."""
+"""Links on which one piece is offered, if the receiver closes them at that moment."""
 
 SECOND_SOCKET_BYTES = 8 << 20
-"""From so many bytes on a piece goes over two sockets, between hosts: within one they only cost wake-ups."""
+"""Bytes from which on a piece is sent over two sockets between hosts; within one host they only cost wake-ups."""
 
 
 class Outbound:
@@ -39,10 +39,10 @@ class Outbound:
         self._own = own
 
     def offer(self, job: Job, piece: PushPiece, pool: PiecePool) -> tuple[LinkEnd, MovePlan]:
-        """Connect where there is no link, offer a piece, and wait for the receiver to be ready.
+        """Connect if there is no link, offer a piece, and wait for the receiver to be ready.
 
         Raises:
-            TransferError: it is not, within the job's deadline.
+            TransferError: it is not ready within the job's deadline.
         """
         address = self._peers.address(piece.card, piece.heads.peer_rank)
         plan = plan_sending(piece, pool, self._options.timeout_s, in_blocks=address.in_blocks)
@@ -55,7 +55,7 @@ class Outbound:
                         link.second = self._dial(job, piece, address, link.token)[0].connection
                     plan = plan.over_sockets(2)
                 if not isinstance(link.control.ask(plan.offer, job.remaining_s()), Accepted):
-                    raise PeerGone("the receiver did not accept what it was offered")
+                    raise PeerGone("the receiver did not accept the offer")
                 return link, plan
             except PeerGone:  # it was closed as idle at that moment; nothing was sent, so a new link may have the offer
                 self.close()
@@ -67,7 +67,7 @@ class Outbound:
         raise AssertionError("unreachable")
 
     def interrupt(self) -> None:
-        """By any thread: whatever the lane's thread waits for, it wakes up, and the link ends."""
+        """End the link from any thread: the lane's thread wakes up, whatever it waits for."""
         link, dialing = self._link, self._dialing
         if link is not None:
             link.interrupt()
@@ -81,7 +81,7 @@ class Outbound:
         self._link = None
 
     def _take_link(self, job: Job, piece: PushPiece, address: Address, pool: PiecePool) -> LinkEnd:
-        """The link, made where there is none. Raises a TransferError: it cannot be had, or is refused."""
+        """The link, made if there is none. Raises a TransferError if it cannot be made, or is refused."""
         if self._link is not None and self._link.is_open:
             return self._link
         self.close()
@@ -114,13 +114,13 @@ class Outbound:
             control = self._connect(address, f"engine {card.engine} rank {rank}", deadline - now())
             try:
                 self._dialing = control
-                job.check()  # an interrupt has found no connection until here
+                job.check()  # until here, an interrupt finds no connection
                 control.greet(address.secret, *parties, deadline - now(), purpose)
                 welcome = control.expect(deadline - now())
                 if not isinstance(welcome, Welcome):
                     raise TransferError(f"engine {card.engine} rank {rank} did not answer with a Welcome")
                 return control, welcome
-            except PeerGone:  # strangers may have pushed this connection out again: so briefly that it pays
+            except PeerGone:  # unauthenticated connections may have pushed this one out: so briefly that a retry pays
                 control.close()
                 if pause_s is None or now() + pause_s >= deadline:
                     raise
@@ -133,7 +133,7 @@ class Outbound:
         raise AssertionError("unreachable")
 
     def _connect(self, address: Address, peer: str, timeout_s: float) -> Control:
-        """A connection to whoever listens at an address. Raises TransferTimeout or PeerGone."""
+        """A connection to the listener at an address. Raises TransferTimeout or PeerGone."""
         unix_name = self._options.unix_name(address, self._own)
         try:
             return Control(connect(unix_name, (address.host, address.port), max(timeout_s, 1e-3)), peer)

@@ -1,7 +1,7 @@
 """The parts of a rank's pool that make up a piece, as rows for the sockets; KV on a GPU goes through a pinned buffer.
 
-A piece travels as whole blocks where both ends have the same ones, in host memory, else as units (units.py). Either way
-it is a fixed sequence of bytes: each end cuts it into the rows of its own pool.
+A piece travels as whole blocks where both ends have the same ones, in host memory, else as units (units.py). In both
+forms it is a fixed sequence of bytes: each end cuts it into the rows of its own pool.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,37 +27,37 @@ if TYPE_CHECKING:
     import torch
 
 BATCH_BYTES = 1 << 20
-"""About so much goes in one call; between two of them a cancel and the deadline are seen."""
+"""Bytes moved by one call: between two of them a cancel and the deadline are noticed."""
 
 STEP_BYTES = 256 << 10
-"""About so much is digested at a time, while it is in the cache."""
+"""Bytes digested at a time, while they are in the cache."""
 
 WINDOW_BYTES = 64 << 20
-"""About so much goes in one call where a kernel does it, to which a cancel and the deadline are known."""
+"""Bytes moved by one call of the compiled kernel, which knows the cancel and the deadline itself."""
 
 STAGED_BYTES = 4 << 20
-"""The same where it goes through a buffer."""
+"""The same for a buffer."""
 
 SPLICED_ROW_BYTES = 4 << 10
-"""Rows of so many bytes and more, on the average, are sent without a copy; smaller ones cost more than that each."""
+"""Average row size, in bytes, from which on rows are sent without a copy; smaller ones cost more than that each."""
 
 LARGE_ROW_BYTES = 32 * 1024
-"""Smaller rows are digested from a copy of theirs: one call instead of one for each."""
+"""Smaller rows are digested from a copy: one call instead of one for each."""
 
 
 class MovePlan(NamedTuple):
     """A piece in the own pool."""
 
     offer: Offer
-    ids: Ids  # blocks or units, in the order in which they travel
+    ids: Ids  # blocks or units, in transfer order
     part: UnitPart | None  # None: whole blocks
 
     def over_sockets(self, count: int) -> "MovePlan":
-        """The same over so many sockets."""
+        """The same plan over this many sockets."""
         return self._replace(offer=msgspec.structs.replace(self.offer, num_sockets=count))
 
     def batches(self) -> Iterator[Ids]:
-        """What goes in one call each."""
+        """The batches, one call each."""
         count = self.offer.per_batch
         for first in range(0, self.ids.size, count):
             yield self.ids[first : first + count]
@@ -80,11 +80,11 @@ class PiecePool:
         self._flat = self.units.flat
 
     def unit_bytes(self, part: UnitPart | None) -> int:
-        """Bytes of one unit's part, or, without one, of a block."""
+        """Bytes of one unit's part, or without a unit, of a block."""
         return self.layout.block_bytes if part is None else self.units.unit_bytes(part)
 
     def make_buffer(self) -> Bytes | None:
-        """What one end of a link keeps for itself: pinned memory for KV on a GPU."""
+        """The buffer of one end of a link: pinned memory for KV on a GPU."""
         if self.on_host:
             return None
         size = max(STAGED_BYTES, self.units.unit_bytes(self.units.whole))
@@ -92,7 +92,7 @@ class PiecePool:
         return buffer
 
     def outgoing(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> Rows:
-        """Where the KV of some blocks or units is to be read."""
+        """Memory from which the KV of some blocks or units is read."""
         if buffer is None or part is None:
             return self._memory(ids, part)
         image = self._image(ids, part, buffer)
@@ -100,13 +100,13 @@ class PiecePool:
         return [image.data]
 
     def incoming(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> Rows:
-        """Where the KV of some blocks or units is to be written; `landed` has to follow."""
+        """Memory into which the KV of some blocks or units is written; `landed` must follow."""
         if buffer is None or part is None:
             return self._memory(ids, part)
         return [self._image(ids, part, buffer).data]
 
     def landed(self, ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> None:
-        """Bring what has come into the pool, where it is not there yet."""
+        """Bring arrived data into the pool, if it is not there yet."""
         if buffer is not None and part is not None:
             self.units.scatter(ids, part, self._image(ids, part, buffer))
 
@@ -123,7 +123,7 @@ class PiecePool:
         way: Literal["send", "receive"],
         remaining_s: Callable[[], float],
     ) -> None:
-        """Send or receive all of a piece, by the compiled kernel, with its digests. Raises a TransferError."""
+        """Send or receive the whole piece by the compiled kernel, with its digests. Raises a TransferError."""
         assert self._flat is not None
         size, per_batch = self.unit_bytes(plan.part), plan.offer.per_batch
         window = max(WINDOW_BYTES // (2 * per_batch * size), 1) * 2 * per_batch
@@ -147,7 +147,7 @@ class PiecePool:
             stream_rows(args, sockets, remaining_s())
 
     def digest(self, add: Callable[[memoryview], None], ids: Ids, part: UnitPart | None, buffer: Bytes | None) -> None:
-        """Give `add` the bytes of some blocks or units, in the order in which they travel."""
+        """Pass the bytes of some blocks or units to `add`, in transfer order."""
         if buffer is not None and part is not None:
             add(self._image(ids, part, buffer).data)
             return
@@ -161,20 +161,22 @@ class PiecePool:
                 add(table[row].data)
 
     def _slices(self, part: UnitPart | None) -> int:
-        """Into how many equal parts, of whole layers or K or V of one, a block or unit is cut to be digested."""
+        """The number of equal parts, of whole layers or K or V of one, into which a block or unit is cut to be
+        digested.
+        """
         size, layout = self.unit_bytes(part), self.layout
         outer = layout.sides * (layout.num_layers if part is None else part.num_layers)
         return next((n for n in range(1, outer) if outer % n == 0 and size <= n * STEP_BYTES), outer)
 
     def _rows(self, ids: Ids, part: UnitPart | None) -> tuple[int, Ids]:
-        """(bytes of a row, numbers of the rows). Raises TransferError for what the pool does not have."""
+        """(bytes of a row, numbers of the rows). Raises TransferError for rows outside of the pool."""
         most = self._num_blocks if part is None else self.units.num_units
         if ids.size and not 0 <= ids.min() <= ids.max() < most:
-            raise TransferError(f"blocks or units {ids.min()} to {ids.max()} of a pool of {most}")
+            raise TransferError(f"blocks or units {ids.min()} to {ids.max()} are not in a pool of {most}")
         return (self.layout.block_bytes, ids) if part is None else self.units.row_ids(ids, part)
 
     def _row_table(self, ids: Ids, part: UnitPart | None) -> Ids:
-        """Rows in the order in which they travel, adjacent ones as one: (n, 2), offset in the pool and length."""
+        """Rows in transfer order, adjacent ones merged: (n, 2), offset in the pool and length."""
         row_bytes, rows = self._rows(ids, part)
         starts = run_starts(rows)
         return np.stack((rows[starts] * row_bytes, np.diff(starts, append=rows.size) * row_bytes), axis=1)
@@ -187,22 +189,20 @@ class PiecePool:
     def _image(self, ids: Ids, part: UnitPart, buffer: Bytes) -> Bytes:
         size = ids.size * self.units.unit_bytes(part)
         if size > buffer.size:
-            raise TransferError(f"{size} bytes at a time, in a buffer of {buffer.size}")
+            raise TransferError(f"{size} bytes at a time do not fit a buffer of {buffer.size}")
         return buffer[:size]
 
 
 def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float, *, in_blocks: bool) -> MovePlan:
-    """Whole blocks where both sides have the same ones, else units.
+    """Plan a piece to send: whole blocks if both sides have the same ones, else units.
 
-    Args:
-        in_blocks: the receiver takes whole blocks.
+    Args: in_blocks: the receiver accepts whole blocks.
 
-    Raises:
-        TransferError: the ticket or the order contradicts itself.
+    Raises: TransferError: the ticket or the order contradicts itself.
     """
     send, heads, own, theirs = piece.send, piece.heads, pool.layout, piece.card.layout
     whole = own.block_size == theirs.block_size and own.num_kv_heads == theirs.num_kv_heads == heads.num_heads
-    whole = whole and len(piece.layers) == own.num_layers  # else a block is no piece of memory
+    whole = whole and len(piece.layers) == own.num_layers  # else a block is not one piece of memory
     part = None if whole and in_blocks and pool.on_host else piece.part
     ids = piece_ids(
         send.block_ids, own.block_size, send.start, send.stop, table_start=send.start, in_units=part is not None
@@ -221,7 +221,7 @@ def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float, *, in_bloc
 
 
 def plan_receiving(offer: Offer, incoming: Incoming, pool: PiecePool) -> MovePlan:
-    """Where the bytes of an offer go.
+    """Plan the destination of an offer's bytes.
 
     Raises:
         TransferError: they are not wanted here, or not in that form, or the offer contradicts itself.
@@ -231,11 +231,13 @@ def plan_receiving(offer: Offer, incoming: Incoming, pool: PiecePool) -> MovePla
     in_units = offer.form == "units"
     whole = pool.on_host and (piece.num_heads, piece.num_layers) == (layout.num_kv_heads, layout.num_layers)
     if not in_units and not whole:
-        raise TransferError(f"{piece} cannot be whole blocks here")
+        raise TransferError(f"{piece} cannot be received as whole blocks")
     start, size = incoming.ticket.start, layout.block_size
     ids = piece_ids(incoming.block_ids, size, piece.start, piece.stop, table_start=start, in_units=in_units)
     part = piece.part if in_units else None
     num_bytes = ids.size * pool.unit_bytes(part)
     if offer.num_bytes != num_bytes or offer.per_batch < 1:
-        raise TransferError(f"{piece} has {num_bytes} bytes here, {offer.num_bytes} by {offer.per_batch} are offered")
+        raise TransferError(
+            f"{piece} has {num_bytes} bytes here, but {offer.num_bytes} in batches of {offer.per_batch} are offered"
+        )
     return MovePlan(offer, ids, part)

@@ -1,6 +1,6 @@
-"""The sockets of `p2p` links: unix within a host, TCP between hosts; KV goes straight out of the pools and into them.
+"""The sockets of `p2p` links: unix within a host, TCP between hosts; KV goes directly from pool to pool.
 
-All of a piece is one call of the compiled kernel; what goes without it, and frames, are calls of the socket module.
+A whole piece is one call of the compiled kernel; without it, and for frames, the socket module is used.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ Rows = Sequence[memoryview]
 
 IOV_MAX = 1024
 UNIX_BUFFER_BYTES = 4 << 20
-"""Asked for; the system gives at most net.core.wmem_max. A piece that fits leaves its sender free at once."""
+"""Requested buffer size; the system gives at most net.core.wmem_max. A piece that fits frees its sender at once."""
 
 BACKLOG = 1024
 """Connections that the kernel keeps until the listener's thread takes them: a burst of strangers fills no queue."""
@@ -38,18 +38,20 @@ _SECONDS = struct.Struct("@ll")
 
 
 def host_id() -> str:
-    """Who has the same one reaches this process' abstract unix sockets, and may: the boot, the namespaces, the user."""
+    """An id shared by processes that can reach, and may use, each other's abstract unix sockets: boot, namespaces,
+    user.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         spaces = [os.stat(f"/proc/self/ns/{name}") for name in ("net", "user")]
     except OSError:
-        return ""  # nobody has the same one
+        return ""  # no other process has the same one
     names = [boot, str(os.geteuid()), *(f"{space.st_dev}.{space.st_ino}" for space in spaces)]
     return hashlib.sha256("/".join(names).encode()).hexdigest()[:16]
 
 
 def listen(host: str) -> tuple[socket.socket, socket.socket, str]:
-    """A unix and a TCP socket that listen, and the unix one's abstract name. Raises OSError."""
+    """A listening unix and TCP socket, and the unix one's abstract name. Raises OSError."""
     name = f"pdkv-p2p-{secrets.token_hex(8)}"
     within = socket.socket(socket.AF_UNIX)
     try:
@@ -62,7 +64,7 @@ def listen(host: str) -> tuple[socket.socket, socket.socket, str]:
 
 
 def connect(unix_name: str, address: tuple[str, int], timeout_s: float) -> socket.socket:
-    """A connection to the abstract unix socket where a name is given, else to the TCP address. Raises OSError."""
+    """A connection to the abstract unix socket if a name is given, else to the TCP address. Raises OSError."""
     if not unix_name:
         return socket.create_connection(address, timeout_s)
     made = socket.socket(socket.AF_UNIX)
@@ -97,7 +99,7 @@ class Connection:
         self.send_rows([memoryview(data)], timeout_s)
 
     def receive(self, size: int, timeout_s: float) -> bytes:
-        """Wait for so many bytes."""
+        """Wait for this many bytes."""
         data = bytearray(size)
         self.receive_rows([memoryview(data)], timeout_s)
         return bytes(data)
@@ -114,31 +116,31 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether the peer has neither closed the connection nor said something that nobody asked for."""
+        """Whether the peer has neither closed the connection nor sent anything unrequested."""
         found = select.poll()
         found.register(self.socket, select.POLLIN)
         return not found.poll(0)
 
     @property
     def has_left(self) -> bool:
-        """Whether the peer has closed the connection, whatever it said before."""
+        """Whether the peer has closed the connection, whatever it sent before."""
         found = select.poll()
         found.register(self.socket, select.POLLRDHUP)
         return bool(found.poll(0))
 
     def pipe(self) -> tuple[int, int]:
-        """A pipe through which memory goes to a unix socket without a copy; NO_PIPE where that cannot be."""
+        """A pipe through which memory is sent to a unix socket without a copy; NO_PIPE if that is not possible."""
         if self._pipe is None:
             self._pipe = _new_pipe() if self.is_unix and can_splice() else NO_PIPE
         return self._pipe
 
     def interrupt(self) -> None:
-        """By any thread: the connection ends, and a thread that waits here wakes up with PeerGone."""
+        """End the connection from any thread; a waiting thread wakes up with PeerGone."""
         with contextlib.suppress(OSError):  # the peer was faster
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """By the thread that uses it. Idempotent."""
+        """Close, on the thread that uses it. Idempotent."""
         self.interrupt()
         self.socket.close()
         pipe, self._pipe = self._pipe or NO_PIPE, NO_PIPE
@@ -154,29 +156,29 @@ class Connection:
                     raise PeerGone(f"{self.peer} closed the connection")
                 rows = _rest(rows, moved)
         except BlockingIOError:
-            raise TransferTimeout(f"{self.peer}: nothing moves for {timeout_s:g} s") from None
+            raise TransferTimeout(f"{self.peer}: no data moved for {timeout_s:g} s") from None
         except OSError as error:
             raise PeerGone(f"{self.peer}: {error.strerror or error}") from error
 
 
 def stream_rows(args: StreamArgs, connections: Sequence[Connection], timeout_s: float) -> None:
-    """Have the kernel move rows over one socket or two. Raises as `Connection` does."""
+    """Have the kernel move rows over one socket or two. Raises the same as `Connection`."""
     for i, connection in enumerate(connections):
         args.fds[i] = connection.socket.fileno()
-        with contextlib.suppress(OSError):  # closed: the call finds it, too
+        with contextlib.suppress(OSError):  # closed: the call finds out, too
             _limit(connection.socket, socket.SO_SNDTIMEO if args.sends else socket.SO_RCVTIMEO, timeout_s)
     args.deadline_ns = int((MONOTONIC.now() + timeout_s) * 1e9)
     number = stream(args)
     peer = connections[0].peer
     if number == errno.EAGAIN:
-        raise TransferTimeout(f"{peer}: nothing moves for {timeout_s:g} s")
+        raise TransferTimeout(f"{peer}: no data moved for {timeout_s:g} s")
     if number:
         raise PeerGone(f"{peer}: {os.strerror(number)}")
 
 
 @cache
 def can_splice() -> bool:
-    """Whether the system sends memory to a unix socket without a copy: not every sandbox lets it."""
+    """Whether the system sends memory to a unix socket without a copy: not every sandbox allows it."""
     data = np.arange(2, dtype=np.int64)  # its own row table: from offset 0 on, one byte
     sent, received = socket.socketpair(socket.AF_UNIX)
     with sent, received:
@@ -197,7 +199,7 @@ def _new_pipe() -> tuple[int, int]:
         pipe = os.pipe()
     except OSError:  # no descriptors are left: memory is copied
         return NO_PIPE
-    with contextlib.suppress(OSError):  # the user has many large ones: a small one does, too
+    with contextlib.suppress(OSError):  # the user has many large ones: a small one works, too
         fcntl.fcntl(pipe[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
     return pipe
 
@@ -209,13 +211,13 @@ def _close_pipe(pipe: tuple[int, int]) -> None:
 
 
 def _limit(connection: socket.socket, option: int, seconds: float) -> None:
-    """How long a call on a blocking socket may take; 0 would be for ever."""
+    """How long a call on a blocking socket may take; 0 would mean no limit."""
     whole, part = divmod(max(seconds, 1e-3), 1)
     connection.setsockopt(socket.SOL_SOCKET, option, _SECONDS.pack(int(whole), int(part * 1e6)))
 
 
 def _rest(rows: Rows, moved: int) -> Rows:
-    """What is left of rows of which the first `moved` bytes are done; the first row may begin in its middle."""
+    """The rest of rows of which the first `moved` bytes are done; the first row may begin in its middle."""
     for number, row in enumerate(rows):
         if moved < len(row):
             return [row[moved:], *rows[number + 1 :]]

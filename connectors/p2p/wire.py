@@ -1,8 +1,8 @@
-"""What the two ends of a `p2p` link say to each other beside the KV itself: typed frames on a socket.
+"""Typed frames between the two ends of a `p2p` link, on the socket that also carries the KV.
 
-The sender connects, both ends prove who they are (peer/auth.py), and the receiver says Welcome when it has room. Then
-per piece: Offer, Accepted, the KV as it lies, End, Delivered. Anything may be answered by Refused. A frame is a sealed
-header and msgpack.
+The sender connects, both ends authenticate (peer/auth.py), and the receiver says Welcome when it has room. Then per
+piece: Offer, Accepted, the raw KV, End, Delivered. Any frame may be answered by Refused. A frame is a sealed header and
+msgpack.
 """
 
 import socket
@@ -29,11 +29,13 @@ from pdkv.errors import (
 from pdkv.wire.decoding import decode_total
 
 FRAMES_VERSION = 2
-"""Of all that is said on a link: cards carry it, and engines of two versions exchange nothing."""
+"""Version of everything sent on a link: cards carry it, and engines of two versions exchange nothing."""
 
 CHANNEL = f"p2p/{FRAMES_VERSION}"
 NCCL = "nccl"
-"""The purpose of a link whose KV goes over NCCL. Of others: none, or the token of a link that gets a second socket."""
+"""The purpose of a link with KV over NCCL. Other links have none, or the token of the link that gets a second
+socket.
+"""
 
 MAX_FRAME_BYTES = 1 << 20
 _REASONS: dict[str, type[TransferError]] = {
@@ -52,27 +54,27 @@ _REASONS: dict[str, type[TransferError]] = {
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
-    """How a rank is reached: in the engine's card. `secret` is known to who has the card, and to nobody else."""
+    """How a rank is reached: part of the engine's card. `secret` is known only to holders of the card."""
 
     frames: int  # FRAMES_VERSION; stays the first field
-    host_id: str  # within it, and only there, the abstract unix socket can be reached
+    host_id: str  # the host, within which alone the abstract unix socket can be reached
     unix_name: str
     host: str
     port: int
     secret: bytes
-    in_blocks: bool  # whole blocks can be taken as they lie: the pool is in host memory
-    gpu: str = ""  # which one, where NCCL can be used
+    in_blocks: bool  # whole blocks can be received directly: the pool is in host memory
+    gpu: str = ""  # the GPU, if NCCL can be used
 
     def __repr__(self) -> str:
         return f"Address({self.unix_name!r}, {self.host!r}, {self.port}, secret not shown)"
 
 
 def why_not_nccl(own: Address, peer: Address) -> str:
-    """Why KV does not go over NCCL between two ranks; "": it does."""
+    """Why KV is not sent over NCCL between two ranks; "": it is."""
     if not (own.gpu and peer.gpu):
-        return "not both of them keep KV on a GPU and have NCCL"
+        return "at least one of them does not keep KV on a GPU or lacks NCCL"
     if own.gpu == peer.gpu:
-        return f"both keep KV on GPU {own.gpu}, and NCCL refuses two ranks on one GPU"
+        return f"both keep KV on GPU {own.gpu}, but NCCL refuses two ranks on one GPU"
     return ""
 
 
@@ -85,12 +87,12 @@ _addresses = msgspec.msgpack.Decoder(Address)
 
 
 def read_address(blob: bytes) -> Address:
-    """Raises IncompatiblePeers for frames of another version, MalformedMessage for what is no address."""
+    """Decode an address. Raises IncompatiblePeers for frames of another version, and MalformedMessage."""
     version = decode_total(_versions, blob).frames
     if version != FRAMES_VERSION:
         raise IncompatiblePeers(
-            f"it speaks version {version} of p2p's frames, and this engine version {FRAMES_VERSION}: "
-            "run the same pdkv on both"
+            f"it speaks version {version} of p2p's frames, but this engine version {FRAMES_VERSION}: run the same "
+            "pdkv on both"
         )
     return decode_total(_addresses, blob)
 
@@ -106,21 +108,21 @@ class Welcome(_Frame, frozen=True):
 
 
 class Put(_Frame, frozen=True):
-    """While an NCCL group is made: a value that the other end looks for."""
+    """While an NCCL group is made: a value for the other end."""
 
     key: str
     value: bytes
 
 
 class Offer(_Frame, frozen=True, kw_only=True):
-    """A piece that the sender has, as the receiver counts."""
+    """A piece that the sender has, in the receiver's numbering."""
 
     transfer_id: str
     attempt: int
     piece: PieceRange
     form: Literal["blocks", "units"]  # blocks: of all layers
     num_bytes: int
-    per_batch: int  # blocks or units that go over one socket, before those that go over the next
+    per_batch: int  # blocks or units sent over one socket before the next one has its turn
     num_sockets: int = 1
     timeout_s: float
 
@@ -130,7 +132,7 @@ class Accepted(_Frame, frozen=True):
 
 
 class End(_Frame, frozen=True):
-    """All of the piece is on its way."""
+    """All of the piece has been sent."""
 
     body: bytes = b""  # the xxh3-128 of all bytes, seeded by the session; over TCP, without digests
     digests: bytes = b""  # of the KV, by transfer/digest.py
@@ -141,7 +143,7 @@ class Delivered(_Frame, frozen=True):
 
 
 class Refused(_Frame, frozen=True):
-    """Why not; `code` is a TransferError's."""
+    """A refusal with its reason; `code` is a TransferError's."""
 
     code: str
     text: str
@@ -154,7 +156,7 @@ _decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
 
 
 def refusal(error: PdkvError) -> Refused:
-    """An error on its way to the peer."""
+    """The frame for an error."""
     return Refused(error.code, str(error)[:500])
 
 
@@ -162,23 +164,23 @@ class Control:
     """One end of a link's frames, on its first socket. One thread uses it; any may `interrupt` it.
 
     All errors are TransferErrors: PeerGone when the connection ended, TransferTimeout when the peer is silent,
-    Unauthenticated for what the peer has not said, TransferError for what is no frame.
+    Unauthenticated for data that is not the peer's, TransferError for an invalid frame.
     """
 
     def __init__(self, connected: socket.socket, peer: str, session: Session | None = None) -> None:
-        """`session`: None for an end that dials, which has to `greet` first."""
+        """`session`: None for an end that dials, which must call `greet` first."""
         self.connection = Connection(connected, peer)
         self._peer = peer
         self._session = session
 
     @property
     def session(self) -> Session:
-        """What both ends have agreed upon."""
-        assert self._session is not None, "greet comes first"
+        """The session that both ends have agreed upon."""
+        assert self._session is not None, "greet must be called first"
         return self._session
 
     def greet(self, secret: bytes, source: Party, target: Party, timeout_s: float, purpose: str = "") -> None:
-        """Prove who this is, and have the other end prove it. Raises also what `dial` does."""
+        """Authenticate both ends. Also raises what `dial` raises."""
         connected = self.connection.socket
         self._session = dial(connected, secret, CHANNEL, source, target, timeout_s, purpose)
         connected.setblocking(True)
@@ -190,7 +192,7 @@ class Control:
         self.connection.send(header + data, timeout_s)
 
     def receive(self, timeout_s: float, *, idle_s: float | None = None) -> Frame:
-        """Wait for a frame, for its beginning up to `idle_s` where that is given."""
+        """Wait for a frame; for its beginning, up to `idle_s` if that is given."""
         header = self.connection.receive(HEADER_BYTES, timeout_s if idle_s is None else idle_s)
         size, digest = self.session.receiving.open(header)
         if not 0 < size <= MAX_FRAME_BYTES:
@@ -216,9 +218,9 @@ class Control:
         return answer
 
     def interrupt(self) -> None:
-        """By any thread: the connection ends, and a thread that waits here wakes up with PeerGone."""
+        """End the connection from any thread; a waiting thread wakes up with PeerGone."""
         self.connection.interrupt()
 
     def close(self) -> None:
-        """By the thread that uses it. Idempotent."""
+        """Close, on the thread that uses it. Idempotent."""
         self.connection.close()

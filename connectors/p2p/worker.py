@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     import torch
 
 REGISTRATION_S = 5.0
-"""How long an offer waits for its receive: a rank hears of it behind the steps that are under way."""
+"""Seconds that an offer waits for its receive: a rank is told of it after the steps in progress."""
 
 MAX_KNOWN_RECEIVES = 4096
-"""Receives that were registered once: an offer for one of them that has ended is refused at once."""
+"""Past receives to remember: an offer for one that has ended is refused at once."""
 
 
 class P2PWorker(PushWorker):
-    """One rank's side."""
+    """One rank's worker side."""
 
     def __init__(
         self, config: ConnectorConfig, notify: Callable[[], None], options: P2POptions, peers: P2PPeers
@@ -49,7 +49,7 @@ class P2PWorker(PushWorker):
             num_shared=0, idle_s=options.idle_s, max_lanes=options.max_links, thread_name="pdkv-p2p-send"
         )
         super().__init__(config, notify, peers, timeout_s=options.timeout_s, lanes=lanes)
-        self.num_links = 0  # made for sending, since the start
+        self.num_links = 0  # links made for sending, since the start
         self.listener: LinkListener | None = None
         self._p2p_peers = peers
         self._options = options
@@ -57,7 +57,7 @@ class P2PWorker(PushWorker):
         self._pool: PiecePool | None = None
         self._address: Address | None = None
         self._busy_lock = threading.Lock()
-        self._busy: dict[Job, set[Outbound | Link]] = {}  # links that a job's pieces travel on now
+        self._busy: dict[Job, set[Outbound | Link]] = {}  # links that a job's pieces currently use
         self._registered = threading.Condition()
         self._known: OrderedDict[TransferKey, None] = OrderedDict()
 
@@ -76,7 +76,7 @@ class P2PWorker(PushWorker):
         self.start_threads()
 
     def handshake(self) -> bytes:
-        assert self._address is not None, "register_kv_caches comes first"
+        assert self._address is not None, "register_kv_caches must be called first"
         return msgspec.msgpack.encode(self._address)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
@@ -94,15 +94,15 @@ class P2PWorker(PushWorker):
     # --- what has to stop -----------------------------------------------------------------------------------------
 
     def interrupt(self, job: Job) -> bool:
-        """Break the links that the job is on; its threads then end it."""
-        with self._busy_lock:  # no link goes on to another job meanwhile
+        """Break the links that the job uses; its threads then end it."""
+        with self._busy_lock:  # meanwhile no link moves on to another job
             for link in self._busy.get(job, ()):
                 link.interrupt()
         return True
 
     @contextmanager
     def _travels(self, job: Job, link: Outbound | Link) -> Iterator[None]:
-        """Let `interrupt` know where the job is. Raises TransferCancelled if it has to stop already."""
+        """Tell `interrupt` where the job is. Raises TransferCancelled if it must already stop."""
         with self._busy_lock:
             self._busy.setdefault(job, set()).add(link)
         try:
@@ -135,9 +135,9 @@ class P2PWorker(PushWorker):
             try:
                 link.send_piece(job, plan, pool, self.begin_digests(piece))
                 if not isinstance(link.control.expect(job.remaining_s()), Delivered):
-                    raise TransferError("the receiver did not say that it has the piece")
+                    raise TransferError("the receiver did not confirm the piece")
             except BaseException:
-                scratch.close()  # the receiver waits for what will not come
+                scratch.close()  # the receiver waits for data that will not come
                 raise
         return plan.offer.num_bytes
 
@@ -155,7 +155,7 @@ class P2PWorker(PushWorker):
         """Receive a piece, on the link's thread. A refused offer leaves the link as it is.
 
         Raises:
-            TransferError: the link cannot be used any more; its transfer has failed.
+            TransferError: the link can no longer be used; its transfer has failed.
         """
         try:
             job, plan, pool = self._expect(offer)
@@ -178,7 +178,7 @@ class P2PWorker(PushWorker):
         self.leave(job)
         try:
             self.landed(job, offer.piece, offer.num_bytes, digests, sender, own)
-        except KVCorrupted as error:  # the link is as it was: nothing more of this piece comes
+        except KVCorrupted as error:  # the link is as before: nothing more of this piece comes
             link.control.send(refusal(error), timeout_s)
             return
         link.control.send(Delivered(), timeout_s)
@@ -187,11 +187,11 @@ class P2PWorker(PushWorker):
         """The receive that an offer is for, entered, and where its bytes go.
 
         Raises:
-            TransferError: nobody wants that here.
+            TransferError: it is not wanted here.
         """
         key, pool = TransferKey(offer.transfer_id, offer.attempt), self._pool
         if pool is None:
-            raise TransferCancelled("this engine stops")
+            raise TransferCancelled("this engine is stopping")
         with self._registered:
             until = self.clock.now() + min(offer.timeout_s, REGISTRATION_S)
             self.clock.wait_for(self._registered, lambda: key in self._known, until)
@@ -204,7 +204,7 @@ class P2PWorker(PushWorker):
 
 
 def _gpu_of(kv_cache: "torch.Tensor") -> str:
-    """Which GPU that is on, where NCCL can be used; else nothing."""
+    """The GPU of that device, if NCCL can be used; else empty."""
     import torch.distributed
 
     if not kv_cache.is_cuda or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():

@@ -1,1 +1,1 @@
-"""Shared by transports between two engines: cards of peers, the base classes of pull and push, authentication."""
+"""Common parts of transports between two engines: cards of peers, the base classes of pull and push, authentication."""

@@ -1,9 +1,10 @@
 """How the two ends of a connection authenticate each other: challenge and response, then headers with a MAC.
 
-A listener has a secret, which is in its engine's card and nowhere else. Who dials says who it is and whom it means; the
-listener proves that it knows the secret, then the dialer does. The secret itself is never sent: whoever holds the port,
-or listens in, learns nothing. Both proofs and all keys cover everything that was said: the channel, both ends' names
-(engine, epoch, rank) and both nonces; so none of it can be replayed, or sent back to where it came from.
+A listener has a secret, which is in its engine's card and nowhere else. The dialer names itself and the rank it wants;
+the listener proves that it knows the secret, then the dialer does. The secret itself is never sent, so that neither an
+impostor on the port nor an eavesdropper learns anything. Both proofs and all keys cover everything that was said: the
+channel, both ends' names (engine, epoch, rank) and both nonces; so none of it can be replayed, or sent back to where it
+came from.
 
     dialer                                  listener
     Hello(channel, names, nonce)      →
@@ -46,11 +47,11 @@ class Party(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Greeting(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Base of what is said before the ends know each other."""
+    """Base of the messages sent before authentication."""
 
 
 class Hello(_Greeting, frozen=True):
-    """Who dials, whom it means, and what for."""
+    """The dialer, the rank that it wants, and the purpose."""
 
     version: int
     channel: str
@@ -58,11 +59,11 @@ class Hello(_Greeting, frozen=True):
     source: Party
     target: Party
     timeout_s: float  # how long the dialer waits
-    purpose: str = ""  # of this connection among those of the channel
+    purpose: str = ""  # number of this connection among those of the channel
 
 
 class Challenge(_Greeting, frozen=True):
-    """The listener's nonce, and the proof that it knows the secret."""
+    """The listener's nonce, and its proof that it knows the secret."""
 
     nonce: bytes
     proof: bytes
@@ -81,9 +82,9 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class Seal:
-    """One direction of a connection whose ends know each other: headers are made at one end and opened at the other.
+    """One direction of an authenticated connection: headers are made at one end and opened at the other.
 
-    A header that was changed, repeated, left out or put elsewhere is found before its body is waited for.
+    A header that was changed, repeated, omitted or moved is detected before its body is awaited.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -94,7 +95,7 @@ class Seal:
         """The header of the next message to send, HEADER_BYTES long.
 
         Args:
-            digest: 16 bytes that stand for the body, such as `digest_of` it.
+            digest: 16 bytes that stand for the body, such as its `digest_of`.
         """
         fields = _FIELDS.pack(self._number, length, digest)
         self._number += 1
@@ -104,7 +105,7 @@ class Seal:
         """Check the header of the next message received; returns the body's length and digest.
 
         Raises:
-            Unauthenticated: the peer has not made this header, or not as the next one.
+            Unauthenticated: the header is not the peer's, or not its next one.
         """
         fields, tag = header[: _FIELDS.size], header[_FIELDS.size :]
         if not hmac.compare_digest(tag, self._tag(fields)):
@@ -122,21 +123,21 @@ class Seal:
 
 
 def digest_of(body: bytes | bytearray | memoryview) -> bytes:
-    """16 bytes that stand for a body: nobody finds another body with the same ones."""
+    """16 bytes that stand for a body: no other body with the same digest can be found."""
     return hashlib.blake2b(body, digest_size=16).digest()
 
 
 class Session(NamedTuple):
-    """What both ends have agreed upon: who dials, and the seal of each direction (keys and message numbers)."""
+    """The agreed session: the dialer, and the seal of each direction (keys and message numbers)."""
 
     hello: Hello
     sending: Seal
     receiving: Seal
-    seed: int  # of digests of what has no seal of its own; 64 bits that nobody else knows
+    seed: int  # seed of digests of unsealed data; 64 bits that only the two ends know
 
 
 class Acceptor:
-    """The listener's end of one greeting: bytes in, bytes out; no I/O, and a bounded amount of memory."""
+    """The listener's end of one greeting: bytes in, bytes out; no I/O, and limited memory."""
 
     def __init__(self, secret: bytes, channel: str) -> None:
         self.session: Session | None = None  # once the dialer has proven itself
@@ -147,10 +148,10 @@ class Acceptor:
         self._hello: Hello | None = None
 
     def feed(self, data: bytes) -> bytes:
-        """Take what has come; returns what to send.
+        """Take received bytes; returns the bytes to send.
 
         Raises:
-            Unauthenticated: whoever that is, it does not know the secret, or speaks something else.
+            Unauthenticated: the dialer does not know the secret, or speaks another protocol.
         """
         self._buffer += data
         reply = b""
@@ -174,7 +175,7 @@ class Acceptor:
             return None
         (size,) = _LENGTH.unpack_from(self._buffer)
         if not 0 < size <= MAX_GREETING_BYTES:
-            raise Unauthenticated(f"a greeting of {size} bytes")
+            raise Unauthenticated(f"a greeting of {size} bytes is too long")
         end = _LENGTH.size + size
         if len(self._buffer) < end:
             return None
@@ -208,7 +209,7 @@ def dial(
     """The dialer's end of a greeting, on a connection that has just been made. Blocks up to `timeout_s`.
 
     Raises:
-        Unauthenticated: whoever listens there does not know the secret, which it has not learnt.
+        Unauthenticated: the listener does not know the secret, and has not learned it.
         PeerGone: the connection was closed.
         TransferTimeout: the other end is silent.
     """
@@ -227,7 +228,7 @@ def dial(
     expected = _derive(secret, "listener's proof", transcript)
     if len(challenge.nonce) != _NONCE_BYTES or not hmac.compare_digest(challenge.proof, expected):
         raise Unauthenticated(
-            f"whatever listens in place of engine {target.engine} rank {target.rank} does not know its secret"
+            f"the listener in place of engine {target.engine} rank {target.rank} does not know its secret"
         )
     _send(connection, _greeting(Answer(_derive(secret, "dialer's proof", transcript))), deadline)
     return _session(secret, hello, transcript, dials=True)

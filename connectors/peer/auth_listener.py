@@ -1,4 +1,4 @@
-"""Listening sockets: one thread authenticates whoever connects, and strangers cannot keep peers out.
+"""Listening sockets: one thread authenticates all connections, and strangers cannot keep peers out.
 
 Connections that are not authenticated yet are kept in a small pool, which bounds their number, their number per source
 and their age; if it is full, the oldest is closed. A connection leaves the pool when it has proven that it knows the
@@ -27,14 +27,14 @@ logger = logging.getLogger(__name__)
 
 _ACCEPTS_PER_TURN = 32
 _PAUSE_S = 0.1
-"""Without descriptors, and without a stranger to take one from, nobody is accepted for so long."""
+"""Seconds without accepting, if there are no descriptors and no stranger to take one from."""
 
 _CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(eq=False)
 class _Stranger:
-    """A connection that has not said who it is."""
+    """A connection that is not authenticated yet."""
 
     connection: socket.socket
     source: str
@@ -46,11 +46,10 @@ class AuthListener:
     """Accepts connections and authenticates them.
 
     Args:
-        listeners: TCP or unix; owned from now on. On a unix socket only processes of this user get so far.
-        secret: of this rank; channel: what the connections are for.
-        handshake_timeout_s: a stranger has so long.
-        welcome: called on its thread with a connection (blocking) whose peer is known, the session, and a name
-            for logs. It owns the connection; it must not block.
+        listeners: TCP or unix; owned from now on. On a unix socket only processes of this user are admitted. secret: of
+            this rank; channel: the purpose of the connections. handshake_timeout_s: limit for each stranger. welcome:
+            called on its thread with an authenticated connection (blocking), the session, and a name for logs. It owns
+            the connection; it must not block.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class AuthListener:
         self._channel = channel
         self._timeout_s = handshake_timeout_s
         self._welcome = welcome
-        self._strangers: OrderedDict[int, _Stranger] = OrderedDict()  # by descriptor, the oldest first
+        self._strangers: OrderedDict[int, _Stranger] = OrderedDict()  # by descriptor, oldest first
         self._paused_until = 0.0
         self._clock = clock
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -84,11 +83,11 @@ class AuthListener:
 
     @property
     def num_strangers(self) -> int:
-        """Connections that are not authenticated yet."""
+        """Number of connections that are not authenticated yet."""
         return len(self._strangers)
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread and all strangers; False: it does not end in time. Idempotent."""
+        """End the thread and all strangers; False: it did not end in time. Idempotent."""
         return not self._thread.is_alive or self._thread.stop(timeout_s)
 
     # --- the thread -------------------------------------------------------------------------------------------------
@@ -98,7 +97,7 @@ class AuthListener:
             while not stopping.is_set():
                 try:
                     self._turn()
-                except Exception:  # whatever it was, the next one is served
+                except Exception:  # whatever the error was, the next connection is served
                     logger.exception("a connection could not be served")
                     self._clock.wait(stopping, self._clock.now() + _PAUSE_S)
         finally:
@@ -140,7 +139,7 @@ class AuthListener:
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._make_room_after(error)
-                return  # or the connection has gone meanwhile
+                return  # or the connection is gone in the meantime
             source = self._source_of(connection, address)
             if source is None:
                 self.num_refused += 1
@@ -156,7 +155,7 @@ class AuthListener:
             self._selector.register(connection, selectors.EVENT_READ)
 
     def _source_of(self, connection: socket.socket, address: object) -> str | None:
-        """Where a connection comes from; None: from another user of this host, who has no business here."""
+        """The origin of a connection; None: another user of this host, which is refused."""
         if connection.family != socket.AF_UNIX:
             return str(address[0]) if isinstance(address, tuple) else str(address)
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -164,7 +163,9 @@ class AuthListener:
         return f"uid {uid}" if uid == os.geteuid() else None
 
     def _make_room_after(self, error: OSError) -> None:
-        """No descriptor for who connects: a stranger gives its own back, or the listener rests."""
+        """Make room when there is no descriptor for a new connection: a stranger gives up its own, or the listener
+        rests.
+        """
         if self._strangers:
             self._refuse(next(iter(self._strangers.values())), "no file descriptors are left")
             return
@@ -182,7 +183,7 @@ class AuthListener:
             if reply and stranger.connection.send(reply) != len(reply):
                 raise Unauthenticated("it does not read")
         except BlockingIOError:
-            return  # what was ready was another one's, which had this descriptor before
+            return  # a ready event for another connection, which had this descriptor before
         except (Unauthenticated, OSError) as error:
             self._refuse(stranger, str(error))
             return
@@ -191,7 +192,7 @@ class AuthListener:
             try:
                 stranger.connection.setblocking(True)
                 self._welcome(stranger.connection, stranger.acceptor.session, stranger.source)
-            except Exception:  # one connection must not take the thread with it
+            except Exception:  # one connection must not take the thread down with it
                 logger.exception("a connection from %s could not be served", stranger.source)
                 stranger.connection.close()
 

@@ -1,4 +1,4 @@
-"""The peers with which KV can be exchanged. Each card is checked once, when it arrives, and removed by incarnation."""
+"""The peers with which KV can be exchanged. Each card is checked once, on arrival, and removed by incarnation."""
 
 import logging
 import threading
@@ -23,7 +23,7 @@ Blob = TypeVar("Blob")
 
 
 def check_compatible(config: ConnectorConfig, card: EngineCard) -> None:
-    """Check that this engine and that one can exchange KV; block sizes and numbers of ranks may differ.
+    """Check that this engine and another one can exchange KV; block sizes and numbers of ranks may differ.
 
     Raises:
         IncompatiblePeers: they cannot; the message has both sides' values.
@@ -31,8 +31,8 @@ def check_compatible(config: ConnectorConfig, card: EngineCard) -> None:
     own_version, version = config.plan.wire_version, card.wire_versions.get(card.connector)
     if own_version and version not in (None, own_version):
         raise IncompatiblePeers(
-            f"connector {card.connector} speaks version {own_version} in engine {config.engine} and version "
-            f"{version} in engine {card.engine} (pdkv {card.version or '?'}): run the same pdkv on both"
+            f"connector {card.connector} speaks version {own_version} in engine {config.engine} but version {version} "
+            f"in engine {card.engine} (pdkv {card.version or '?'}): run the same pdkv on both"
         )
     own, peer = config.layout, card.layout
     pairs: list[tuple[str, object, object]] = [
@@ -58,19 +58,19 @@ def check_compatible(config: ConnectorConfig, card: EngineCard) -> None:
     expected = len(rank_heads(0, card.tp, own.kv_heads_of_all_ranks))
     if peer.num_kv_heads != expected:
         raise IncompatiblePeers(
-            f"engine {card.engine} says {peer.num_kv_heads} KV heads a rank, {card.tp} ranks have {expected}"
+            f"engine {card.engine} says {peer.num_kv_heads} KV heads a rank, but {card.tp} ranks have {expected}"
         )
 
 
 def decode_ranks(card: EngineCard, decoder: msgspec.msgpack.Decoder[Blob], what: str) -> list[Blob]:
-    """What a card says of each rank. Raises IncompatiblePeers where that is not `what` the connector needs."""
+    """The parts of a card, by rank. Raises IncompatiblePeers if they are not the `what` that the connector needs."""
     who = f"engine {card.engine} (connector {card.connector}): its card names no {what}"
     try:
         ranks = [decode_total(decoder, blob) for blob in card.rank_blobs]
     except MalformedMessage as error:
         raise IncompatiblePeers(f"{who}: {error}") from error
     if len(ranks) != card.tp:
-        raise IncompatiblePeers(f"{who}: it describes {len(ranks)} ranks of {card.tp}")
+        raise IncompatiblePeers(f"{who}: it describes {len(ranks)} of {card.tp} ranks")
     return ranks
 
 
@@ -79,7 +79,7 @@ class PeerCards:
 
     def __init__(self, config: ConnectorConfig) -> None:
         self.config = config
-        self._lock = threading.Lock()  # guards what follows, in subclasses, too
+        self._lock = threading.Lock()  # guards the following, in subclasses, too
         self._cards: dict[Incarnation, EngineCard] = {}
         self._errors: dict[Incarnation, PdkvError] = {}
 
@@ -94,7 +94,7 @@ class PeerCards:
             self.add(card)
 
     def add(self, card: EngineCard) -> None:
-        """A peer appeared. One that is not compatible is logged once and never used."""
+        """Add a peer. An incompatible one is logged once and never used."""
         peer = (card.engine, card.epoch)
         if card.engine == self.config.engine:
             return
@@ -115,7 +115,7 @@ class PeerCards:
             self._forget((engine, epoch))
 
     def incarnations(self) -> list[Incarnation]:
-        """The (engine, epoch) of all peers that have not been found unusable."""
+        """The (engine, epoch) of all peers that are not known to be unusable."""
         with self._lock:
             return [peer for peer in self._cards if peer not in self._errors]
 
@@ -125,7 +125,7 @@ class PeerCards:
         Raises:
             StaleEpoch: another incarnation of that engine is known.
             PeerGone: no such engine is known.
-            IncompatiblePeers: it is known and cannot be used.
+            IncompatiblePeers: it is known but cannot be used.
         """
         with self._lock:
             return self._find((engine, epoch))
@@ -144,7 +144,7 @@ class PeerCards:
     # --- under the lock -------------------------------------------------------------------------------------------
 
     def _accept(self, peer: Incarnation, card: EngineCard) -> None:
-        """Check a new card; subclasses take out of it what they need. Raises IncompatiblePeers."""
+        """Check a new card; subclasses extract what they need. Raises IncompatiblePeers."""
         check_compatible(self.config, card)
 
     def _forget(self, peer: Incarnation) -> None:
@@ -157,6 +157,6 @@ class PeerCards:
             raise self._errors[peer].anew()
         if peer not in self._cards:
             if any(name == engine for name, _ in self._cards):
-                raise StaleEpoch(f"engine {engine} has another epoch than {epoch} now")
+                raise StaleEpoch(f"engine {engine} now has another epoch than {epoch}")
             raise PeerGone(f"engine {engine} is not known")
         return self._cards[peer]

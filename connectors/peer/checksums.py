@@ -1,4 +1,4 @@
-"""Digests of hand-offs on both sides of a transfer: which transfers have them, and what a mismatch is."""
+"""Digests of hand-offs on both sides of a transfer: which transfers have them, and how mismatches are reported."""
 
 import logging
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ from pdkv.wire.kv import ChecksumMode
 logger = logging.getLogger(__name__)
 
 SAMPLED = 16
-"""With mode sample one transfer in so many has digests."""
+"""With mode sample, one transfer in this many has digests."""
 
 
 def is_checked(mode: ChecksumMode, transfer_id: str) -> bool:
-    """Whether an engine in that mode has digests of a transfer: both ends of it decide alike."""
+    """Whether an engine in that mode digests a transfer: both ends decide the same way."""
     return mode == "on" or (mode == "sample" and xxhash.xxh3_64_intdigest(transfer_id.encode()) % SAMPLED == 0)
 
 
 class Checksums:
-    """Those of one rank; with mode off of nothing. Thread-safe."""
+    """The digests of one rank; none with mode off. Thread-safe."""
 
     pool: PoolDigests
 
@@ -37,7 +37,7 @@ class Checksums:
             self.pool.compile_kernels()
 
     def close(self) -> None:
-        """Let go of the pool. Idempotent."""
+        """Release the pool. Idempotent."""
         self.__dict__.pop("pool", None)
 
     def are_wanted(self, peer: ChecksumMode, transfer_id: str) -> bool:
@@ -45,13 +45,11 @@ class Checksums:
         return is_checked(self._config.kv_checksum, transfer_id) and is_checked(peer, transfer_id)
 
     def of(self, block_ids: Sequence[int] | Ids, first: int, tokens: range, part: UnitPart, key: TransferKey) -> bytes:
-        """Digests of a piece of a transfer that lies in own blocks, 8 bytes for each hash block; of a long one, theirs.
+        """Digests of a piece of a transfer in own blocks, 8 bytes for each hash block; for a long piece, a digest of
+        those.
 
-        Args:
-            block_ids: the first of them holds token `first` of the transfer.
-            tokens: the piece's.
-            part: the piece's heads and layers, as this rank counts them.
-            key: the ticket's: what both ends call the transfer.
+        Args: block_ids: the first of them holds token `first` of the transfer. tokens: the piece's. part: the piece's
+        heads and layers, in this rank's numbering. key: the ticket's: the transfer's name at both ends.
         """
         return self.begin(block_ids, first, tokens, part, key).finish()
 
@@ -63,7 +61,7 @@ class Checksums:
         return self.pool.begin(cut, part, key, tokens.start)
 
     def compare(self, own: bytes, theirs: bytes, tokens: range, key: TransferKey, peer: str) -> None:
-        """What has arrived against what the peer has sent.
+        """Compare the digests of the received data with the peer's.
 
         Raises:
             KVCorrupted: they differ, or the peer's are missing.
@@ -73,16 +71,16 @@ class Checksums:
         if len(own) != len(theirs):
             what = f"came with {len(theirs)} bytes of digests instead of {len(own)}"
         elif len(own) % 8 or len(own) // 8 != len(blocks_of(tokens.start, tokens.stop, self.pool.unit_tokens)):
-            what = "arrived otherwise than they were sent"
+            what = "changed on the way"
         else:
             wrong = np.flatnonzero(np.frombuffer(own, np.uint64) != np.frombuffer(theirs, np.uint64))
             size = self.pool.unit_tokens
             first = int(tokens.start // size + wrong[0]) * size
-            what = f"arrived otherwise than they were sent: {wrong.size} hash blocks, the first from token {first} on"
+            what = f"changed on the way: {wrong.size} hash blocks, the first from token {first} on"
         self.report(f"tokens [{tokens.start}, {tokens.stop}) {what}", key, peer)
 
     def report(self, what: str, key: TransferKey, peer: str) -> None:
-        """Log a mismatch with all that it is about. Raises KVCorrupted."""
+        """Log a mismatch with its details. Raises KVCorrupted."""
         logger.warning(
             "KV from engine %s to engine %s is damaged: transfer %s, attempt %d: %s",
             peer, self._config.engine, key.transfer_id, key.attempt, what,

@@ -1,4 +1,4 @@
-"""A load's digests: those of the source, which may still be on their way, against those of what has landed."""
+"""Compares a load's digests at the source, which may still be in the making, with those of the landed data."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from pdkv.kernels.digest import Digests
 from pdkv.wire.kv import KVLayout
 
 _LOOK_S = 0.0005
-"""Another process' memory tells nobody that it has changed."""
+"""Seconds between polls of the source's table, since changes in another process's memory are not announced."""
 
 
 class Landed(NamedTuple):
@@ -28,12 +28,11 @@ class Landed(NamedTuple):
 
 
 class DigestCheck:
-    """Of one piece.
+    """The check of one piece.
 
-    Args:
-        layout: of the own pool.
-        read: what the source's table says of its units in these generations; digests of all heads of that rank.
-        check_generations: raises StaleGeneration where the source's blocks are no more what was promised.
+    Args: layout: of the own pool. read: reads the digests in the source's table for its units in these generations, of
+    all heads of that rank. check_generations: raises StaleGeneration if the source's blocks are no longer what was
+    promised.
     """
 
     def __init__(
@@ -51,27 +50,21 @@ class DigestCheck:
         self._units = theirs.units
         self._generations = as_ids(piece.load.generations)[entries]
         self.tokens = Tokens(own.units, np.zeros_like(own.counts), own.skipped + own.counts)
-        """Of which digests are made as they land: a source has seldom digested more of a hash block by then."""
+        """Tokens with digests made as they land: a source has seldom digested more of a hash block by then."""
 
     def compare(self, job: Job, landed: Digests, make: Callable[[Tokens], Digests], checksums: Checksums) -> Landed:
-        """Compare what is in the own blocks with what the source says, behind the data, when it has said all.
+        """Compare the own blocks' content with the source's digests, after the data, once the source has all digests.
 
-        Args:
-            landed: of `tokens`, (n, heads of the piece).
-            make: digests of what is in the own blocks.
+        Args: landed: digests of `tokens`, (n, heads of the piece). make: makes digests of the own blocks' content.
 
-        Returns:
-            What there are digests of now, and those.
+        Returns: The digested tokens, and their digests.
 
-        Raises:
-            StaleGeneration: the source has reused a block.
-            KVCorrupted: it is something else.
-            TransferTimeout: the source had no digests by the job's deadline.
-            TransferError: its table cannot be read, or the job has to stop.
+        Raises: StaleGeneration: the source has reused a block. KVCorrupted: the content differs. TransferTimeout: the
+        source had no digests by the job's deadline. TransferError: its table cannot be read, or the job must stop.
         """
         rows, tokens = self._await_source(job), self.tokens
         more = np.flatnonzero(rows.counts != tokens.counts)
-        if more.size:  # a cell's digest is that of all its tokens
+        if more.size:  # a cell's digest covers all of its tokens
             tokens, landed = tokens._replace(counts=rows.counts), landed.copy()
             landed[more] = make(tokens.at(more))
         load, heads = self._piece.load, self._piece.heads
@@ -79,15 +72,15 @@ class DigestCheck:
         wrong = np.flatnonzero((landed != theirs).any(axis=1))
         if wrong.size:
             text = (
-                f"{wrong.size} of {len(landed)} hash blocks of tokens [{load.start}, {load.stop}) are not what they "
-                f"were there; the first is number {wrong[0]}: hash block {self._units[wrong[0]]} of the source's pool, "
+                f"{wrong.size} of {len(landed)} hash blocks of tokens [{load.start}, {load.stop}) differ from the "
+                f"source's; the first is number {wrong[0]}: hash block {self._units[wrong[0]]} of the source's pool, "
                 f"{tokens.units[wrong[0]]} of this one"
             )
             checksums.report(text, load.key, load.engine)
         return Landed(tokens, landed)
 
     def _await_source(self, job: Job) -> DigestRows:
-        """What the source's table says, when it has digests of all that is wanted. Raises as `compare`.
+        """The source's digests, once it has all that are wanted. Raises the same as `compare`.
 
         A hand-off is faster than the digest of its last tokens, by a whole step where the source queues steps.
         """
@@ -98,6 +91,6 @@ class DigestCheck:
                 load = self._piece.load
                 text = f"engine {load.engine} has no digests of {missing.sum()} of {missing.size} hash blocks"
                 raise TransferTimeout(text, key=load.key) from None
-            self._check_generations()  # of others there will be none
+            self._check_generations()  # others will never have any
             MONOTONIC.sleep(_LOOK_S)
         return rows

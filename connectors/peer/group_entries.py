@@ -1,4 +1,4 @@
-"""Which entries of a request's block tables a load fills, in a layout with KV groups."""
+"""The entries of a request's block tables that a load fills, in a layout with KV groups."""
 
 from itertools import chain
 
@@ -17,13 +17,13 @@ def entries_to_load(layout: KVLayout, start: int, stop: int) -> list[range]:
 
 
 def own_blocks(layout: KVLayout, block_tables: BlockTables, start: int, stop: int) -> list[int] | None:
-    """The reader's blocks for the same tokens, in the same order; None: it has not all of them."""
+    """The reader's blocks for the same tokens, in the same order; None: some are missing."""
     wanted = zip(block_tables, entries_to_load(layout, start, stop), strict=True)
     own = list(chain.from_iterable(table[entries.start : entries.stop] for table, entries in wanted))
     return own if min(own, default=0) >= 0 else None
 
 
 def filled_entries(layout: KVLayout, start: int, stop: int) -> list[int]:
-    """Of each entry that such a load fills, in the same order, how many of its tokens are meant: all but at the end."""
+    """The number of tokens meant in each entry that such a load fills, in the same order: all but at the end."""
     size = layout.block_size
     return [min(size, stop - entry * size) for entries in entries_to_load(layout, start, stop) for entry in entries]

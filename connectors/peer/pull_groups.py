@@ -1,7 +1,8 @@
-"""Hand-offs of a layout with KV groups: which blocks of each group the reader's next token sees, and where they lie.
+"""Hand-offs of a layout with KV groups: which blocks of each group the reader's next token sees, and where they are.
 
 Reader and source have blocks of one size (the layout's identity says it), so a load is pairs of whole blocks, group
-after group. Of a group with a window only those are read that the token behind the load sees; the source has no others.
+after group. Of a group with a window, only blocks that the token after the load sees are read; the source has no
+others.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ _GROUPS = msgspec.msgpack.Decoder(list[tuple[int, bytes]])
 
 
 class NamedGroup(NamedTuple):
-    """A group's blocks as a hand-off names them."""
+    """A group's blocks, as named by a hand-off."""
 
     first: int  # entries of the source's table before them
     blocks: Blocks
@@ -37,7 +38,7 @@ class BlockPairs(NamedTuple):
 
 
 def pack_groups(block_tables: BlockTables, table: BlockTable) -> bytes:
-    """What a request has at its end, for `unpack_groups`."""
+    """The blocks of a request at its end, for `unpack_groups`."""
     named = []
     for block_ids in block_tables:
         first = next((i for i, block_id in enumerate(block_ids) if block_id >= 0), len(block_ids))
@@ -47,7 +48,7 @@ def pack_groups(block_tables: BlockTables, table: BlockTable) -> bytes:
 
 
 def unpack_groups(payload: bytes, num_groups: int, most: int) -> list[NamedGroup] | None:
-    """The inverse; None: so many groups, of at most `most` blocks each, could not be meant by that."""
+    """The inverse of `pack_groups`; None: it does not describe that many groups, of at most `most` blocks each."""
     try:
         groups = decode_total(_GROUPS, payload)
     except MalformedMessage:
@@ -64,7 +65,7 @@ def unpack_groups(payload: bytes, num_groups: int, most: int) -> list[NamedGroup
 
 
 def find_pairs(layout: KVLayout, groups: Sequence[NamedGroup], start: int, stop: int) -> BlockPairs | None:
-    """Where the KV of tokens [start, stop) lies at a source; None: it does not have all of it any more."""
+    """Places of the KV of tokens [start, stop) at a source; None: it no longer has all of it."""
     parts: list[Blocks] = []
     for entries, (first, blocks) in zip(entries_to_load(layout, start, stop), groups, strict=True):
         if entries and (entries.start < first or entries.stop > first + blocks.ids.size):

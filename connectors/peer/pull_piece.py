@@ -1,4 +1,4 @@
-"""What one job of a pull reads, in the peer's block numbers and in this rank's."""
+"""The part that one job of a pull reads, in the peer's block numbers and in this rank's."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,16 +16,16 @@ from pdkv.wire.kv import EngineCard, KVLayout
 
 
 class PullPiece(NamedTuple):
-    """What one job reads: some heads of a load, from one rank of the peer."""
+    """Some heads of a load, read from one rank of the peer by one job."""
 
     load: BlockLoad
     card: EngineCard
     heads: HeadPart
-    after: StepDone  # of whoever had the own blocks before
+    after: StepDone  # the last step of the own blocks' previous owner
 
     @property
     def peer_rank(self) -> tuple[str, str, int]:
-        """(engine, epoch, rank) that it is read from."""
+        """(engine, epoch, rank) of the source."""
         return self.load.engine, self.load.epoch, self.heads.peer_rank
 
     @property
@@ -34,10 +34,10 @@ class PullPiece(NamedTuple):
         return as_ids(self.load.source) // (self.card.layout.block_size // self.load.unit)
 
     def source_units(self) -> Ids:
-        """The peer's units that the tokens lie in, in their order: see `UnitPool`.
+        """The peer's units with the tokens, in their order: see `UnitPool`.
 
         Raises:
-            KVNotFound: they are no whole units of the blocks that are named.
+            KVNotFound: they are not whole units of the named blocks.
         """
         return _units(self.load.source, self.load.unit, self.load)
 
@@ -46,15 +46,15 @@ class PullPiece(NamedTuple):
         return _units(self.load.block_ids, layout.block_size, self.load)
 
     def own_part(self, layout: KVLayout) -> UnitPart:
-        """All layers of the piece's heads, as this rank counts them; what the peer calls `peer_part`."""
+        """All layers of the piece's heads, in this rank's numbering; the peer's equivalent is `peer_part`."""
         return UnitPart(self.heads.first, self.heads.first + self.heads.num_heads, 0, layout.num_layers)
 
     def peer_part(self, layout: KVLayout) -> UnitPart:
-        """The same heads as the peer's rank counts them; an image of a unit has the same bytes on both sides."""
+        """The same heads in the numbering of the peer's rank; an image of a unit has the same bytes on both sides."""
         return UnitPart(self.heads.peer_first, self.heads.peer_first + self.heads.num_heads, 0, layout.num_layers)
 
     def pieces(self, layout: KVLayout) -> Pieces:
-        """What is copied out of the peer's pool, where that is mapped. Raises KVNotFound as `source_units`."""
+        """The pieces to copy out of the peer's pool, if that is mapped. Raises KVNotFound as `source_units`."""
         load, peer = self.load, self.card.layout
         if layout == peer and load.unit == layout.block_size and load.start % layout.block_size == 0:
             return block_pieces(layout, as_ids(load.source), as_ids(load.block_ids), range(layout.num_layers))
@@ -64,8 +64,7 @@ class PullPiece(NamedTuple):
     def digested(self, block_ids: Sequence[int], entry_tokens: int) -> tuple[Tokens, Ids]:
         """The load's tokens in these entries of `entry_tokens` each, cut at hash blocks.
 
-        Returns:
-            Them, and the index of each hash block's entry.
+        Returns: The tokens, and the index of each hash block's entry.
         """
         load, size = self.load, unit_tokens(entry_tokens)
         per_entry = entry_tokens // size

@@ -1,4 +1,4 @@
-"""The scheduler side of every pull: prefill keeps blocks under lease, and decode gets orders to read them.
+"""The scheduler side of every pull: prefill keeps blocks under lease, and decode is told to read them.
 
 A hand-off's payload names the blocks' runs with their generations (block_runs.py). A `BlockLoad` is the order
 that follows from it for the worker sides (pull_worker.py).
@@ -36,7 +36,7 @@ from pdkv.wire.kv import EngineCard, KVHandoff
 from pdkv.wire.types import MAX_BLOB_BYTES
 
 CONFIRMED_STEPS = 4
-"""So many steps late may a decode's blocks get their digests."""
+"""Steps by which the digests of a decode's blocks may be late."""
 
 
 class BlockLoad(msgspec.Struct, frozen=True):
@@ -52,22 +52,22 @@ class BlockLoad(msgspec.Struct, frozen=True):
     stop: int
     unit: int  # tokens per source entry: the peer's block size, or the hash block size
     source: IdBytes  # block * (peer's block size / unit) + position; the first one holds token `start`
-    generations: IdBytes  # of each entry's block when it was promised
+    generations: IdBytes  # generation of each entry's block when it was promised
     block_ids: Sequence[int]  # the first one holds token `start`
-    is_handoff: bool = True  # else it was found by its content
-    own_generations: IdBytes = b""  # of `block_ids`
-    filled: Sequence[int] = ()  # with KV groups, so many first tokens of each pair are meant
+    is_handoff: bool = True  # otherwise it was found by its content
+    own_generations: IdBytes = b""  # the last step that used `block_ids`
+    filled: Sequence[int] = ()  # with KV groups, the number of first tokens of each pair that are meant
 
 
 class PullMetadata(KVConnectorMetadata, kw_only=True):
-    """The loads that begin with this step, and what digests are made of, for all ranks."""
+    """The loads that begin with this step, and the ranges to be digested, for all ranks."""
 
     loads: Sequence[BlockLoad] = ()
     digests: Sequence[DigestOrder] = ()
 
 
 class Match(NamedTuple):
-    """What can be loaded, and from where: a BlockLoad before its blocks are known."""
+    """KV that can be loaded, with its source: a BlockLoad before its blocks are known."""
 
     engine: str
     epoch: str
@@ -82,11 +82,11 @@ class Match(NamedTuple):
 class PullScheduler(SchedulerConnector):
     """Scheduler side: names blocks and generations for hand-offs, and turns hand-offs into loads.
 
-    A subclass may find KV elsewhere, too (`match_content`), and ask more of a peer (`source_block_size`).
+    A subclass may find KV elsewhere, too (`match_content`), and require more of a peer (`source_block_size`).
     """
 
     shown: ClassVar[Shown] = Shown.NONE
-    """Of whose blocks the worker sides make digests for peers."""
+    """The transfers with blocks that the worker sides digest for peers."""
 
     def __init__(self, config: ConnectorConfig, table: BlockTable, peers: PeerCards) -> None:
         self.config = config
@@ -97,19 +97,21 @@ class PullScheduler(SchedulerConnector):
         self.block_size = config.layout.block_size
         self.peers = peers
         self._table = table
-        self._found: dict[TransferKey, Match] = {}  # by content: of the last question, until blocks are allocated
-        self._named: dict[TransferKey, tuple[bytes, list[NamedGroup] | None]] = {}  # payloads unpacked, so long
+        self._found: dict[TransferKey, Match] = {}  # by content: from the last question, until blocks are allocated
+        self._named: dict[
+            TransferKey, tuple[bytes, list[NamedGroup] | None]
+        ] = {}  # unpacked payloads, as long as they are needed
         self._queued: dict[TransferKey, BlockLoad] = {}  # for the next metadata
         self._loading: set[TransferKey] = set()  # queued or with the worker
 
-    # --- what a subclass may say ----------------------------------------------------------------------------------
+    # --- what a subclass may override -----------------------------------------------------------------------------
 
     def match_content(self, request: RequestView, start: int) -> Match | None:
         """KV of tokens from `start` on that some peer has, for a request without a hand-off."""
         return None
 
     def source_block_size(self, engine: str, epoch: str) -> int | None:
-        """Tokens per block of a peer that can be read; None: it cannot."""
+        """Tokens per block of a readable peer; None: it cannot be read."""
         return self.peers.card(engine, epoch).layout.block_size if self.peers.knows(engine, epoch) else None
 
     # --- the interface --------------------------------------------------------------------------------------------
@@ -121,7 +123,7 @@ class PullScheduler(SchedulerConnector):
         elif request.kv == "await_peer":
             return NO_MATCH if request.kv_ready is False else ASK_AGAIN
         else:
-            # The table of blocks by content knows no groups.
+            # The table of blocks by content does not support groups.
             match = None if self.config.layout.groups else self.match_content(request, num_computed_tokens)
             if match is not None:
                 self._found[request.transfer_key] = match
@@ -172,7 +174,7 @@ class PullScheduler(SchedulerConnector):
         return None
 
     def must_hear_end(self, key: TransferKey) -> bool:
-        return False  # the workers do nothing about it
+        return False  # the workers ignore it
 
     def build_connector_meta(self, view: SchedulerView) -> PullMetadata:
         for keys in (view.finished, view.aborted, view.preempted):
@@ -192,7 +194,7 @@ class PullScheduler(SchedulerConnector):
         else:
             block_ids = as_ids(block_tables[0])
             payload = pack_blocks(block_ids, self._table.generations_of(block_ids))
-        if len(payload) > MAX_BLOB_BYTES:  # too scattered to be named: decode computes it by itself, loudly
+        if len(payload) > MAX_BLOB_BYTES:  # too scattered to be named: decode computes it itself, loudly
             return FinishDecision(hold_blocks=False, payload=b"")
         return FinishDecision(hold_blocks=True, payload=payload)
 
@@ -208,7 +210,7 @@ class PullScheduler(SchedulerConnector):
         self._named.clear()
 
     def _match_handoff(self, request: RequestView, handoff: KVHandoff, start: int, stop: int) -> Match | None:
-        """Tokens [start, stop) of a hand-off, as far as it goes; None: it cannot be had."""
+        """Tokens [start, stop) of a hand-off, as far as it goes; None: it cannot be read."""
         unit = self.source_block_size(handoff.engine, handoff.epoch)
         stop = min(stop, handoff.num_tokens)
         if unit is None or start >= stop:
@@ -227,9 +229,9 @@ class PullScheduler(SchedulerConnector):
         return Match(handoff.engine, handoff.epoch, start, stop, unit, blocks.ids[part], blocks.generations[part])
 
     def _unpack(self, request: RequestView, handoff: KVHandoff) -> list[NamedGroup] | None:
-        """What a hand-off's payload names by group, unpacked once for all questions about it.
+        """The blocks in a hand-off's payload by group, unpacked once for all questions about it.
 
-        None: not what a request of so many tokens can have. A block holds one token at least, and a few bytes may name
+        None: a request of that many tokens cannot have them. A block holds one token at least, and a few bytes may name
         a million blocks.
         """
         key, payload, most = request.transfer_key, handoff.payload, request.num_tokens

@@ -1,7 +1,7 @@
 """The worker side of every pull: a transport reads the peer's blocks, then their generations are compared.
 
 Each rank reads the heads that it needs from each rank of the peer that holds some of them. The generations are compared
-*after* the data was read: what the peer reused meanwhile is refused, never used.
+*after* the data was read: data of reused blocks is refused, never used.
 """
 
 from abc import abstractmethod
@@ -28,17 +28,17 @@ from pdkv.kernels.digest import Digests
 
 
 class Landed(NamedTuple):
-    """What a `read` has put into own blocks."""
+    """The data that a `read` has put into own blocks."""
 
     num_bytes: int
-    digests: Digests | None = None  # (n, heads of the piece), where they were made on the way
+    digests: Digests | None = None  # (n, heads of the piece), if they were made on the way
 
 
 class PullWorker(PeerWorker):
     """Worker side above a transport: one job per load and peer rank, in that rank's lane.
 
-    A transport says how a piece is read (`read`) and how the generations of a peer's blocks are (`generations`). One
-    that `carries_digests` has `checksums` and `source_digests`, from `register_kv_caches` on, and `read_digests`.
+    A transport implements reading a piece (`read`) and the generations of a peer's blocks (`generations`). One that
+    `carries_digests` has `checksums` and `source_digests`, from `register_kv_caches` on, and `read_digests`.
     """
 
     metadata_type = PullMetadata
@@ -52,24 +52,24 @@ class PullWorker(PeerWorker):
 
     @abstractmethod
     def generations(self, job: Job, piece: PullPiece, blocks: Ids, scratch: Any) -> Ids:
-        """The peer's generations of `blocks` now, read after everything that `read` has read."""
+        """The peer's current generations of `blocks`, read after everything that `read` has read."""
 
     def read_digests(self, job: Job, piece: PullPiece, scratch: Any, units: Ids, generations: Ids) -> DigestRows:
-        """What the peer rank's table says of its hash blocks `units` in these generations; digests of all its heads.
+        """The digests in the peer rank's table for its hash blocks `units` in these generations, of all its heads.
 
-        Where `carries_digests`.
+        Only called if `carries_digests`.
         """
         raise NotImplementedError
 
     def read_digested(self, job: Job, piece: PullPiece, scratch: Any, tokens: Tokens) -> Landed:
-        """As `read`, whole hash blocks of the own pool, of whose `tokens` digests are wanted."""
+        """As `read`, for whole hash blocks of the own pool, with digests of their `tokens`."""
         return Landed(self.read(job, piece, scratch))
 
     def copy_digested(self, job: Job, piece: PullPiece, source: Bytes, tokens: Tokens) -> Landed:
-        """What `read_digested` does where the peer's pool is mapped: (blocks, bytes). One pass over the bytes.
+        """An implementation of `read_digested` for a mapped peer's pool, (blocks, bytes): one pass over the bytes.
 
         Raises:
-            TransferError: the job has to stop.
+            TransferError: the job must stop.
         """
         layout, part = self.config.layout, piece.own_part(self.config.layout)
         theirs = piece.digested(piece.load.source, piece.load.unit)[0].units
@@ -85,14 +85,12 @@ class PullWorker(PeerWorker):
                 self._start(load, meta.earlier_steps or ON_HOST)
 
     def run_job(self, job: Job, scratch: Any) -> int | None:
-        """Read, then check that nothing was reused meanwhile. Returns the bytes read.
+        """Read, then check that nothing was reused in the meantime. Returns the bytes read.
 
         Raises:
-            KVNotFound: the load names blocks that the peer cannot have.
-            StaleGeneration: the peer has reused a block.
-            TransferTimeout: the step that used the own blocks last does not end.
-            KVCorrupted: what is in the own blocks is not what the peer had.
-            TransferError: what `read` and `generations` raise, and `Job.check`.
+            KVNotFound: the load names blocks that the peer cannot have. StaleGeneration: the peer has reused a block.
+                TransferTimeout: the step that last used the own blocks does not end. KVCorrupted: the own blocks'
+                    content differs from the peer's. TransferError: raised by `read`, `generations` and `Job.check`.
         """
         piece: PullPiece = job.order
         blocks = piece.blocks
@@ -121,7 +119,7 @@ class PullWorker(PeerWorker):
         self.source_digests = None
 
     def _compare(self, job: Job, piece: PullPiece, check: DigestCheck, digests: Digests | None) -> None:
-        """What has landed against what the source has. All of a rank's heads: they are its blocks' own digests now."""
+        """Compare landed data with the source. If it is all of a rank's heads, the digests become its blocks' own."""
         make = partial(self.checksums.pool.digests, part=piece.own_part(self.config.layout))
         digests = make(check.tokens) if digests is None else digests
         tokens, digests = check.compare(job, digests, make, self.checksums)
@@ -131,7 +129,7 @@ class PullWorker(PeerWorker):
             own.table.write(tokens.units, as_ids(load.own_generations)[blocks], tokens.counts, digests)
 
     def _is_checked(self, piece: PullPiece) -> bool:
-        """Both ends have digests of the load; of what is found by content a source that samples has none."""
+        """Whether both ends have digests of the load; for KV found by content, a sampling source has none."""
         load, theirs = piece.load, piece.card.kv_checksum
         if not self.carries_digests:
             return False
@@ -140,7 +138,7 @@ class PullWorker(PeerWorker):
         return self.checksums.are_wanted(theirs, load.key.transfer_id)
 
     def check_generations(self, job: Job, piece: PullPiece, scratch: Any) -> None:
-        """Compare the peer's generations with those that were promised.
+        """Compare the peer's generations with the promised ones.
 
         Raises:
             StaleGeneration: it has reused a block.
@@ -154,10 +152,10 @@ class PullWorker(PeerWorker):
             )
 
     def _start(self, load: BlockLoad, after: StepDone) -> None:
-        """One job per rank of the peer that has something for this one."""
+        """Queue one job per rank of the peer that has data for this one."""
         try:
             if not load.source:
-                raise KVNotFound("no engine was found to have the blocks")
+                raise KVNotFound("no engine has the blocks")
             card = self.peers.card(load.engine, load.epoch)
             heads = self.config.layout.kv_heads_of_all_ranks
             parts = reader_parts(self.config.rank, self.config.tp, card.tp, heads)

@@ -1,6 +1,6 @@
 """The scheduler side of every push: tickets for KV that is wanted here, batches of KV that is wanted elsewhere.
 
-What a step computes is sent while it runs, layer by layer; what was computed before the ticket arrived is sent at once.
+KV of a step is sent while it runs, layer by layer; KV computed before the ticket arrived is sent at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,9 @@ from pdkv.wire.types import MAX_BLOB_BYTES
 
 
 class PushTicket(msgspec.Struct, frozen=True, array_like=True):
-    """Where tokens [start, stop) of a transfer are wanted: in the receiver's blocks, the first one holds `start`."""
+    """The destination of tokens [start, stop) of a transfer: the receiver's blocks, the first one of which holds
+    `start`.
+    """
 
     engine: str
     epoch: str
@@ -59,10 +61,10 @@ class PushTicket(msgspec.Struct, frozen=True, array_like=True):
         return self.transfer_id == source.transfer_id and self.attempt >= source.attempt
 
     def block_ids(self, block_size: int) -> Ids:
-        """The receiver's blocks, whose size its card says.
+        """The receiver's blocks, of the size on its card.
 
         Raises:
-            TransferError: they are not as many as the tokens need.
+            TransferError: their number is not what the tokens need.
         """
         num_blocks = len(blocks_of(self.start, self.stop, block_size))
         blocks = unpack_blocks(self.blocks, min(num_blocks, MAX_BLOCKS))
@@ -84,37 +86,37 @@ def decode_ticket(data: bytes) -> PushTicket | None:
 
 
 class PushSend(msgspec.Struct, frozen=True):
-    """One batch of a transfer: tokens [start, stop), which lie in `block_ids`, the first of which holds `start`."""
+    """One batch of a transfer: tokens [start, stop), in `block_ids`, the first of which holds `start`."""
 
-    key: TransferKey  # of this sending: the hand-off's for its first ticket, another one for each that comes later
+    key: TransferKey  # of this sending: the hand-off's for its first ticket, another one for each later ticket
     source: TransferKey  # the hand-off's
-    batch: TransferKey  # names this batch's hold on its source blocks
+    batch: TransferKey  # name of this batch's hold on its source blocks
     ticket: PushTicket
     start: int
     stop: int
     block_ids: list[int]
-    during_step: bool = False  # this step computes the end of it: a layer may be sent when the step has computed it
+    during_step: bool = False  # this step computes its end: a layer may be sent when the step has computed it
 
 
 class PushMetadata(KVConnectorMetadata, kw_only=True):
-    """Receives to be registered and sends to be posted in this step."""
+    """Receives to register and sends to post in this step."""
 
     receives: list[PushTicket] = msgspec.field(default_factory=list)
     refused: list[TransferKey] = msgspec.field(default_factory=list)  # loads for which no ticket could be made
-    unsendable: list[TransferKey] = msgspec.field(default_factory=list)  # sends whose tickets cannot be served
+    unsendable: list[TransferKey] = msgspec.field(default_factory=list)  # sends with tickets that cannot be served
     sends: list[PushSend] = msgspec.field(default_factory=list)
-    completed: list[TransferKey] = msgspec.field(default_factory=list)  # no further batch of these sends comes
-    dropped: list[TransferKey] = msgspec.field(default_factory=list)  # sends that nobody waits for any more
+    completed: list[TransferKey] = msgspec.field(default_factory=list)  # sends without further batches
+    dropped: list[TransferKey] = msgspec.field(default_factory=list)  # sends that are no longer wanted
 
 
 @dataclass(slots=True)
 class _Sending:
-    """What of a ticket has been given to the worker."""
+    """The part of a ticket that has been given to the worker."""
 
     encoded: bytes
-    ticket: PushTicket | None  # None: what came was no ticket of a reader of this transfer
+    ticket: PushTicket | None  # None: the data was not a ticket of a reader of this transfer
     key: TransferKey  # PushSend.key
-    num_sent: int = 0  # tokens [ticket.start, num_sent) are under way or delivered
+    num_sent: int = 0  # tokens [ticket.start, num_sent) are in flight or delivered
     num_valid: int = 0  # tokens [0, num_valid) are confirmed, or will be with steps in flight
     num_batches: int = 0  # for earlier tickets, too
     completed: bool = False
@@ -136,10 +138,10 @@ class PushScheduler(SchedulerConnector):
         self.config = config
         self.block_size = config.layout.block_size
         self.peers = peers
-        self._orders = PushMetadata(step_id=0)  # of the next step, as far as they are known
-        self._sending: dict[TransferKey, _Sending] = {}  # by hand-off, for the ticket that came last
-        self._superseded: set[TransferKey] = set()  # sendings for earlier tickets, of whose end nobody shall hear
-        self._parts = count(1)  # numbers of batches, and of sendings again
+        self._orders = PushMetadata(step_id=0)  # of the next step, as far as known
+        self._sending: dict[TransferKey, _Sending] = {}  # by hand-off, for its latest ticket
+        self._superseded: set[TransferKey] = set()  # sendings for earlier tickets, with ends that are not reported
+        self._parts = count(1)  # numbers of batches, and of repeated sendings
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         if request.kv_ready is False:
@@ -152,13 +154,13 @@ class PushScheduler(SchedulerConnector):
         return MatchedTokens(max(min(lent.num_tokens, request.num_wanted) - num_computed_tokens, 0))
 
     def may_receive_from(self, engine: str, epoch: str) -> bool:
-        """Whether that incarnation is a peer whose KV fits."""
+        """Whether that incarnation is a peer with matching KV."""
         return self.peers.knows(engine, epoch)
 
     def update_state_after_alloc(
         self, request: RequestView, block_tables: BlockTables, num_external_tokens: int
     ) -> bytes | None:
-        """The ticket. Blocks too scattered to be named within its bound fail the load at once."""
+        """Make the ticket. Blocks too scattered to be named within its limit fail the load at once."""
         if request.kv != "await_peer" and (request.handoff is None or not num_external_tokens):
             return None
         start, stop = request.num_local_hit, request.num_local_hit + num_external_tokens
@@ -178,14 +180,14 @@ class PushScheduler(SchedulerConnector):
         return encoded
 
     def _own_blocks(self, block_tables: BlockTables, start: int, stop: int) -> Sequence[int] | None:
-        """Where tokens [start, stop) are wanted; with KV groups, group after group. None: there are blocks missing."""
+        """The destination of tokens [start, stop); with KV groups, group after group. None: blocks are missing."""
         if self.config.layout.groups:
             return own_blocks(self.config.layout, block_tables, start, stop)
         wanted = blocks_of(start, stop, self.block_size)
         return block_tables[0][wanted.start : wanted.stop]
 
     def _for_workers(self, ticket: PushTicket) -> PushTicket:
-        """As workers count: with KV groups, tokens are those of the blocks that it names, from 0 on."""
+        """The ticket in workers' numbering: with KV groups, tokens are those of the blocks that it names, from 0 on."""
         if not self.config.layout.groups:
             return ticket
         num_blocks = sum(map(len, entries_to_load(self.config.layout, ticket.start, ticket.stop)))
@@ -216,7 +218,7 @@ class PushScheduler(SchedulerConnector):
         return FinishDecision(hold_blocks=request.kv == "handoff", until_release=True)
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
-        """A hand-off's sending is the one for its last ticket, by whatever name the workers know that."""
+        """Rename the sending for a hand-off's latest ticket, which workers know by another name."""
         if not (results.finished_sending or results.failed_sending):
             return results
         current = {sending.key: source for source, sending in self._sending.items() if sending.key != source}
@@ -246,30 +248,30 @@ class PushScheduler(SchedulerConnector):
         self._sending.clear()
 
     def _confirmed_batches(self, confirmed: ConfirmedRange) -> list[PushSend]:
-        """What of a confirmed range is wanted and has not been sent yet."""
+        """The wanted part of a confirmed range that has not been sent yet."""
         sending = self._find_sending(confirmed.request)
         if sending is None:
             return []
         key, ticket = confirmed.request.transfer_key, sending.ticket
         if not sending.failed and (ticket is None or (confirmed.last and confirmed.stop < ticket.stop)):
             sending.failed = True
-            self._orders.unsendable.append(sending.key)  # it wants what will never be here
+            self._orders.unsendable.append(sending.key)  # it wants tokens that will never exist here
         sending.num_valid = max(sending.num_valid, confirmed.stop)
         if self.config.layout.groups:
             batches = self._group_batches(key, sending, confirmed)
         else:
             batch = self._next_batch(key, sending, confirmed.stop, confirmed.block_tables[0], is_all=confirmed.last)
             batches = [batch] if batch is not None else []
-        # Not before the hand-off: what is told of the transfer's end is told of one that exists.
+        # Not before the hand-off: the transfer's end may only be reported for one that exists.
         if confirmed.last and sending.num_batches and not (sending.completed or sending.failed):
             sending.completed = True
             self._orders.completed.append(sending.key)
         return batches
 
     def _step_batch(self, scheduled: ScheduledRange) -> PushSend | None:
-        """What of a step's tokens is wanted, if they are valid when they are computed.
+        """The wanted part of a step's tokens, if they are valid when computed.
 
-        They are unless something before them is not: a layerwise load that may fail, for example.
+        They are unless earlier tokens are not, for example because of a layerwise load that may fail.
         """
         request = scheduled.request
         sending = self._find_sending(request)
@@ -284,9 +286,9 @@ class PushScheduler(SchedulerConnector):
         return self._next_batch(key, sending, scheduled.stop, block_ids, is_all=is_all, during_step=True)
 
     def _find_sending(self, request: RequestView) -> _Sending | None:
-        """What is known of a request's transfer; None: nobody wants anything of it (yet).
+        """The sending for a request's transfer; None: it is not wanted (yet).
 
-        With another ticket it begins anew, and what is still under way for the earlier one is dropped.
+        With another ticket it starts over, and data in flight for the earlier one is dropped.
         """
         if request.kv != "handoff" or request.ticket is None:
             return None
@@ -308,13 +310,13 @@ class PushScheduler(SchedulerConnector):
         return sending
 
     def _group_batches(self, key: TransferKey, sending: _Sending, confirmed: ConfirmedRange) -> list[PushSend]:
-        """`_next_batch` for each KV group: of one with a window, only blocks that the receiver's next token sees."""
+        """`_next_batch` for each KV group; with a window, only blocks that the receiver's next token sees."""
         ticket, size = sending.ticket, self.block_size
         if ticket is None or sending.failed:
             return []
         stop = min(confirmed.stop if confirmed.last else confirmed.stop // size * size, ticket.stop)
         sends: list[PushSend] = []
-        before = 0  # blocks of the groups before, as the ticket counts them
+        before = 0  # blocks of the groups before, in the ticket's numbering
         for table, entries in zip(
             confirmed.block_tables, entries_to_load(self.config.layout, ticket.start, ticket.stop), strict=True
         ):
@@ -349,7 +351,7 @@ class PushScheduler(SchedulerConnector):
         is_all: bool,
         during_step: bool = False,
     ) -> PushSend | None:
-        """What is wanted of tokens [0, stop) and has not been sent yet; a partial block only with all of it."""
+        """The wanted part of tokens [0, stop) that has not been sent yet; a partial block only with all of it."""
         ticket = sending.ticket
         if ticket is None or sending.failed:
             return None

@@ -33,18 +33,23 @@ if TYPE_CHECKING:
 
 MAX_LAYER_GROUPS = 8
 MIN_GROUP_BYTES = 2 << 20
-"""Of a rank's KV of one step: so many equal groups go out while it computes, unless they would be smaller."""
+"""Equal groups in which a rank's KV of one step is sent while it computes, unless they would be smaller than the next
+bound.
+"""
 
 STEP_TIMEOUT_S = 3600.0
-"""Of a send that waits for its layers: a step ends, or the process does. A send's own deadline counts from there."""
+"""Seconds that a send waits for its layers: a step ends, or the process does. A send's own deadline counts from
+then.
+"""
 
 RECEIVE_TIMEOUT_S = 3600.0
-"""A registered receive ends by its data or by a cancel: the engine's own deadline is the one that counts, since it
-knows whether prefill has begun. This is only the last resort."""
+"""A registered receive ends with its data or a cancel: the engine's own deadline is the one that counts, since it knows
+whether prefill has begun. This limit is only the last resort.
+"""
 
 
 class PushPiece(NamedTuple):
-    """What one job sends: some heads of some layers of a batch, to one rank of the receiver."""
+    """Some heads of some layers of a batch, sent by one job to one rank of the receiver."""
 
     send: PushSend
     card: EngineCard  # the receiver's
@@ -60,7 +65,7 @@ class PushPiece(NamedTuple):
 
 
 class PieceRange(NamedTuple):
-    """Layers, heads and tokens [start, stop) of a transfer, as a rank of the receiver counts them."""
+    """Layers, heads and tokens [start, stop) of a transfer, in the receiving rank's numbering."""
 
     first_layer: int
     num_layers: int
@@ -77,7 +82,7 @@ class PieceRange(NamedTuple):
 
 
 def range_of(piece: PushPiece) -> PieceRange:
-    """A piece as its receiver counts it."""
+    """A piece in its receiver's numbering."""
     heads, layers, send = piece.heads, piece.layers, piece.send
     return PieceRange(layers.start, len(layers), heads.peer_first, heads.num_heads, send.start, send.stop)
 
@@ -91,7 +96,7 @@ def piece_ids(
         block_ids: the first one holds token `table_start`.
 
     Raises:
-        TransferError: units of a range that does not begin with one, or blocks that are not there.
+        TransferError: the range does not begin with a unit, or blocks are missing.
     """
     origin = table_start // block_size * block_size
     if start % (HASH_BLOCK_SIZE if in_units else block_size) or stop > origin + len(block_ids) * block_size:
@@ -103,9 +108,9 @@ def piece_ids(
 
 
 def layer_groups(num_layers: int, num_bytes: int) -> list[range]:
-    """Cut the layers of a step's KV, `num_bytes` in all, into groups that are sent when they are computed.
+    """Cut the layers of a step's KV, `num_bytes` in total, into groups that are sent when they are computed.
 
-    They are equal, but for the end: what is still to be sent behind the forward pass is as little as may be.
+    They are equal except at the end, so that as little as possible is left to send after the forward pass.
     """
     count = max(min(num_bytes // MIN_GROUP_BYTES, MAX_LAYER_GROUPS, num_layers), 1)
     cuts = [i * num_layers // count for i in range(count + 1)]
@@ -115,12 +120,12 @@ def layer_groups(num_layers: int, num_bytes: int) -> list[range]:
 
 
 class Incoming:
-    """A transfer to this rank: where its tokens go, and which layers and heads of which of them are in."""
+    """A transfer to this rank: where its tokens go, and which layers and heads have arrived."""
 
     def __init__(self, ticket: PushTicket, layout: KVLayout, after: StepDone) -> None:
         """Raises a TransferError for a ticket that names too few blocks.
 
-        `after`: the last step of whoever had the blocks before; what writes them waits for it.
+        `after`: the last step of the blocks' previous owner; writes wait for it.
         """
         self.ticket = ticket
         self.after = after
@@ -133,7 +138,7 @@ class Incoming:
         self._num_missing = self._arrived.size
 
     def check_range(self, piece: PieceRange) -> None:
-        """Check what a peer says that it sends.
+        """Check the range that a peer sends.
 
         Raises:
             TransferError: it is not within what is wanted here.
@@ -150,7 +155,9 @@ class Incoming:
             raise TransferError(f"{piece} is not cut at {self._unit} tokens")
 
     def arrived(self, piece: PieceRange, num_bytes: int) -> bool:
-        """What `check_range` accepted is in its blocks; once more changes nothing. True: all is in."""
+        """Note that a range accepted by `check_range` is in its blocks; repeating that changes nothing. True:
+        everything has arrived.
+        """
         layers = slice(piece.first_layer, piece.first_layer + piece.num_layers)
         heads = slice(piece.first_head, piece.first_head + piece.num_heads)
         first = self._first(self.ticket.start)
@@ -172,7 +179,7 @@ class Incoming:
 
 
 def _last_layer(job: Job) -> int:
-    """Behind which layers a send's KV ends."""
+    """The layer after which a send's KV is complete."""
     stop: int = job.order.layers.stop
     return stop
 
@@ -181,9 +188,9 @@ class PushWorker(PeerWorker):
     """Worker side above a transport: one job per batch, layer group and peer rank that is sent, one posted job that is
     received.
 
-    A transport says how a piece is sent (`send`), and carries its digests to the receiver. What comes in calls
-    `find_incoming`, waits for the step that the receive comes after, writes between `enter` and `leave`, or without
-    them where the peer writes by itself, and then calls `landed`, or `confirm` where it has digested the piece itself.
+    A transport implements sending a piece (`send`), and carries its digests to the receiver. For incoming data it calls
+    `find_incoming`, waits for the step that precedes the receive, writes between `enter` and `leave` (not needed if the
+    peer itself writes), and then calls `landed`, or `confirm` if it has digested the piece itself.
     """
 
     metadata_type = PushMetadata
@@ -193,16 +200,18 @@ class PushWorker(PeerWorker):
     def send(self, job: Job, piece: PushPiece, scratch: Any) -> int | None:
         """Deliver a piece, on an I/O thread. Returns the bytes, or None: posted; raises a TransferError.
 
-        What it sends is in the blocks: `run_job` has waited for `piece.after`.
+        The data is in its blocks: `run_job` has waited for `piece.after`.
         """
 
     def register(self, job: Job, incoming: Incoming) -> None:
-        """A receive is registered: what the peer sends for it may land from now on."""
+        """Note a registered receive: the peer's data for it may land from now on."""
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         self.checksums = Checksums(self.config, kv_cache)
-        self.layer_by_layer = kv_cache.device.type == "cpu"  # else layers are there when the device's stream says so
-        self._in_step: deque[Job] = deque()  # sends of layers that this step has not computed yet, in their order
+        self.layer_by_layer = (
+            kv_cache.device.type == "cpu"
+        )  # otherwise layers are complete when the device's stream says so
+        self._in_step: deque[Job] = deque()  # sends of layers that this step has not computed yet, in order
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         if not isinstance(meta, PushMetadata):
@@ -215,7 +224,7 @@ class PushWorker(PeerWorker):
             self.refuse(key, "send", KVNotFound.code)
         for ticket in meta.receives:
             self._receive(ticket, meta.earlier_steps or ON_HOST)
-        self._begin_sending(self.config.layout.num_layers)  # of the last step, if its device has computed them only now
+        self._begin_sending(self.config.layout.num_layers)  # of the last step, if its device has only computed them now
         for send in meta.sends:
             self._send(send, (meta.this_step if send.during_step else meta.earlier_steps) or ON_HOST)
         if any(send.during_step for send in meta.sends):
@@ -228,7 +237,7 @@ class PushWorker(PeerWorker):
             self._begin_sending(layer + 1)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
-        """Sends to an incarnation that is gone fail; who else gets something is not touched."""
+        """Fail sends to an incarnation that is gone; others are not affected."""
         super().update_peers(added, removed)
         gone = {(card.engine, card.epoch) for card in removed}
         if gone:
@@ -241,20 +250,20 @@ class PushWorker(PeerWorker):
         return self.send(job, piece, scratch)
 
     def begin_digests(self, piece: PushPiece) -> PieceDigests | None:
-        """What the receiver compares with what has landed; None: one of the ends does not want that."""
+        """Begin the digests that the receiver compares with landed data; None: one of the ends does not want any."""
         send = piece.send
         if not self.checksums.are_wanted(piece.card.kv_checksum, send.ticket.transfer_id):
             return None
         tokens = range(send.start, send.stop)
         return self.checksums.begin(send.block_ids, send.start, tokens, piece.part, send.ticket.key)
 
-    # --- what comes in --------------------------------------------------------------------------------------------
+    # --- incoming data --------------------------------------------------------------------------------------------
 
     def find_incoming(self, key: TransferKey) -> tuple[Job, Incoming]:
         """The registered receive of a transfer.
 
         Raises:
-            KVNotFound: none is registered (yet, or any more): what comes for it is refused.
+            KVNotFound: none is registered (yet, or any more): its data is refused.
         """
         for job in self.open_jobs(key, "receive"):
             if isinstance(job.order, Incoming):
@@ -262,7 +271,7 @@ class PushWorker(PeerWorker):
         raise KVNotFound("no such transfer is expected", key=key)
 
     def digests_for(self, incoming: Incoming, piece: PieceRange, sender: Incarnation) -> PieceDigests | None:
-        """Those of what an engine sends, as it lands; None: one of the ends does not want that."""
+        """Digests of an engine's data as it lands; None: one of the ends does not want any."""
         ticket = incoming.ticket
         mode = self.peers.card(*sender).kv_checksum if self.peers.knows(*sender) else "on"
         if not self.checksums.are_wanted(mode, ticket.transfer_id):
@@ -279,13 +288,12 @@ class PushWorker(PeerWorker):
         sender: Incarnation,
         own: PieceDigests | None = None,
     ) -> None:
-        """A piece is in the blocks of this rank; ends the receive with the last of them. As `confirm`.
+        """Note that a piece is in the blocks of this rank; the last one ends the receive. As `confirm`.
 
-        Args:
-            own: what `digests_for` it said, where that was asked.
+        Args: own: the result of `digests_for` for it, if that was called.
         """
         if not self.enter(job):
-            return  # it has ended, or has to: what was in its blocks is nobody's any more
+            return  # it has ended, or must: its blocks' content belongs to no transfer any more
         try:
             own = own or self.digests_for(job.order, piece, sender)
             found = None if own is None else own.finish()
@@ -296,15 +304,12 @@ class PushWorker(PeerWorker):
     def confirm(
         self, job: Job, piece: PieceRange, num_bytes: int, digests: bytes, sender: Incarnation, found: bytes | None
     ) -> None:
-        """What `landed` does with a piece whose digests have been made in its blocks.
+        """As `landed`, for a piece already digested in its blocks.
 
-        Args:
-            digests: what the sender says of it.
-            sender: its (engine, epoch).
-            found: what is in the blocks; None: nobody compares.
+        Args: digests: the sender's. sender: its (engine, epoch). found: digests of the blocks' content; None: they are
+        not compared.
 
-        Raises:
-            KVCorrupted: it is not what was sent; the transfer has failed.
+        Raises: KVCorrupted: it is not what was sent; the transfer has failed.
         """
         incoming: Incoming = job.order
         if not self.enter(job):
@@ -343,7 +348,7 @@ class PushWorker(PeerWorker):
             self._in_step += jobs
 
     def _begin_sending(self, num_layers: int) -> None:
-        """The first layers of what the step computes are in their blocks."""
+        """Begin to send: the first layers of the step are in their blocks."""
         ready: list[Job] = []
         while self._in_step and _last_layer(self._in_step[0]) <= num_layers:
             ready.append(self._in_step.popleft())
@@ -353,13 +358,13 @@ class PushWorker(PeerWorker):
     def _pieces(self, send: PushSend, after: StepDone) -> Iterable[Task]:
         """One job per rank of the receiver that takes something from this one, and per layer group.
 
-        All of a step's jobs are there from its beginning, so that its batch ends, and lets go of its blocks, with the
-        last of them, whichever that is.
+        All jobs of a step exist from its beginning, so that its batch ends, and releases its blocks, with the last of
+        them, whichever that is.
         """
         ticket = send.ticket
         card = self.peers.card(ticket.engine, ticket.epoch)
         if not ticket.may_have(send.source):
-            raise TransferError("the ticket is another transfer's", key=send.key)
+            raise TransferError("the ticket belongs to another transfer", key=send.key)
         layout, in_step = self.config.layout, send.during_step
         num_bytes = (send.stop - send.start) * layout.token_bytes
         parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)

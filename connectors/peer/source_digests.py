@@ -1,7 +1,7 @@
-"""Digests of what an engine's blocks hold, for peers that read them: made behind the steps, on a thread of its own.
+"""Digests of the content of an engine's blocks, for peers that read them: made after the steps, on a separate thread.
 
-The scheduler's side says what is in the blocks for good (DigestOrder), in which generations. A reader waits for a
-digest that is on its way, so nothing waits for this thread: neither a step nor a hand-off.
+The scheduler side says which content is final (DigestOrder), in which generations. A reader waits for a digest in the
+making, so nothing else waits for this thread: neither a step nor a hand-off.
 """
 
 import logging
@@ -29,7 +29,7 @@ STEP_TIMEOUT_S = 60.0
 
 
 class DigestOrder(msgspec.Struct, frozen=True, array_like=True):
-    """Make digests of tokens [start, stop) of these blocks, whose first one holds token 0."""
+    """Make digests of tokens [start, stop) of these blocks, the first one of which holds token 0."""
 
     block_ids: Sequence[int]
     generations: IdBytes
@@ -38,7 +38,9 @@ class DigestOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest_orders(view: SchedulerView, table: BlockTable, mode: ChecksumMode, block_size: int) -> list[DigestOrder]:
-    """What of a step's news has digests; of hand-offs' ends with their tails, else of whole hash blocks."""
+    """The digests to make for a step's news: for the ends of hand-offs with their tails, otherwise for whole hash
+    blocks.
+    """
     size, orders = unit_tokens(block_size), []
     for confirmed in view.confirmed:
         request = confirmed.request
@@ -52,7 +54,7 @@ def digest_orders(view: SchedulerView, table: BlockTable, mode: ChecksumMode, bl
 
 
 def _of_tables(tables: BlockTables, table: BlockTable, start: int, stop: int, size: int) -> list[DigestOrder]:
-    """One order for each KV group; what a window has given up comes first, and has none."""
+    """One order for each KV group; blocks that a window has given up come first, and have none."""
     orders = []
     for block_ids in tables:
         first, last = start // size, -(-stop // size)
@@ -66,7 +68,7 @@ def _of_tables(tables: BlockTables, table: BlockTable, start: int, stop: int, si
 
 
 class SourceDigests:
-    """One rank's. Other threads may write into the table what they have digested."""
+    """The digests of one rank. Other threads may write digests into the table, too."""
 
     def __init__(self, pool: PoolDigests, table: DigestTable) -> None:
         self.table = table
@@ -76,7 +78,7 @@ class SourceDigests:
         self._thread.start()
 
     def put(self, orders: Sequence[DigestOrder], after: StepDone) -> None:
-        """On the step thread. `after`: the last step that wrote what they are about."""
+        """Queue orders, on the step thread. `after`: the last step that wrote their blocks."""
         self._orders.put((orders, after))
 
     def close(self) -> None:
@@ -88,7 +90,7 @@ class SourceDigests:
             self.make(*news)
 
     def make(self, orders: Sequence[DigestOrder], after: StepDone) -> None:
-        """Make them now."""
+        """Make digests now."""
         try:
             after.wait(STEP_TIMEOUT_S)
             if self._pool.on_device:  # which is asked, and waited for, once
@@ -96,7 +98,7 @@ class SourceDigests:
             else:
                 for order in orders:
                     self._make([order])
-        except TransferTimeout as error:  # who reads it finds no digest, and says so
+        except TransferTimeout as error:  # a reader finds no digest, and reports that
             logger.warning("KV without digests: %s", error)
         except Exception:
             logger.exception("KV without digests")
@@ -110,7 +112,7 @@ class SourceDigests:
             self.table.write(tokens.units, generations, tokens.counts, digests)
 
     def _tokens_of(self, order: DigestOrder) -> tuple[Tokens, Ids]:
-        """What an order names, and the generation of each unit."""
+        """The tokens of an order, and the generation of each unit."""
         size = self._pool.layout.block_size
         tokens = cut_tokens(order.block_ids, size, order.start, order.stop, first=0)
         index = np.arange(order.start // self._pool.unit_tokens, -(-order.stop // self._pool.unit_tokens))
@@ -118,7 +120,7 @@ class SourceDigests:
 
 
 def _newest(tokens: Sequence[Tokens], generations: Sequence[Ids]) -> tuple[Tokens, Ids]:
-    """Those of several orders as one, each unit once: in its last generation, with the most tokens."""
+    """Several orders merged into one, with each unit once: in its last generation, with the most tokens."""
     joined, of_each = Tokens(*map(np.concatenate, zip(*tokens, strict=True))), np.concatenate(generations)
     order = np.lexsort((joined.counts, of_each, joined.units))
     units = joined.units[order]

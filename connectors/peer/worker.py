@@ -43,5 +43,5 @@ class PeerWorker(TransferWorker):
         self.peers.clear()
 
     def lane_of(self, engine: str, epoch: str, peer_rank: int, number: int = 0) -> Lane:
-        """A lane of a peer's rank: by default it has `lanes_per_rank` of its own, which `number` chooses among."""
+        """A lane of a peer's rank: by default a rank has `lanes_per_rank` lanes, among which `number` chooses."""
         return (engine, epoch, peer_rank, number % self.lanes_per_rank)

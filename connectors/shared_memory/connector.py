@@ -1,9 +1,10 @@
 """The `shared_memory` connector: engines on one host read each other's KV pools, verified by block generations.
 
-Where KV is on GPUs, pools are mapped by CUDA IPC; the table of generations is in host memory all the same.
+If KV is on GPUs, pools are mapped by CUDA IPC; the table of generations is in host memory in any case.
 
-kind pull: a hand-off names blocks and their generations, and decode copies them. Content-addressed, too: whatever full
-block any engine has computed or loaded is found by its key, so that roles are not fixed and generated text is reused.
+kind pull: a hand-off names blocks and their generations, and decode copies them. It is also content-addressed: any full
+block that any engine has computed or loaded is found by its key, so that roles are not fixed and generated text is
+reused.
 """
 
 from collections.abc import Callable
@@ -27,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class SharedMemoryConnector(KVConnector):
-    """Owns the engine's arena; its block table and KV pool lie there."""
+    """The `shared_memory` connector. Owns the engine's arena, with its block table and KV pool."""
 
     declares = ConnectorPlan(
         interface=INTERFACE, kind="pull", content_addressed=True, own_pool="needs", layouts=CARRIED,
-        wire_version=2,  # no events in the card: what is published is there
+        wire_version=2,  # no events in the card: published blocks can be read
     )  # fmt: skip
     options_type = SharedMemoryOptions
     scheduler_type: ClassVar[type[SharedMemoryScheduler]] = SharedMemoryScheduler
@@ -68,7 +69,7 @@ class SharedMemoryConnector(KVConnector):
 
 
 def make_pool_device(kind: str) -> "PoolDevice | None":
-    """The device of that kind that this thread computes on; None: pools are in host memory."""
+    """The device of that kind used by this thread; None: pools are in host memory."""
     if kind == "cpu":
         return None
     import torch

@@ -1,8 +1,8 @@
-"""The worker side of `shared_memory` where KV is on devices: copies from pool to pool, verified as in host memory.
+"""The worker side of `shared_memory` for KV on devices: copies from pool to pool, verified as in host memory.
 
-The order, over two processes. The source's host sees a step end, and only then publishes what it computed. A reader
-that knows of it copies on a stream of its own, digests there what lands, waits for both, sees that the source still has
-its memory, and reads the generations again.
+The order of events, over two processes: the source's host sees a step end, and only then publishes its blocks. A reader
+that learns of them copies on its own stream, digests the landed data there, waits for both, checks that the source
+still has its memory, and reads the generations again.
 """
 
 from collections.abc import Callable
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class _Copies(Scratch):
-    """What an I/O thread copies with."""
+    """The objects with which an I/O thread copies."""
 
     stream: Stream
     done: Event  # its last copy
 
 
 class DeviceSharedMemoryWorker(SharedMemoryWorker):
-    """Loads of one rank from peers' devices, or from its own one where several engines share that."""
+    """Loads of one rank from peers' devices, or from its own if several engines share that."""
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         return self._read(job, piece, scratch).num_bytes
 
     def read_digested(self, job: Job, piece: PullPiece, scratch: Scratch, tokens: Tokens) -> Landed:
-        """The digests are made of what has landed, right behind the copy: one wait for both."""
+        """As in the base class: digests are made of the landed data right after the copy, with one wait for both."""
         make = partial(self.checksums.pool.queue, tokens, piece.own_part(self.config.layout))
         return self._read(job, piece, scratch, make)
 
     def _read(
         self, job: Job, piece: PullPiece, scratch: Scratch, make: Callable[[], QueuedDigests] | None = None
     ) -> Landed:
-        """`make`: behind the last copy, on its stream."""
+        """Read a piece. `make`: runs after the last copy, on its stream."""
         assert isinstance(scratch, _Copies)
         peer, pool = self._arenas.pool(*piece.peer_rank, self._device)
         self.check_generations(job, piece, scratch)
@@ -105,10 +105,10 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
     def _copy(
         self, part: Pieces, source: "torch.Tensor", copies: _Copies, make: Callable[[], QueuedDigests] | None = None
     ) -> QueuedDigests | None:
-        """Copy, and return when it is there, with what `make` makes of it: the blocks may be another one's then.
+        """Copy, and return when the copy is complete, with the result of `make`: the source blocks may then be reused.
 
         Raises:
-            TransferError: some of it is not within its pool. And what `make` raises, when the copy is there.
+            TransferError: some of it is outside of its pool. Also raises what `make` raises, once the copy is complete.
         """
         assert self._data is not None, "the connector is shut down"
         with copies.stream.on():
@@ -120,7 +120,7 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
                 await_copy(copies.done)
 
     def _compile(self) -> None:
-        """Have both forms of the copy compiled now, by copies of a block onto itself: no load waits for that."""
+        """Compile both forms of the copy now, by copies of a block onto itself, so that no load waits for that."""
         layout, copies, block = self.config.layout, self.make_scratch(None), np.zeros(1, dtype=np.int64)
         whole = UnitPart(0, layout.num_kv_heads, 0, layout.num_layers)
         assert self._data is not None

@@ -15,7 +15,7 @@ from pdkv.wire.kv import EngineCard
 
 
 class SharedMemoryScheduler(PullScheduler):
-    """Finds KV in peers' arenas and names blocks for hand-offs. Looks into shared memory, never waits for it."""
+    """Finds KV in peers' arenas and names blocks for hand-offs. Reads shared memory, but never waits for it."""
 
     shown = Shown.ALL
 
@@ -28,7 +28,7 @@ class SharedMemoryScheduler(PullScheduler):
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         super().update_peers(cards)
-        for peer in self._arenas.incarnations():  # now, so that what is open does not depend on the traffic
+        for peer in self._arenas.incarnations():  # now, so that open descriptors do not depend on the traffic
             self._open(*peer)
 
     def source_block_size(self, engine: str, epoch: str) -> int | None:
@@ -38,11 +38,11 @@ class SharedMemoryScheduler(PullScheduler):
     def _open(self, engine: str, epoch: str) -> PeerArena | None:
         try:
             return self._arenas.get(engine, epoch)
-        except PdkvError:  # logged where it was found out; here it means: nothing to be had from there
+        except PdkvError:  # already logged when it was found out; here it means that nothing can be read there
             return None
 
     def match_content(self, request: RequestView, start: int) -> Match | None:
-        """The longest chain of whole blocks behind `start` that one peer has."""
+        """The longest chain of whole blocks after `start` that one peer has."""
         stop = request.num_wanted // self.block_size * self.block_size
         shortest = max(self._options.min_hit_tokens, self.block_size)
         if not self._options.content_lookup or start % self.block_size or stop - start < shortest:
@@ -71,7 +71,7 @@ class SharedMemoryScheduler(PullScheduler):
 
 
 def _in_whole_blocks(match: Match, block_size: int) -> Match:
-    """Name the peer's blocks instead of their hash blocks, where they are taken from their beginning and in order."""
+    """Name the peer's blocks instead of their hash blocks, if they are used from their beginning and in order."""
     per_block = block_size // HASH_BLOCK_SIZE
     blocks = whole_blocks(match.source, per_block)
     if blocks is None or match.start % block_size:

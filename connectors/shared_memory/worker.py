@@ -1,4 +1,4 @@
-"""The worker side of `shared_memory`: I/O threads copy blocks out of peers' arenas and verify what they have read."""
+"""The worker side of `shared_memory`: I/O threads copy blocks out of peers' arenas and verify the data."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Scratch:
-    """What an I/O thread keeps for itself."""
+    """Per-thread state of an I/O thread."""
 
     table: BlockTableReader | None = None  # the generations of the load that it runs
 
 
 class SharedMemoryWorker(PullWorker):
-    """Loads of one rank. Saves need no work: the pool that the engine writes is what its peers read.
+    """Loads of one rank. Saves need no work: peers read the pool that the engine writes.
 
     The KV of a rank's heads is in that rank's arena; the generations of an engine's blocks are in its first rank's.
     """
@@ -51,7 +51,7 @@ class SharedMemoryWorker(PullWorker):
         load_timeout_s: float,
         peers: PeerArenas | None = None,
     ) -> None:
-        """`peers`: those of the scheduler's side where it is in this process."""
+        """`peers`: those of the scheduler side, if it is in this process."""
         self._arenas = PeerArenas(config) if peers is None else peers
         lanes = LaneConfig(num_shared=io_threads, thread_name="pdkv-load")
         super().__init__(config, notify, self._arenas, timeout_s=load_timeout_s, lanes=lanes)
@@ -61,7 +61,7 @@ class SharedMemoryWorker(PullWorker):
             self._start_on(self._pool)
 
     def _start_on(self, pool: Any) -> None:
-        """Loads may come; `pool` as for PoolDigests."""
+        """Start; `pool` as for PoolDigests."""
         self.checksums = Checksums(self.config, pool)
         if self.config.kv_checksum != "off":
             self.source_digests = SourceDigests(self.checksums.pool, self._arena.digests())
@@ -71,7 +71,7 @@ class SharedMemoryWorker(PullWorker):
         """Check that the pool is the one that peers see.
 
         Raises:
-            ConfigError: it lies on another device or elsewhere in memory.
+            ConfigError: it is on another device or elsewhere in memory.
         """
         if kv_cache.device.type != "cpu":
             raise ConfigError(f"connector shared_memory has its pool in host memory, the KV is on {kv_cache.device}")
@@ -96,7 +96,7 @@ class SharedMemoryWorker(PullWorker):
         return Scratch()
 
     def do_idle_work(self) -> bool:
-        """With nothing to copy, peers' pools are mapped ahead, bit by bit."""
+        """Map peers' pools ahead, bit by bit, while there is nothing to copy."""
         return self._arenas.map_ahead()
 
     def run_job(self, job: Job, scratch: Scratch) -> int | None:
@@ -121,7 +121,7 @@ class SharedMemoryWorker(PullWorker):
         return landed
 
     def _begin(self, job: Job, piece: PullPiece, scratch: Scratch) -> PeerArena:
-        """The arena that a piece is read from. Raises StaleGeneration for what is not worth a copy any more."""
+        """The arena of a piece's source. Raises StaleGeneration if a copy would be in vain."""
         load = piece.load
         peer = self._arenas.get(*piece.peer_rank)
         peer.is_source = peer.is_source or load.is_handoff

@@ -1,1 +1,1 @@
-"""KV through a store: shared storage, Redis, LMCache, or a store of your own."""
+"""KV through a store: shared storage, Redis, LMCache, or a custom store."""

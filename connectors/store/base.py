@@ -1,8 +1,8 @@
-"""StoreConnector: any KVStore becomes a connector. A subclass says how its store is opened, and no more.
+"""StoreConnector: any KVStore becomes a connector. A subclass only opens its store.
 
-Every engine saves the KV that it has computed, in values of several units under content keys, and finds what any
-engine has saved; a hand-off is a lookup whose answer is known. No call of a store runs on the step thread. Whatever the
-store gives back is verified before anybody uses it (envelope.py): a store need not be trusted with its memory.
+Every engine saves the KV that it has computed, in values of several units under content keys, and finds what any engine
+has saved; a hand-off is a lookup with a known answer. No call of a store runs on the step thread. Everything that the
+store returns is verified before use (envelope.py): a store need not be trusted with its memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ __all__ = [
     "Buffer", "KVStore", "StoreConnector", "StoreConnectorOptions", "StoreFull", "StoreReadOnly", "StoreTimeout",
     "StoreUnavailable", "option",
 ]  # fmt: skip
-"""All that a subclass needs."""
+"""The parts of the package that a subclass needs."""
 
 
 class StoreConnector(KVConnector):
@@ -50,13 +50,15 @@ class StoreConnector(KVConnector):
 
     declares = ConnectorPlan(interface=INTERFACE, kind="store", content_addressed=True, layouts=CARRIED)
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
-    probe_interval_s: ClassVar[float] = 5.0  # how often a store that does not answer is asked again; also at the start
-    watches: ClassVar[bool] = True  # a server that is silent is asked whether it is there
-    retry_after_s: float = 1.0  # how long a server that failed is left alone, at first
-    unix_time = staticmethod(unix_time)  # by which stored values end
+    probe_interval_s: ClassVar[float] = (
+        5.0  # how often a store that does not answer is asked again, including at the start
+    )
+    watches: ClassVar[bool] = True  # a server that is silent is checked by asking it
+    retry_after_s: float = 1.0  # how long a failed server is left alone at first
+    unix_time = staticmethod(unix_time)  # by which stored values expire
 
     def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
-        """Raises ConfigError for what cannot be built."""
+        """Raises ConfigError if the connector cannot be built."""
         self.config, self.notify = config, notify
         self.options = self.options_type.parse(config.plan.options)
         groups = self.options.layer_groups
@@ -91,7 +93,7 @@ class StoreConnector(KVConnector):
 
     @classmethod
     def probe(cls, plan: ConnectorPlan) -> str:
-        """Why the store does not answer; empty: it does. Raises ConfigError for what waiting won't cure."""
+        """Why the store does not answer; empty: it does. Raises ConfigError for errors that waiting won't cure."""
         try:
             with closing(cls.options_type.parse(plan.options).open_store()) as store:
                 for part in store.parts().values():
@@ -106,8 +108,8 @@ class StoreConnector(KVConnector):
 
     @property
     def store(self) -> KVStore:
-        """What both sides in this process share; opened when first used. A server by itself is a tier, too: what does
-        not answer is left alone.
+        """The store shared by both sides in this process; opened on first use. A single server is a tier, too: if it
+        does not answer, it is left alone.
         """
         if self._store is None:
             store = self.open_store()
@@ -122,7 +124,7 @@ class StoreConnector(KVConnector):
         return StoreScheduler(self.config, self.options, self.cut, lookups, news, ahead, self.unix_time)
 
     def make_lookups(self) -> KeyLookups:
-        """What a scheduler side asks."""
+        """The lookups of a scheduler side."""
         return KeyLookups(
             self.store,
             self.cut.suffixes,
@@ -134,7 +136,7 @@ class StoreConnector(KVConnector):
         )
 
     def _value_bytes(self) -> int:
-        """Of a whole value of the first KV group: what a rank reads for one; 0: as much as its blocks have."""
+        """Bytes that a rank reads for a whole value of the first KV group; 0: as many as its blocks have."""
         if self.coder is None:
             return 0
         num_units = self.cut.value_tokens[0] // HASH_BLOCK_SIZE
@@ -151,5 +153,5 @@ class StoreConnector(KVConnector):
 
 
 def _identity(codecs: Sequence[Codec]) -> str:
-    """Of all forms of a value together."""
+    """The identity of all forms of a value together."""
     return "+".join(codec.identity for codec in codecs)

@@ -1,8 +1,9 @@
 """Values on their way from one tier of a store into another, one staging buffer at a time.
 
-A move copies all before it removes anything, and removes only what it has read back from its destination: whatever ends
-it in between, no value is in neither place. What it copies may itself make room for more of the same prompt there; so
-it looks again which values are there before it removes them, and copies nothing after that.
+A move copies everything before it removes anything, and removes only values that it has read back from their
+destination: whenever it is interrupted, each value is in at least one place. Copies may evict other values of the same
+prompt at the destination; so the move checks again which values are there before it removes any, and copies nothing
+after that.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from pdkv.kv_store.base import KVStore
 from pdkv.wire.kv import KVTerms
 
 Check = Callable[[], None]
-"""Raises where it has to stop."""
+"""Raises if the work must stop."""
 
 EachBuffer = Callable[[Sequence[Value], float, Callable[[list[Slot]], None], Check], None]
 """(values, deadline, use, check): for one staging buffer after the other, call `check`, lay this rank's parts of the
@@ -26,14 +27,14 @@ values out, and call `use` with them. Raises TransferTimeout behind the deadline
 
 
 class BetweenTiers:
-    """What one rank brings from tier to tier, on one thread.
+    """Moves values from tier to tier for one rank, on one thread.
 
     Args:
         values: of the store that consists of the tiers.
     """
 
     def __init__(self, values: SealedValues, each_buffer: EachBuffer, clock: Clock = MONOTONIC) -> None:
-        self.num_damaged = 0  # values that were not what was saved
+        self.num_damaged = 0  # values that did not match what was saved
         self._values = values
         self._store = values.store
         self._each_buffer = each_buffer
@@ -47,11 +48,9 @@ class BetweenTiers:
         kv_terms: KVTerms | None = None,
         check: Check = lambda: None,
     ) -> None:
-        """Read what the first tier lacks: tiers behind it copy there what they give.
+        """Read what the first tier lacks: tiers below it copy there what they return.
 
-        Args:
-            kv_terms: on which they are copied.
-            check: called between two buffers.
+        Args: kv_terms: the terms of the copies. check: called between two buffers.
 
         Raises:
             TransferTimeout: not all of it within the deadline.
@@ -74,14 +73,11 @@ class BetweenTiers:
         copy: bool,
         kv_terms: KVTerms | None = None,
     ) -> int:
-        """Put what the source has of the values, and this process may remove, into the destination; then remove it.
+        """Copy the source's values that this process may remove to the destination; then remove them.
 
-        Args:
-            copy: remove nothing.
-            kv_terms: of whose they are; those that a value has at the source stay its own.
+        Args: copy: remove nothing. kv_terms: of the values' owner; a value keeps the terms that it has at the source.
 
-        Returns:
-            How many the destination has instead of the source; `copy`: besides it.
+        Returns: The number of values moved or, with `copy`, copied.
 
         Raises:
             TransferTimeout: not all of it within the deadline. Nothing has left the source then, as after any failure
@@ -100,7 +96,7 @@ class BetweenTiers:
         return self._take_out(sound, source, destination, deadline)
 
     def _bring(self, slots: list[Slot], source: KVStore, destination: KVStore, kv_terms: KVTerms | None) -> list[bytes]:
-        """Copy what the destination lacks of the source's; the keys of what was read there and is whole."""
+        """Copy what the destination lacks of the source's; returns the keys of intact values that were read there."""
         held = list(compress(slots, source.contains_own([slot.key for slot in slots])))
         there = self._read(held, destination)
         brought = self._read([slot for slot in held if slot.key not in there], source)
@@ -113,15 +109,15 @@ class BetweenTiers:
 
     def _take_out(self, keys: Sequence[bytes], source: KVStore, destination: KVStore, deadline: float) -> int:
         """Remove from the source what the destination still has; returns how many."""
-        with self._store.still(deadline - self._clock.now()):  # else a copy could bring back what is removed
+        with self._store.still(deadline - self._clock.now()):  # otherwise a copy could bring back what is removed
             there = list(compress(keys, destination.contains(keys)))
             if self._clock.now() >= deadline:
-                raise TransferTimeout("all was copied, and not removed in time")
+                raise TransferTimeout("all values were copied, but not removed in time")
             self._store.forget(there)
             return source.discard(there)
 
     def _read(self, slots: Sequence[Slot], part: KVStore | None = None, kv_terms: KVTerms | None = None) -> set[bytes]:
-        """Read values from a tier, or from the first that has them; the keys of those that are whole."""
+        """Read values from a tier, or from the first that has them; returns the keys of intact values."""
         whole: set[bytes] = set()
         if slots:
             reading = self._values.get(slots, lambda slot: whole.add(slot.key), kv_terms, part)

@@ -1,4 +1,4 @@
-"""Bodies of values that a codec makes of the images of their units, filled up to one size."""
+"""Bodies of values that a codec makes from the images of their units, padded to one size."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -26,11 +26,11 @@ class ValueCoder:
             if codec.lossy and codec.identity not in layout.codec.split("+"):
                 raise ConfigError(f"the engine keys its KV as exact, which codec={codec.name} does not keep")
             if layout.dtype not in DTYPES:
-                raise ConfigError(f"codec={codec.name} codes KV in {', '.join(DTYPES)}, not in {layout.dtype}")
+                raise ConfigError(f"codec={codec.name} supports KV in {', '.join(DTYPES)}, not in {layout.dtype}")
         self.codecs = codecs
         self._layout = layout
         self.body_bytes = cache(self._body_bytes)
-        """(form, part, number of units) -> bytes of a body, whatever the KV is."""
+        """(form, part, number of units) -> bytes of a body, whatever the KV."""
 
     def _body_bytes(self, form: int, part: UnitPart, num_units: int) -> int:
         return self.codecs[form].max_bytes(self._shape(part, num_units))

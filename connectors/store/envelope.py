@@ -1,16 +1,10 @@
-"""The envelope behind every stored value, so that no reader takes anything else for it.
+"""The envelope after every stored value, by which readers recognize valid values.
 
 A value is its body, which is KV, and an envelope of 64 bytes:
 
-| bytes | |
-|---|---|
-| 0-3 | `pdkv` |
-| 4-5 | format, 1 |
-| 6-7 | 0: a checksum follows; 1: a signature |
-| 8-15 | bytes of the body |
-| 16-47 | xxh3-128 of key and body, and 16 zeros; signed: the keyed BLAKE2b-256 of key and body |
-| 48-55 | its end: unix time in seconds, from which on nobody uses it; 0: it has none |
-| 56-63 | zeros |
+| bytes | | |---|---| | 0-3 | `pdkv` | | 4-5 | format, 1 | | 6-7 | 0: a checksum follows; 1: a signature | | 8-15 |
+bytes of the body | | 16-47 | xxh3-128 of key and body, and 16 zeros; signed: the keyed BLAKE2b-256 of key and body | |
+48-55 | its end: unix time in seconds, from which on it is not used; 0: it does not expire | | 56-63 | zeros |
 
 Of a value with an end, bytes 16-47 are the same kind of hash of that hash and the end: without it, or with another one,
 it is not whole.
@@ -34,7 +28,7 @@ ENVELOPE_BYTES = 64
 
 
 class _Hash(Protocol):
-    """Of hashlib or xxhash."""
+    """A hash object of hashlib or xxhash."""
 
     def update(self, data: Buffer, /) -> None: ...
     def digest(self) -> bytes: ...
@@ -51,25 +45,24 @@ assert _ENVELOPE.size == ENVELOPE_BYTES
 class Sealer:
     """Makes envelopes and verifies them. Threads may share it. xxhash keeps the GIL, some 40 us a MiB.
 
-    Args:
-        secret: None: checksums, against damage only. With one: signatures, against whoever does not have it.
+    Args: secret: None: checksums, which only detect damage. Otherwise signatures, which cannot be forged without it.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._mac_key = None if secret is None else _derive(secret, b"pdkv-value-mac", hashlib.blake2b.MAX_KEY_SIZE)
         self.identity = b"" if secret is None else _derive(secret, b"pdkv-value-id", _IDENTITY_BYTES)
-        """Tells engines with different secrets from each other and tells nothing of the secret; empty: unsigned."""
+        """Distinguishes engines with different secrets without revealing the secret; empty: unsigned."""
 
     def seal(self, key: bytes, value: Buffer, expires_at: int = 0) -> None:
-        """Write the envelope of value[:-ENVELOPE_BYTES] into the bytes behind it. `expires_at`: unix time; 0: it has no
-        end.
+        """Write the envelope of value[:-ENVELOPE_BYTES] into the bytes after it. `expires_at`: unix time; 0: it does
+        not expire.
         """
         check = self.check(key, Scattered(value))
         check.arrived(len(value))
         value[-ENVELOPE_BYTES:] = check.envelope(expires_at)
 
     def check(self, key: bytes, value: Scattered) -> "Check":
-        """The check of a value that is to come into these buffers, with its envelope as a whole in the last one."""
+        """The check of a value that will be read into these buffers, with its whole envelope in the last one."""
         return Check(self._hash(key), value, self._bind, is_signed=self._mac_key is not None)
 
     def _hash(self, key: bytes, person: bytes = b"") -> "_Hash":
@@ -78,17 +71,19 @@ class Sealer:
         return hashlib.blake2b(key, digest_size=32, key=self._mac_key, person=person)
 
     def _bind(self, digest: bytes, expires_at: int) -> bytes:
-        """The hash of a value that has an end, made of its hash without one, which a signed value shows nobody."""
+        """The hash of a value that expires, made from its hash without the time, which a signed value does not
+        reveal.
+        """
         return self._hash(digest + _END.pack(expires_at), b"pdkv-value-end").digest() if expires_at else digest
 
 
 class Check:
-    """Reads a value's body once, as it comes in."""
+    """Reads a value's body once, as it arrives."""
 
     def __init__(
         self, empty: "_Hash", value: Scattered, bind: Callable[[bytes, int], bytes], *, is_signed: bool
     ) -> None:
-        """`empty`: has read the key. `bind`: of a hash and an end."""
+        """`empty`: has already hashed the key. `bind`: binds a hash to an expiry time."""
         self._bind = bind
         self._empty = empty
         self._hash = empty.copy()
@@ -99,7 +94,7 @@ class Check:
         self._done = 0
 
     def arrived(self, stop: int) -> None:
-        """Bytes [0, stop) of the value are there; fewer than before: they have come anew."""
+        """Note that bytes [0, stop) of the value have arrived; fewer than before: they have been read again."""
         if stop <= self._done:
             self._hash, self._done = self._empty.copy(), 0
         for part in self._value.stretch(self._done, min(stop, self._body_bytes)):
@@ -107,18 +102,18 @@ class Check:
         self._done = stop
 
     def is_whole(self) -> bool:
-        """Whether the buffer holds what somebody with the same secret has saved under this key."""
+        """Whether the buffer holds a value saved with the same secret under this key."""
         if self._done < len(self._value):
             self.arrived(len(self._value))
         return hmac.compare_digest(self._envelope, self.envelope(self.expires_at))
 
     @property
     def expires_at(self) -> int:
-        """The end that the envelope names, as unix time; 0: it has none. Only of a whole value it is true."""
+        """The expiry time in the envelope, as unix time; 0: none. Only reliable for an intact value."""
         return int(_ENVELOPE.unpack(self._envelope)[-1]) if len(self._envelope) == ENVELOPE_BYTES else 0
 
     def envelope(self, expires_at: int) -> bytes:
-        """That of the body, and of this end of the value."""
+        """The envelope for the body and this expiry time."""
         digest = self._bind(self._hash.digest(), expires_at)
         return _ENVELOPE.pack(_MAGIC, FORMAT, int(self._is_signed), self._body_bytes, digest, expires_at)
 

@@ -1,4 +1,6 @@
-"""Forms in which each value is stored, and which one a load reads: CacheGen's adaptation (SIGCOMM '24, section 5.3)."""
+"""The forms in which each value is stored, and the choice of one for a load: CacheGen's adaptation (SIGCOMM '24,
+section 5.3).
+"""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,13 +12,15 @@ from pdkv.connectors.store.pieces import Piece
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 
 PACE_VALID_S = 10.0
-"""So long a pace is believed. Then the finest form is read again, even if nothing was loaded for want of time."""
+"""Seconds for which a measured pace is trusted. Then the finest form is read again, even if nothing was loaded for lack
+of time.
+"""
 
-_KEPT = 0.5  # of what earlier reads weigh, with each read
+_KEPT = 0.5  # weight of earlier reads in the average, with each read
 
 
 class Pace:
-    """How fast one thread has read and decoded of late. Threads may share it."""
+    """How fast one thread has recently read and decoded. Threads may share it."""
 
     def __init__(self, now: Callable[[], float] = MONOTONIC.now) -> None:
         self._now = now
@@ -24,7 +28,7 @@ class Pace:
         self._lock = threading.Lock()
 
     def note(self, num_bytes: int, seconds: float) -> None:
-        """A batch was read; nothing of it: nothing is known."""
+        """Record a batch; an empty one makes the pace unknown."""
         if not num_bytes:
             return
         with self._lock:
@@ -34,7 +38,7 @@ class Pace:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """None: nothing was read of late."""
+        """Bytes per second; None: nothing was read recently."""
         with self._lock:
             if not self._bytes or self._now() - self._last > PACE_VALID_S:
                 return None
@@ -42,10 +46,9 @@ class Pace:
 
 
 def choose_form(sizes: Sequence[int], bytes_per_s: float | None, left_s: float) -> int | None:
-    """The first form that comes in time, the first one where no pace is known; None: not even the last one does.
+    """The first form that can be loaded in time, or the first one if no pace is known; None: not even the last one can.
 
-    Args:
-        sizes: bytes of what is still to be loaded, by form, from the finest to the coarsest.
+    Args: sizes: bytes still to be loaded, by form, from the finest to the coarsest.
         left_s: until the deadline.
     """
     if bytes_per_s is None:
@@ -67,7 +70,7 @@ class Forms:
         self._forms = forms
 
     def body_bytes(self, part: UnitPart, form: int = 0) -> Callable[[int], int]:
-        """Bytes of a body by its units."""
+        """Bytes of a body, from its units."""
         if self._coder is None:
             return self._pool.unit_bytes(part).__mul__
         return partial(self._coder.body_bytes, form, part)
@@ -77,11 +80,11 @@ class Forms:
         return [self.body_bytes(part, form) for part in parts for form in self._forms]
 
     def in_form(self, pieces: Sequence[Piece], form: int) -> list[Piece]:
-        """The same values as they are stored in another form."""
+        """The same values in another stored form."""
         return [piece._replace(form=form, body_bytes=self.body_bytes(piece.part.part, form)) for piece in pieces]
 
     def left(self, jobs: Sequence[Sequence[Piece]]) -> list[Sequence[int]]:
-        """Of each of a load's jobs, the bytes from it to the end by form; empty where there is nothing to choose."""
+        """For each of a load's jobs, the bytes from it to the end by form; empty if there is no choice."""
         if len(self._forms) == 1:
             return [()] * len(jobs)
         left = [0 for _ in self._forms]

@@ -1,4 +1,6 @@
-"""How much of the time of loads and saves was hidden: the step thread computed meanwhile and did not wait for them."""
+"""Measures how much of the time of loads and saves was hidden, because the step thread computed instead of waiting for
+them.
+"""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -12,28 +14,28 @@ from pdkv.wire.reports import ConnectorStats
 class ComputeClock:
     """Seconds that the step thread has computed for. It starts and stops it; others read it at any time.
 
-    Where a device computes behind its host, that is the time in which steps are launched: less than the device's.
+    On an asynchronous device, that is the time in which steps are launched, which is less than the device's.
     """
 
     def __init__(self, now: Callable[[], float] = MONOTONIC.now) -> None:
         self.now = now
-        self._state: tuple[float, float | None] = (0.0, None)  # seconds until it was started last, and when that was
+        self._state: tuple[float, float | None] = (0.0, None)  # seconds up to its last start, and the time of that
 
     def start(self) -> None:
-        """A step begins, or goes on behind a wait."""
+        """Start: a step begins, or continues after a wait."""
         self._state = (self.at(now := self.now()), now)
 
     def stop(self) -> None:
-        """The step has ended, or waits."""
+        """Stop: the step has ended, or waits."""
         self._state = (self.at(self.now()), None)
 
     @property
     def is_running(self) -> bool:
-        """Whether something is computed now."""
+        """Whether something is being computed now."""
         return self._state[1] is not None
 
     def at(self, now: float) -> float:
-        """What it shows at a time that is not before the last start or stop."""
+        """Its reading at a time not before the last start or stop."""
         seconds, since = self._state
         return seconds if since is None else seconds + max(now - since, 0.0)
 
@@ -48,7 +50,7 @@ class HiddenTime:
 
     @contextmanager
     def measure(self, direction: Literal["load", "save"]) -> Iterator[None]:
-        """A job of a load or a save, on its thread."""
+        """Measure a job of a load or a save, on its thread."""
         began = self._clock.now()
         computed = self._clock.at(began)
         try:
@@ -68,6 +70,6 @@ class HiddenTime:
 
     @property
     def stats(self) -> ConnectorStats:
-        """Since the start."""
+        """Counts since the start."""
         with self._lock:
             return self._stats

@@ -1,7 +1,8 @@
 """The `lmcache` connector: KV in LMCache's own chunks, which engines with LMCache find, and whose chunks it finds.
 
-A chunk is one value: all layers and heads of one worker, without a checksum. Its name has the model's name, and a hash
-of tokens: nothing of the weights, and no salt. So what is loaded is as good as whoever can write to the server.
+A chunk is one value: all layers and heads of one worker, without a checksum. Its key contains the model's name and a
+hash of tokens, but nothing of the weights, and no salt. So loaded KV can be trusted only as far as everyone who can
+write to the server.
 """
 
 import subprocess
@@ -43,37 +44,41 @@ from pdkv.wire.tiers import CacheOrder
 
 
 class LMCacheOptions(StoreConnectorOptions):
-    """Those of every store connector, and what the engines with LMCache were told."""
+    """Options of every store connector, and the settings of the engines that run LMCache."""
 
-    url: str = option(help="LMCache's server: lmcache://host:port", metavar="URL")
-    model_name: str = option(help="the model as those engines were told it, a path as it was written", metavar="NAME")
-    tokens_per_value: Annotated[int, Meta(ge=HASH_BLOCK_SIZE)] = option(256, "LMCache's chunk_size, a multiple of 16")
-    hash: HashName = option(help="LMCache's pre_caching_hash_algorithm; prompts that meet in builtin are easily made")
-    hash_seed: str = option(
-        "", "PYTHONHASHSEED of those engines, which must have one; empty: they are without vLLM", metavar="TEXT"
+    url: str = option(help="URL of LMCache's server: lmcache://host:port", metavar="URL")
+    model_name: str = option(
+        help="the model's name as given to those engines; a path exactly as it was written", metavar="NAME"
     )
-    connect_timeout_s: Seconds = option(2.0, "deadline to connect")
+    tokens_per_value: Annotated[int, Meta(ge=HASH_BLOCK_SIZE)] = option(256, "LMCache's chunk_size, a multiple of 16")
+    hash: HashName = option(
+        help="LMCache's pre_caching_hash_algorithm; with builtin, colliding prompts are easy to make"
+    )
+    hash_seed: str = option(
+        "", "PYTHONHASHSEED of those engines, which must have one; empty: they run without vLLM", metavar="TEXT"
+    )
+    connect_timeout_s: Seconds = option(2.0, "deadline for connecting, in seconds")
     operation_timeout_s: Seconds = option(10.0, "deadline of one call, whatever the size of its batch")
 
     @classmethod
     def parse(cls, texts: Mapping[str, str], *, only: Collection[str] | None = None) -> Self:
-        """Raises ConfigError for what is no LMCache server's URL."""
+        """Raises ConfigError if the URL is not one of an LMCache server."""
         options = super().parse(texts, only=only)
         options.address()
         return options
 
     def open_store(self) -> KVStore:
-        """For a look at whether the server answers: what a chunk is depends on the model."""
+        """The store, just to see whether the server answers: the content of a chunk depends on the model."""
         return self.open_chunks(1, "float32", (2, 1, self.tokens_per_value, 1))
 
     def open_chunks(self, world_size: int, dtype: str, shape: tuple[int, int, int, int]) -> KVStore:
-        """Raises ConfigError for a name that no key of LMCache can have."""
+        """The store of chunks. Raises ConfigError for a model name that no key of LMCache can contain."""
         form = ChunkForm(self.model_name, world_size, dtype, shape)
         timeouts = StoreOptions(connect_timeout_s=self.connect_timeout_s, operation_timeout_s=self.operation_timeout_s)
         return LMCacheChunks(*self.address(), timeouts, form, trailer_bytes=ENVELOPE_BYTES)
 
     def address(self) -> tuple[str, int]:
-        """Raises ConfigError for a URL that is none of an LMCache server."""
+        """The server's address. Raises ConfigError if the URL is not one of an LMCache server."""
         try:
             parts = urlsplit(self.url)
             if (
@@ -89,7 +94,7 @@ class LMCacheOptions(StoreConnectorOptions):
 
 
 class LMCacheConnector(StoreConnector):
-    """A StoreConnector whose keys, bodies and store are LMCache's."""
+    """A StoreConnector with LMCache's keys, bodies and store."""
 
     declares = msgspec.structs.replace(StoreConnector.declares, layouts=("heads", "windows"), positions=("rotated",))
     options_type = LMCacheOptions
@@ -99,11 +104,14 @@ class LMCacheConnector(StoreConnector):
         super().__init__(config, notify)
         options, layout = self.options, config.layout
         if options.sign or options.codec != "raw" or options.layer_groups > 1:
-            raise ConfigError("LMCache's chunks have no signature, no codec and all layers: sign, codec, layer_groups")
+            raise ConfigError(
+                "LMCache's chunks have no signature, no codec and all layers: remove the options sign, codec and "
+                "layer_groups"
+            )
         if layout.num_groups > 1 or any(layout.windows):
-            raise ConfigError("LMCache's chunks are of models whose layers all see all tokens")
+            raise ConfigError("LMCache's chunks require a model in which all layers see all tokens")
         if layout.dtype not in DTYPES:
-            raise ConfigError(f"LMCache's chunks are read in {', '.join(DTYPES)}, not in {layout.dtype}")
+            raise ConfigError(f"LMCache's chunks support KV in {', '.join(DTYPES)}, not in {layout.dtype}")
         self.sealer = Unsealed()
         codec = ChunkCodec()
         self.coder = ValueCoder([codec], layout)
@@ -120,13 +128,13 @@ class LMCacheConnector(StoreConnector):
         try:
             keys = ChunkKeys(options.tokens_per_value, options.hash, options.hash_seed)
         except subprocess.SubprocessError as error:
-            raise ConfigError(f"option hash_seed: Python does not take {options.hash_seed!r}: {error}") from None
+            raise ConfigError(f"option hash_seed: Python does not accept {options.hash_seed!r}: {error}") from None
         lookups, news = self.make_lookups(), _NoNews(self.store, self.cut)
         return _ChunkScheduler(self.config, options, self.cut, lookups, news, keys, self.notify)
 
 
 class ChunkCut(StoreCut):
-    """Whole chunks alone: what of a prompt fills none is never stored, and a decode engine computes it."""
+    """Whole chunks only: the end of a prompt that fills none is never stored, and a decode engine computes it."""
 
     def __init__(self, config: ConnectorConfig, options: LMCacheOptions, form: str) -> None:
         engines = f"{form} of {options.model_name}, {options.hash} {options.hash_seed}"
@@ -167,7 +175,7 @@ class ChunkCodec(Codec):
 
 
 def _numbers(data: Bytes, shape: PartShape) -> "np.ndarray[Any, np.dtype[Any]]":
-    """As integers of their width, which nothing changes in."""
+    """Reinterpreted as integers of the same width, which are never changed."""
     return data.view(np.uint32 if shape.dtype == "float32" else np.uint16)
 
 
@@ -201,14 +209,14 @@ class _NoNews(StoreNews):
 
 
 class _ChunkTiers(StoreTiers):
-    """Orders name keys of blocks: nothing is known of chunks by them."""
+    """Orders name keys of blocks, by which no chunks are found."""
 
     def order(self, order: CacheOrder) -> int:
         return 0
 
 
 class _ChunkScheduler(StoreScheduler):
-    """A StoreScheduler that is shown chunks' keys in the place of blocks'."""
+    """A StoreScheduler that is shown chunks' keys in place of blocks' keys."""
 
     def __init__(
         self,
@@ -227,7 +235,7 @@ class _ChunkScheduler(StoreScheduler):
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         if not self._keys.are_ready(request):
-            self._notify()  # the next step goes on
+            self._notify()  # the next step continues
             return ASK_AGAIN
         return super().get_num_new_matched_tokens(self._shown(request), num_computed_tokens)
 
@@ -239,7 +247,7 @@ class _ChunkScheduler(StoreScheduler):
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
         self._keys.begin_step()
         confirmed = [msgspec.structs.replace(item, request=self._shown(item.request)) for item in view.confirmed]
-        unseen = {"waiting_keys": (), "waiting_terms": ()}  # of blocks: they cannot be looked up
+        unseen = {"waiting_keys": (), "waiting_terms": ()}  # keys of blocks, which cannot be looked up
         return super().build_connector_meta(msgspec.structs.replace(view, confirmed=confirmed, **unseen))
 
     def _shown(self, request: RequestView) -> RequestView:

@@ -1,7 +1,7 @@
 """Keys of LMCache's chunks: a hash over the tokens of each chunk and the hash before it.
 
 As `lmcache.v1.token_database` computes them: `hash((previous, tokens, ()))` by one of two functions, of which a digest
-counts as its first eight bytes, big-endian. The first `previous` is 0 where LMCache runs without vLLM, and else the
+counts as its first eight bytes, big-endian. The first `previous` is 0 if LMCache runs without vLLM, and otherwise the
 same function of vLLM's seed, the text of PYTHONHASHSEED. Python's own `hash` of numbers is the same in every process,
 that of the seed depends on it.
 """
@@ -21,9 +21,9 @@ from pdkv.connectors.base import RequestView, TransferKey
 HashName = Literal["builtin", "sha256_cbor"]
 
 MAX_CHUNKS_PER_STEP = 32
-"""That one step may wait for: some 2 ms by the slower hash."""
+"""Chunks hashed in one step: some 2 ms with the slower hash."""
 
-_MAX_REQUESTS = 4096  # whose keys are remembered
+_MAX_REQUESTS = 4096  # requests with remembered keys
 _HASH_SEED = "import sys; print(hash(sys.argv[1]))"
 _SEED_TIMEOUT_S = 30.0
 _WORD = struct.Struct(">BH").pack
@@ -40,14 +40,14 @@ class _Hashed:
 
 
 class ChunkKeys:
-    """Keys of requests' prompts, in the place of their block keys: a chunk's stands where its last block's does.
+    """Keys of requests' prompts, in place of their block keys: a chunk's key is at the position of its last block's.
 
-    Used by the step thread alone, which hashes a prompt once, over as many steps as it takes: 3 to 5 us a chunk of 256
+    Used only by the step thread, which hashes a prompt once, over as many steps as it takes: 3 to 5 us a chunk of 256
     tokens, 50 us by sha256_cbor.
     """
 
     def __init__(self, chunk_size: int, hash_name: HashName, hash_seed: str) -> None:
-        """`hash_seed`: PYTHONHASHSEED of the engines with vLLM; empty: there is no vLLM."""
+        """`hash_seed`: PYTHONHASHSEED of the engines with vLLM; empty: they run without vLLM."""
         self._size = chunk_size
         self._hash: Callable[[int, tuple[int, ...]], int] = _builtin if hash_name == "builtin" else _sha256_cbor
         self._first = first_hash(hash_name, hash_seed) if hash_seed else 0
@@ -55,23 +55,23 @@ class ChunkKeys:
         self._of_request: OrderedDict[TransferKey, _Hashed] = OrderedDict()
 
     def begin_step(self) -> None:
-        """As many chunks may be hashed again as a step may wait for."""
+        """Allow this step's number of chunks to be hashed."""
         self._num_left = MAX_CHUNKS_PER_STEP
 
     def of(self, request: RequestView) -> list[bytes]:
-        """One per hash block of the prompt's whole chunks; those that end no chunk are empty."""
+        """The keys, one per hash block of the prompt's whole chunks; those of blocks that end no chunk are empty."""
         hashed = self._hashed(request)
         self._hash_on(hashed, request.prompt_token_ids, len(request.prompt_token_ids))
         return hashed.keys
 
     def are_ready(self, request: RequestView) -> bool:
-        """Whether `of` need not hash any more; goes on with it within what is left of this step's chunks."""
+        """Whether `of` need not hash any more; otherwise continue hashing within this step's limit."""
         hashed, tokens = self._hashed(request), request.prompt_token_ids
         self._num_left -= self._hash_on(hashed, tokens, self._num_left)
         return len(tokens) - hashed.num_tokens < self._size
 
     def of_tokens(self, tokens: Sequence[int]) -> list[bytes]:
-        """Of a prompt."""
+        """The keys of a prompt."""
         hashed = _Hashed(self._first)
         self._hash_on(hashed, tokens, len(tokens))
         return hashed.keys
@@ -85,7 +85,7 @@ class ChunkKeys:
         return hashed
 
     def _hash_on(self, hashed: _Hashed, tokens: Sequence[int], most: int) -> int:
-        """Hash the next chunks, `most` at most; how many there were."""
+        """Hash up to `most` further chunks; returns their number."""
         num_chunks = min((len(tokens) - hashed.num_tokens) // self._size, most)
         empty = [b""] * (self._size // HASH_BLOCK_SIZE - 1)
         for _ in range(num_chunks):
@@ -99,7 +99,7 @@ def first_hash(hash_name: HashName, seed: str) -> int:
     """vLLM's NONE_HASH as LMCache takes it.
 
     Raises:
-        subprocess.SubprocessError: Python does not take the seed.
+        subprocess.SubprocessError: Python does not accept the seed.
     """
     if hash_name == "sha256_cbor":
         return _folded(_cbor_head(3, len(seed.encode())) + seed.encode())
@@ -116,7 +116,7 @@ def _builtin(previous: int, tokens: tuple[int, ...]) -> int:
 
 
 def _sha256_cbor(previous: int, tokens: tuple[int, ...]) -> int:
-    """Of the canonical CBOR (RFC 8949, 4.2.1) of [previous, [tokens], []]."""
+    """Hash of the canonical CBOR (RFC 8949, 4.2.1) of [previous, [tokens], []]."""
     numbers = b"".join([_WORD(25, t) if 0xFF < t <= 0xFFFF else _cbor_head(0, t) for t in tokens])
     return _folded(b"\x83" + _cbor_head(0, previous) + _cbor_head(4, len(tokens)) + numbers + b"\x80")
 

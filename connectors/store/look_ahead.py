@@ -1,7 +1,7 @@
-"""What the first waiting requests will load: brought near and kept there, before they are admitted.
+"""Prefetches the values that the first waiting requests will load into the fast tier, and keeps them there.
 
-CachedAttention's scheduler-aware fetching and eviction (USENIX ATC '24, section 3.3). The window is bounded by what the
-fast tier may spare.
+CachedAttention's scheduler-aware fetching and eviction (USENIX ATC '24, section 3.3). The window is limited by the
+memory that the fast tier may reserve.
 """
 
 from collections import Counter
@@ -14,13 +14,13 @@ from pdkv.wire.kv import KVTerms
 
 
 class LookAhead:
-    """The scheduler side's window over the waiting requests. Used by the step thread alone."""
+    """The scheduler side's window over the waiting requests. Used only by the step thread."""
 
     def __init__(
         self, cut: StoreCut, max_bytes: int, name: str, found: Callable[[Sequence[bytes]], int | None]
     ) -> None:
-        """`max_bytes`: of values of a rank in the window; `name`: what names of orders begin with; `found`: how many of
-        a chain's first tokens are stored, None: it is being looked up.
+        """`max_bytes`: of values of a rank in the window; `name`: prefix of the names of orders; `found`: how many of a
+        chain's first tokens are stored, None: it is being looked up.
         """
         self._cut = cut
         self._max_tokens = max_bytes // cut.layout.token_bytes
@@ -34,11 +34,10 @@ class LookAhead:
     def update(
         self, waiting: Sequence[Sequence[bytes]], terms: Sequence[KVTerms | None] = ()
     ) -> tuple[list[StoreAhead], list[StoreAhead]]:
-        """What is to be brought near, and what nobody waits for any more.
+        """The values to prefetch, and those no longer wanted.
 
-        Args:
-            waiting: block keys of the first waiting requests, in the order of the queue.
-            terms: theirs; empty: none has any.
+        Args: waiting: block keys of the first waiting requests, in queue order. terms: their terms; empty: none has
+        any.
         """
         if not waiting and not self._window:
             return [], []
@@ -50,7 +49,7 @@ class LookAhead:
     def _enter(
         self, chains: Mapping[bytes, Sequence[bytes]], terms: Mapping[bytes, KVTerms | None]
     ) -> list[StoreAhead]:
-        """Requests that there is room for; only one larger than the window is overtaken."""
+        """Admit requests that fit; only one larger than the window is overtaken."""
         entered: list[StoreAhead] = []
         for last, keys in chains.items():
             if last in self._window:
@@ -62,7 +61,7 @@ class LookAhead:
             new = [value for value in values if value.key not in self._num_users]
             num_tokens = sum(value.num_tokens for value in new)
             if num_tokens > self._max_tokens:
-                values, new, num_tokens = [], [], 0  # never: nothing is brought near for it, and others pass
+                values, new, num_tokens = [], [], 0  # never: nothing is prefetched for it, and others pass
             elif self._num_tokens + num_tokens > self._max_tokens:
                 break
             self._num_tokens += num_tokens

@@ -1,7 +1,7 @@
-"""What is known of a store's content: answers from memory, lookups on a thread, a deadline for each.
+"""The known content of a store: answers from memory, lookups on a thread, a deadline for each.
 
-A chain of keys is looked up from its first key that nobody knows; the answer is how many keys in a row are there. Of
-other keys the answer is which of them are there.
+A chain of keys is looked up from its first unknown key; the answer is the number of consecutive keys that are stored.
+For other keys the answer is which of them are stored.
 """
 
 import logging
@@ -22,30 +22,30 @@ logger = logging.getLogger(__name__)
 
 MAX_KNOWN_KEYS = 1 << 16
 MAX_LOOKUPS = 1024
-"""Lookups that are queued; beyond that the answer is a miss."""
+"""The most queued lookups; beyond them the answer is a miss."""
 
 MAX_BARRED_KEYS = 1 << 12
 BARRED_S = 30.0
-"""So long a value that was damaged is not asked for, unless it is saved anew here."""
+"""Seconds for which a damaged value is not requested again, unless it is saved again here."""
 
 MISS_VALID_S = 1.0
-"""So long a miss is believed without asking again; the answer to a lookup is given once, however late."""
+"""Seconds for which a miss is believed without asking again; the answer to a lookup is given once, however late."""
 
 
 @dataclass(eq=False, slots=True)
 class _Lookup:
-    """Keys that nobody knew or, of a chain, that come behind the first one that nobody knew."""
+    """Unknown keys or, of a chain, those from its first unknown key on."""
 
     keys: list[bytes]
     is_chain: bool
     deadline: float
-    wanted: bool  # somebody waits for it
+    wanted: bool  # a request waits for it
     answered: bool = False
 
 
 @dataclass(slots=True)
 class _Miss:
-    """A key that the store does not have, as of `time`."""
+    """A key that the store did not have at `time`."""
 
     time: float
     told: bool = False
@@ -59,9 +59,8 @@ class KeyLookups:
         notify: wakes the engine when an answer is there.
         timeout_s: deadline of a lookup; after it the answer is what the store's first part says, where that is no
             server, else a miss.
-        known_for_s: so long an answer is believed: the store may evict.
-        probe_interval_s: how often a store that does not answer is asked although nobody waits, and once at the start;
-            infinity: never.
+        known_for_s: seconds for which an answer is believed, since the store may evict. probe_interval_s: how often a
+            store that does not answer is probed although nothing waits, and once at the start; infinity: never.
     """
 
     def __init__(
@@ -87,14 +86,14 @@ class KeyLookups:
         self._clock = clock
         self._known_for_s = known_for_s
         self._known: OrderedDict[bytes, float] = OrderedDict()  # since when; step thread and lookups, under the lock
-        self._ends: OrderedDict[bytes, int] = OrderedDict()  # unix times, of values that have one as far as is known
+        self._ends: OrderedDict[bytes, int] = OrderedDict()  # unix times, for values that are known to expire
         self._barred: OrderedDict[bytes, float] = OrderedDict()  # until when
         self._misses: OrderedDict[bytes, _Miss] = OrderedDict()
         self._pending: OrderedDict[bytes, _Lookup] = OrderedDict()  # by first key, in order of their deadlines
         self._queue: list[_Lookup] = []
-        self._problem = ""  # why the last lookup failed: until one succeeds there is one at a time
+        self._problem = ""  # why the last lookup failed: until one succeeds, they run one at a time
         self._probe_interval_s = probe_interval_s
-        self._next_probe = inf if probe_interval_s == inf else 0.0  # when the store is asked although nobody waits
+        self._next_probe = inf if probe_interval_s == inf else 0.0  # when the store is probed although nothing waits
         self._changed = threading.Condition()  # its lock guards all of this
         self._threads = [
             ServiceThread(self._serve, self._wake, "pdkv-lookup"),
@@ -106,23 +105,23 @@ class KeyLookups:
 
     @property
     def stats(self) -> ConnectorStats:
-        """What failed."""
+        """Counts of failures."""
         with self._changed:
             num_late, num_failed = self.num_timeouts, self.num_failed
         return ConnectorStats(failed_lookups=num_failed + num_late, timeouts=num_late)
 
     @property
     def problem(self) -> str:
-        """Why the store, or a part of it, does not answer; empty: it did when it was asked last."""
+        """Why the store, or a part of it, does not answer; empty: it did at the last request."""
         return self._problem or self._store.problem
 
     # --- the step thread ------------------------------------------------------------------------------------------
 
     def num_found(self, keys: Sequence[bytes], *, wanted: bool = True) -> int | None:
-        """How many of the first keys are stored; None: it is being looked up, and `notify` will tell.
+        """Number of the first keys that are stored; None: they are being looked up, and `notify` announces the answer.
 
         Args:
-            wanted: False: only begin to look, the answer is asked for later.
+            wanted: False: only start the lookup, the answer is asked for later.
         """
         now = self._clock.now()
         with self._changed:
@@ -132,7 +131,9 @@ class KeyLookups:
             return None if self._begin(keys[first:], now, wanted=wanted, is_chain=True) else first
 
     def look_up(self, keys: Sequence[bytes], *, wanted: bool = True) -> list[bool] | None:
-        """Which of the keys are stored; None: it is being looked up, and `notify` will tell. `wanted`: as above."""
+        """Which of the keys are stored; None: they are being looked up, and `notify` announces the answer. `wanted`: as
+        above.
+        """
         now = self._clock.now()
         with self._changed:
             answers = [self._believes(key, now) for key in keys]
@@ -144,7 +145,7 @@ class KeyLookups:
             return None if unknown and self._begin(unknown, now, wanted=wanted, is_chain=False) else answers
 
     def _misses_now(self, key: bytes, now: float, *, wanted: bool) -> bool:
-        """Whether a key is known to be of no use."""
+        """Whether a key is known to be useless."""
         if key in self._barred:
             return True
         miss = self._misses.get(key)
@@ -154,7 +155,7 @@ class KeyLookups:
         return True
 
     def _begin(self, keys: Sequence[bytes], now: float, *, wanted: bool, is_chain: bool) -> bool:
-        """Look the keys up, the first of which nobody knows; False: there are too many lookups."""
+        """Look up keys, of which the first is unknown; False: there are too many lookups."""
         lookup = self._pending.get(keys[0])
         if lookup is not None:
             lookup.wanted = lookup.wanted or wanted
@@ -177,11 +178,13 @@ class KeyLookups:
             return [known.get(key, oldest) > oldest for key in keys]
 
     def was_known(self, key: bytes) -> bool:
-        """Whether the value was stored when it was looked at last, however long ago."""
+        """Whether the value was stored at the last lookup, however long ago."""
         return key in self._known
 
     def add(self, keys: Sequence[bytes], ends_at: int = 0) -> None:
-        """These values are stored now, and sound: they were saved or loaded. `ends_at`: unix time; 0: they stay."""
+        """Note that these values are stored now, and intact: they were saved or loaded. `ends_at`: unix time; 0: no
+        expiry.
+        """
         with self._changed:
             if self._barred:
                 for key in keys:
@@ -193,13 +196,13 @@ class KeyLookups:
                     self._ends.popitem(last=False)
 
     def ended(self, keys: Sequence[bytes], by: float) -> list[bytes]:
-        """Values known to end by a unix time: a store that knows nothing of ends may still have them."""
+        """Values known to have expired at a unix time: a store without expiry may still have them."""
         with self._changed:
             return [key for key in keys if self._ends.get(key, inf) <= by] if self._ends else []
 
     def forget(self, keys: Sequence[bytes]) -> None:
-        """They may be stored, or not: a load did not find them, or a save did not end well. They are looked up when
-        somebody asks.
+        """Forget values that may or may not be stored, after a load did not find them, or a failed save. They are
+        looked up on demand.
         """
         with self._changed:
             for key in keys:
@@ -207,18 +210,18 @@ class KeyLookups:
                 self._misses.pop(key, None)
 
     def forget_all(self) -> None:
-        """What is stored may be gone."""
+        """Forget everything: stored values may be gone."""
         with self._changed:
             self._known.clear()
 
     def barred(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Values that were damaged a while ago, or stood behind one that was."""
+        """Values that were recently damaged, or stood after one that was."""
         now = self._clock.now()
         with self._changed:
             return [key for key in keys if now < self._barred.get(key, 0.0)] if self._barred else []
 
     def bar(self, keys: Sequence[bytes]) -> None:
-        """The values are damaged, or may be: they are misses for BARRED_S, whatever the store says."""
+        """Note values that are damaged, or may be: they are misses for BARRED_S, whatever the store says."""
         until = self._clock.now() + BARRED_S
         with self._changed:
             for key in keys:
@@ -267,7 +270,9 @@ class KeyLookups:
             self._misses.popitem(last=False)
 
     def _answer(self, lookup: _Lookup, stored: Container[bytes]) -> None:
-        """These keys are there: of a chain those before the first one that is not. A late answer corrects the miss."""
+        """Note that these keys are stored: of a chain, those before the first missing one. A late answer corrects the
+        miss.
+        """
         keys = lookup.keys
         if lookup.is_chain:
             num_found = next((i for i, key in enumerate(keys) if key not in stored), len(keys))
@@ -304,9 +309,9 @@ class KeyLookups:
                 stored = self._look_all_up(lookups)
             except TransferError as failure:
                 error = f"a lookup failed ({failure.code}: {failure})"
-            except Exception as failure:  # the thread goes on, and whoever asked hears of a miss
+            except Exception as failure:  # the thread goes on, and the caller gets a miss
                 if not self._problem:
-                    logger.exception("KV store: a lookup raised something else than a StoreError")
+                    logger.exception("KV store: a lookup raised an error other than StoreError")
                 error = f"a lookup failed ({failure!r})"
             with self._changed:
                 before = self._problem
@@ -325,7 +330,7 @@ class KeyLookups:
                 self._notify()
 
     def _look_all_up(self, lookups: Sequence[_Lookup]) -> set[bytes]:
-        """Which values are stored, as far as these lookups ask; for none of them, whether the store answers."""
+        """Which values are stored, for these lookups; with no lookups, whether the store answers."""
         chains, keys = list[list[bytes]](), dict[bytes, None]()
         for lookup in lookups:
             if lookup.is_chain and self._store.asks_key_by_key:
@@ -336,7 +341,9 @@ class KeyLookups:
         return stored if chains and not keys else stored | self._look_up(list(keys) or [PROBE_KEY], self._store)
 
     def _look_up_chains(self, chains: Sequence[list[bytes]]) -> set[bytes]:
-        """The first keys of each whose values are stored: one part of some of them, then the others of the last one."""
+        """The first keys of each chain that are stored: one part of some of them, then the other parts of the
+        last one.
+        """
         first, *others = self._suffixes
         counts = self._store.count_prefixes([[key + first for key in chain] for chain in chains])
         found = [chain[:count] for chain, count in zip(chains, counts, strict=True) if count]
@@ -358,7 +365,7 @@ class KeyLookups:
         return {key for i, key in enumerate(found) if all(there[i * size : (i + 1) * size])}
 
     def _watch(self, stopping: threading.Event) -> None:
-        """Answer lookups past their deadline with what is near."""
+        """Answer overdue lookups with the content of the first tier."""
         while True:
             with self._changed:
                 now = self._clock.now()
@@ -381,7 +388,7 @@ class KeyLookups:
             self._notify()
 
     def _look_near(self, lookups: Sequence[_Lookup]) -> set[bytes]:
-        """What the first part has of their keys."""
+        """The lookups' keys that the first part has."""
         if self._near is None or not lookups:
             return set()
         try:

@@ -1,4 +1,6 @@
-"""The worker side of looking ahead: values of waiting requests come near, and are spared there until nobody waits."""
+"""The worker side of looking ahead: prefetches values of waiting requests, and keeps them until they are not wanted any
+more.
+"""
 
 import logging
 import math
@@ -17,27 +19,27 @@ from pdkv.wire.kv import KVTerms
 logger = logging.getLogger(__name__)
 
 LANE: Lane = ("ahead", 0)
-"""One thread, that brings one buffer's worth at a time, in the order of the queue."""
+"""One thread, which brings one buffer's worth at a time, in queue order."""
 
 MAX_AGE_S = 60.0
-"""What has not been brought near after so long is left where it is."""
+"""Seconds after which a value that has not been prefetched is left where it is."""
 
 
 class Ahead(NamedTuple):
-    """Values that will be loaded soon."""
+    """Values that will soon be loaded."""
 
     values: list[Value]
     kv_terms: KVTerms | None = None  # of the request that will load them
 
 
 class Passed(NamedTuple):
-    """Values of which that is no longer known."""
+    """Values that will no longer be loaded soon."""
 
     values: list[Value]
 
 
 class NearValues:
-    """What one rank does about them."""
+    """One rank's part in looking ahead."""
 
     def __init__(
         self,
@@ -45,15 +47,17 @@ class NearValues:
         cut: StoreCut,
         between: BetweenTiers,
     ) -> None:
-        """`between`: nobody else's."""
+        """`between`: used by this object alone."""
         self._store = store
         self._between = between
-        self._damaged: dict[TransferKey, int] = {}  # values that orders found and that were not what was saved
+        self._damaged: dict[TransferKey, int] = {}  # values that orders found and that did not match what was saved
         self._cut = cut
         self.looks_ahead = store.look_ahead_bytes > 0
 
     def submit(self, worker: TransferWorker, meta: StoreMetadata) -> None:
-        """A step's orders. What was not brought near in time is not: its load is under way, or nobody wants it now."""
+        """Queue a step's orders. Values not prefetched in time are left: their load has begun, or is not wanted any
+        more.
+        """
         for passed in meta.passed:
             worker.drop(passed.key, "send")
             if passed.values:
@@ -62,12 +66,16 @@ class NearValues:
             self._submit_one(worker, ahead.key, Ahead(ahead.values, ahead.kv_terms))
 
     def _submit_one(self, worker: TransferWorker, key: TransferKey, order: Ahead | Passed) -> None:
-        """Every rank reports its end, also one that has nothing to do."""
-        timeout_s = math.inf if isinstance(order, Passed) else 2 * MAX_AGE_S  # what is not let go is spared for ever
+        """Queue one order. Every rank reports its end, even one that has nothing to do."""
+        timeout_s = (
+            math.inf if isinstance(order, Passed) else 2 * MAX_AGE_S
+        )  # values that are not released would be kept for ever
         worker.submit(key, "send", [Task(order, LANE, timeout_s=timeout_s)] if self.looks_ahead else [])
 
     def bring(self, job: Job, order: Ahead) -> int:
-        """Nothing is loaded or saved: 0 bytes. A store that fails is no trouble of this job: a load will see."""
+        """Prefetch. Nothing is loaded or saved: 0 bytes. A failing store is not an error here: a load will
+        notice it.
+        """
         self._store.expect(self._keys_of(order.values))
         first, *others = self._store.parts().values()
         if others:
@@ -81,14 +89,14 @@ class NearValues:
         return 0
 
     def take_damaged(self, key: TransferKey) -> int:
-        """Values that an order which has ended found damaged."""
+        """Values that an ended order found damaged."""
         return self._damaged.pop(key, 0)
 
     def let_go(self, values: Sequence[Value]) -> int:
-        """They are values like all others."""
+        """Release values, so that they may be evicted."""
         self._store.unexpect(self._keys_of(values))
         return 0
 
     def _keys_of(self, values: Sequence[Value]) -> list[bytes]:
-        """Of the parts that this rank writes, in the order of their tokens."""
+        """The keys of the parts that this rank writes, in token order."""
         return [key for value in values for key in self._cut.own_keys(value)]

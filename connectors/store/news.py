@@ -1,4 +1,4 @@
-"""What a store connector tells the routers of its store: values that were saved or loaded here, and those not found."""
+"""Reports of a store connector to the routers: values that were saved or loaded here, and those not found."""
 
 from collections.abc import Iterable
 
@@ -9,18 +9,20 @@ from pdkv.kv_store.base import KVStore
 from pdkv.wire.tiers import TierEvents, TierPart
 
 MAX_NEWS = 1 << 14
-"""Keys that wait to be taken; further ones are not told."""
+"""The most keys waiting to be taken; further ones are dropped."""
 
 
 class StoreNews:
-    """Changes since they were taken last, the last of each key. Used by the step thread alone.
+    """Changes since the last `take`, the latest for each key. Used only by the step thread.
 
-    Told are whole values of the first KV group: prompts find others only with them. Without them, where all layers have
-    a window, nothing is told, since no chain of them begins with the prompt.
+    Only whole values of the first KV group are reported: prompts find others only together with them. If all layers
+    have a window, nothing is reported, since no chain of values begins with the prompt.
     """
 
     def __init__(self, store: KVStore, cut: StoreCut, value_bytes: int = 0) -> None:
-        """`value_bytes`: of a whole value of the first group, as a rank stores it; 0: as its blocks have it."""
+        """`value_bytes`: bytes of a whole value of the first group, as a rank stores it; 0: as many as its
+        blocks have.
+        """
         self._size = cut.value_tokens[0]  # the same for engines of all block sizes, which a hit's end may not be
         value_bytes = value_bytes or self._size * cut.layout.token_bytes
         parts = _parts_of(store, value_bytes)
@@ -28,19 +30,19 @@ class StoreNews:
             store.medium, store.is_shared, self._size, parts=parts, value_bytes=value_bytes, scope=store.scope
         )
         self._is_told = not cut.windows[0]
-        self._changes: dict[bytes, bool] = {}  # key -> whether it is there
+        self._changes: dict[bytes, bool] = {}  # key -> whether it is stored
         self._announced = False
 
     def stored(self, values: Iterable[Value]) -> None:
-        """They were saved or loaded."""
+        """Note values that were saved or loaded."""
         self._note(values, is_there=True)
 
     def missing(self, values: Iterable[Value]) -> None:
-        """They were looked for in vain, or are damaged."""
+        """Note values that were not found, or are damaged."""
         self._note(values, is_there=False)
 
     def take(self) -> list[TierEvents]:
-        """What there is to tell; the first time at least that there is a store."""
+        """The changes to report; the first time at least the existence of the store."""
         if self._announced and not self._changes:
             return []
         self._announced = True
@@ -62,7 +64,7 @@ class StoreNews:
 
 
 def _parts_of(store: KVStore, value_bytes: int) -> list[TierPart]:
-    """What the store consists of, and how many values of this engine each part has room for."""
+    """The parts of the store, and how many of this engine's values fit into each."""
     parts = store.parts()
     rooms = [None if (room := part.own_capacity) is None else room // value_bytes for part in parts.values()]
     return [TierPart(name, room) for name, room in zip(parts if len(parts) > 1 else [""], rooms, strict=True)]

@@ -1,7 +1,7 @@
-"""Operators' orders about the tiers of a store: what they hold of a prompt, and what shall go, stay, or be elsewhere.
+"""Operators' orders about the tiers of a store: lookups, removals, pins and moves of a prompt's values.
 
-Each rank has a thread for them, beside those that load and save; what it found goes with the results of a step to the
-scheduler side, which makes one answer of all ranks'.
+Each rank has a thread for them, next to those that load and save; its findings go with the results of a step to the
+scheduler side, which merges all ranks' into one answer.
 """
 
 import logging
@@ -27,13 +27,13 @@ from pdkv.wire.types import MAX_PROBLEM_CHARS
 logger = logging.getLogger(__name__)
 
 MAX_ORDERS = 16
-"""That wait on one rank; further ones are refused."""
+"""The most orders waiting on one rank; further ones are refused."""
 
 _answers = msgspec.msgpack.Decoder(CacheAnswer)
 
 
 def name_of(order: CacheOrder) -> TransferKey:
-    """By which its results are known among those of transfers."""
+    """The order's name among transfers, for its results."""
     return TransferKey(order.order_id, 0)
 
 
@@ -44,8 +44,8 @@ def values_of(cut: StoreCut, block_keys: Sequence[bytes]) -> list[Value]:
 
 
 def longest_hit(cut: StoreCut, block_keys: Sequence[bytes], there: Container[bytes]) -> int:
-    """Tokens of the longest hit in values of these keys: none is missing in groups without a window, and in the others
-    none that the next token sees.
+    """Tokens of the longest hit in values of these keys: groups without a window lack none, and the others lack none
+    that the next token sees.
     """
     step = cut.hit_tokens
     stop = len(block_keys) * HASH_BLOCK_SIZE // step * step
@@ -60,7 +60,7 @@ def longest_hit(cut: StoreCut, block_keys: Sequence[bytes], there: Container[byt
 
 
 class OrderBook:
-    """The scheduler side's: orders on their way, and what came of them."""
+    """The scheduler side's orders in progress, and their results."""
 
     def __init__(self) -> None:
         self._new: list[CacheOrder] = []
@@ -68,11 +68,11 @@ class OrderBook:
         self._answers: list[CacheAnswer] = []
 
     def add(self, order: CacheOrder) -> None:
-        """For the next metadata."""
+        """Add an order to the next metadata."""
         self._new.append(order)
 
     def take_new(self) -> list[CacheOrder]:
-        """Those that the workers shall carry out now."""
+        """The orders that the workers must carry out now."""
         if not self._new:
             return []
         orders, self._new = self._new, []
@@ -80,7 +80,7 @@ class OrderBook:
         return orders
 
     def settle(self, results: TransferResults) -> tuple[TransferResults, list[CacheOrder]]:
-        """What else there is in a step's results, and the orders that were carried out."""
+        """Split a step's results into the carried-out orders and the rest."""
         ended = self._under_way.keys() & results.finished_sending if self._under_way else ()
         if not ended:
             return results, []
@@ -91,13 +91,13 @@ class OrderBook:
         return results._replace(finished_sending=sent), orders
 
     def take_answers(self) -> list[CacheAnswer]:
-        """Those that came since the last call."""
+        """Answers that have come since the last call."""
         answers, self._answers = self._answers, []
         return answers
 
 
 def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
-    """All ranks' answers as one: values add up, all have the tokens that each has, any of them may have failed."""
+    """Merge all ranks' answers: values add up, the tokens are those that every rank has, and any failure counts."""
     try:
         by_rank = [decode_total(_answers, note) for note in notes]
     except MalformedMessage as error:
@@ -117,7 +117,7 @@ def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
 
 
 class TierOrders:
-    """What one rank does about orders. `carry_out` blocks: the store's deadlines bound it."""
+    """Carries out orders on one rank. `carry_out` blocks, limited by the store's deadlines."""
 
     def __init__(self, store: KVStore, cut: StoreCut, between: BetweenTiers, clock: Clock = MONOTONIC) -> None:
         self.clock = clock
@@ -127,11 +127,11 @@ class TierOrders:
 
     @property
     def num_damaged(self) -> int:
-        """Values that were brought from tier to tier and were not what had been saved."""
+        """Number of values that were moved from tier to tier and did not match what had been saved."""
         return self._between.num_damaged
 
     def carry_out(self, order: CacheOrder, deadline: float) -> CacheAnswer:
-        """Tier by tier; one that fails says why, and the others go on."""
+        """Carry out an order tier by tier; one that fails says why, and the others continue."""
         tiers = self._store.parts()
         named = _named(order, tiers)
         if order.action == "prefetch" and not order.tier:
@@ -142,7 +142,7 @@ class TierOrders:
         return CacheAnswer(order.order_id, [answers[name] for name in tiers if name in answers], list(tiers))
 
     def refuse(self, order: CacheOrder, error: PdkvError) -> CacheAnswer:
-        """What is said where nothing was done."""
+        """The answer to an order that was not carried out."""
         tiers = list(self._store.parts())
         problem = str(error)[:MAX_PROBLEM_CHARS]
         named = [TierAnswer(name, code=error.code, problem=problem) for name in _named(order, tiers)]
@@ -158,10 +158,10 @@ class TierOrders:
         return TierAnswer(name, num_tokens, num_values)
 
     def _carry_out(self, order: CacheOrder, tier: KVStore, deadline: float) -> tuple[int, int]:
-        """(tokens of the prompt, values) that it was about."""
+        """(tokens of the prompt, values) that the order covered."""
         if order.keys is None:
             if order.action not in ("clear", "unpin"):
-                raise StoreUnable(f"{order.action} is about the keys of a prompt, and none were given")
+                raise StoreUnable(f"{order.action} needs the keys of a prompt, but none were given")
             return 0, self._clear(tier, None) if order.action == "clear" else tier.unpin(None)
         values = values_of(self._cut, order.keys)
         own = self._own_keys(values)
@@ -175,7 +175,9 @@ class TierOrders:
             case "prefetch":
                 first = next(iter(self._store.parts().values()))
                 if tier is not first or len(self._store.parts()) == 1:
-                    raise StoreUnable("values are brought into the first of several tiers from those behind it")
+                    raise StoreUnable(
+                        "prefetch needs several tiers: it copies values into the first one from those below it"
+                    )
                 self._between.prefetch(values, tier, deadline, order.kv_terms)
             case "move":
                 num_values = self._move(order, values, tier, deadline)
@@ -183,7 +185,9 @@ class TierOrders:
         return self._count(order.keys, values, tier.contains(own))
 
     def _move(self, order: CacheOrder, values: Sequence[Value], destination: KVStore, deadline: float) -> int:
-        """Returns how many values, as `BetweenTiers.move`. Raises StoreUnable where the names are not of two tiers."""
+        """Move values; returns how many, as `BetweenTiers.move`. Raises StoreUnable if the names are not of two
+        tiers.
+        """
         tiers = self._store.parts()
         sources, destinations = list(filter(order.is_from, tiers)), list(filter(order.is_about, tiers))
         for param, name, found in (("from", order.source, sources), ("tier", order.tier, destinations)):
@@ -191,7 +195,7 @@ class TierOrders:
                 raise StoreUnable(f"{param} {name!r} names {' and '.join(found)}: one tier was expected")
         source = tiers[sources[0]]
         if source is destination:
-            raise StoreUnable(f"from {order.source!r} and tier {order.tier!r} name the same tier: two were expected")
+            raise StoreUnable(f"from {order.source!r} and tier {order.tier!r} name the same tier: expected two")
         return self._between.move(values, source, destination, deadline, copy=order.copy, kv_terms=order.kv_terms)
 
     def _clear(self, tier: KVStore, keys: Sequence[bytes] | None) -> int:
@@ -199,12 +203,12 @@ class TierOrders:
         return tier.discard(keys)
 
     def _own_keys(self, values: Sequence[Value]) -> list[bytes]:
-        """Of the parts that this rank writes, as many of each value."""
+        """The keys of the parts that this rank writes, the same number for each value."""
         return [key for value in values for key in self._cut.own_keys(value)]
 
     def _count(self, block_keys: Sequence[bytes], values: Sequence[Value], there: Sequence[bool]) -> tuple[int, int]:
-        """Tokens of the hit, and values there. `there`: by key, those of each value side by side; where others write
-        all parts that this rank has, none.
+        """Tokens of the hit, and number of stored values. `there`: by key, with each value's keys side by side; none if
+        others write all parts that this rank has.
         """
         size = len(there) // len(values) if values else 0
         whole = {value.key for i, value in enumerate(values) if all(there[i * size : (i + 1) * size])}
@@ -212,14 +216,15 @@ class TierOrders:
 
 
 def _named(order: CacheOrder, tiers: Collection[str]) -> list[str]:
-    """The tiers that an order is about; none of a store that lacks the one which a move takes values from."""
+    """The tiers that an order is about; none of a store that lacks the source tier of a move."""
     if order.action == "move" and not any(map(order.is_from, tiers)):
         return []
     return list(filter(order.is_about, tiers))
 
 
 class OrderThread:
-    """Runs orders one after the other, on a thread that begins with the first. The step thread puts and takes.
+    """Runs orders one after the other, on a thread that starts with the first. `put` and `take` are called on the step
+    thread.
 
     Args:
         notify: called when `take` has something.
@@ -234,11 +239,11 @@ class OrderThread:
 
     @property
     def stats(self) -> ConnectorStats:
-        """What orders have found since the start."""
+        """Counts of orders since the start."""
         return ConnectorStats(damaged_values=self._orders.num_damaged)
 
     def put(self, order: CacheOrder) -> None:
-        """Queue an order; one too many is answered at once."""
+        """Queue an order; if there are too many, it is answered at once."""
         if self._todo.qsize() >= MAX_ORDERS:
             error = ServerBusy(f"{MAX_ORDERS} orders are waiting already")
             self._answer(order, self._orders.refuse(order, error))
@@ -251,12 +256,12 @@ class OrderThread:
         self._todo.put((order, self._orders.clock.now() + order.timeout_s))
 
     def take(self) -> dict[TransferKey, TransferOutcome]:
-        """What has been done since the last call. Never blocks."""
+        """The orders done since the last call. Never blocks."""
         num_done = self._done.qsize()
         return dict(self._done.get_nowait() for _ in range(num_done)) if num_done else {}
 
     def close(self) -> None:
-        """End the thread behind the order that it is at. Idempotent."""
+        """End the thread after its current order. Idempotent."""
         self._thread.stop()
 
     def _run(self, stopping: threading.Event) -> None:
@@ -265,7 +270,7 @@ class OrderThread:
             num_damaged = self._orders.num_damaged
             try:
                 answer = self._orders.carry_out(order, deadline)
-            except Exception as error:  # the thread goes on, and whoever asked hears of it
+            except Exception as error:  # the thread goes on, and the caller gets the error
                 logger.exception("an order to %s what is stored ended with an error", order.action)
                 answer = self._orders.refuse(order, PdkvError(f"{type(error).__name__}: {error}"))
             self._answer(order, answer, self._orders.num_damaged - num_damaged)

@@ -1,4 +1,4 @@
-"""How values share a staging buffer: part by part, each part's values side by side, an envelope behind each."""
+"""Layout of values in a staging buffer: part by part, each part's values side by side, each followed by an envelope."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -13,16 +13,16 @@ class Piece(NamedTuple):
 
     part: ValuePart
     values: Sequence[Value]  # as large as the first one; the last may be smaller
-    body_bytes: Callable[[int], int]  # of a value of so many units
+    body_bytes: Callable[[int], int]  # bytes of a value with this many units
     form: int = 0  # in which they are stored
 
     @property
     def num_bytes(self) -> int:
-        """Of all bodies."""
+        """Bytes of all bodies."""
         return sum(map(self.bytes_of, self.values))
 
     def bytes_of(self, value: Value) -> int:
-        """Of its body."""
+        """Bytes of the value's body."""
         return self.body_bytes(value.num_units)
 
 
@@ -32,17 +32,17 @@ class Slot(NamedTuple):
     value: Value
     part: ValuePart
     key: bytes
-    data: Bytes  # its body, and its envelope
+    data: Bytes  # its body and its envelope
     form: int = 0
 
     @property
     def body(self) -> Bytes:
-        """Images of its units, or what a codec made of them."""
+        """Images of its units, or a codec's encoding of them."""
         return self.data[:-ENVELOPE_BYTES]
 
     @property
     def view(self) -> memoryview:
-        """The whole value, as a store takes it."""
+        """The whole value, as passed to a store."""
         return memoryview(self.data.data)
 
 
@@ -55,7 +55,7 @@ def pack(pieces: Sequence[Piece], capacity: int, *, split: bool) -> Iterator[lis
     """Fill buffers of `capacity` bytes of bodies, at least one value of any part, with all values of all pieces.
 
     Args:
-        split: a stage begins a buffer of its own.
+        split: each stage begins a new buffer.
     """
     packed: list[Piece] = []
     room = capacity
@@ -84,7 +84,7 @@ def pack(pieces: Sequence[Piece], capacity: int, *, split: bool) -> Iterator[lis
 
 
 def lay_out(pieces: Sequence[Piece], buffer: Bytes) -> list[Slot]:
-    """Where in the buffer each of the pieces' values has its place; in the order of their tokens."""
+    """The place in the buffer of each value of the pieces, in token order."""
     slots: list[Slot] = []
     offset = 0
     for piece in pieces:

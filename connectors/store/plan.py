@@ -1,5 +1,5 @@
-"""What a store connector keeps under which key: values of several units, cut by KV groups, heads and layers, and a
-step's orders about them. Pure; nothing here touches a store or a pool.
+"""The plan of stored values: keys, and values of several units cut by KV groups, heads and layers, and a step's orders
+about them. Pure; nothing here touches a store or a pool.
 """
 
 import hashlib
@@ -29,34 +29,36 @@ _KEY_BYTES = 16
 
 
 class Cut(NamedTuple):
-    """How stored KV is cut, and into which form of value. Engines that do it differently miss each other."""
+    """How stored KV is cut, and into which form of value. Engines with different cuts do not find each other's
+    values.
+    """
 
     tokens_per_value: int
     kv_shards: int
     layer_groups: int
-    format: int = 0  # of the envelope; 0: values without one, as they were before
-    signer: bytes = b""  # which secret values are signed with; empty: unsigned
-    codec: str = ""  # identity of what values are coded with; empty: they are images
+    format: int = 0  # of the envelope; 0: values without one, as before
+    signer: bytes = b""  # the secret that signs values; empty: unsigned
+    codec: str = ""  # identity of the codec of values; empty: they are images
 
     def suffix(self, shard: int, group: int) -> bytes:
-        """What tells one part of a value's tokens from the others."""
+        """Distinguishes one part of a value's tokens from the others."""
         cut = (self.tokens_per_value, self.kv_shards, self.layer_groups)
         return _SUFFIX.pack(*cut, shard, group, self.format, self.signer) + self.codec.encode()
 
 
 class Value(NamedTuple):
-    """Tokens [start, start + num_tokens) of a request in one KV group; every part of them is stored under `key` + its
+    """Tokens [start, start + num_tokens) of a request in one KV group; each part of them is stored under `key` + its
     suffix.
     """
 
-    key: bytes  # of the last hash block, or of a transfer's tail; then the KV group, of the second one on
+    key: bytes  # of the last hash block, or of a transfer's tail; followed by the KV group, from the second one on
     start: int  # a multiple of a whole value's tokens
-    num_tokens: int  # fewer than those of a whole one: a tail, whose last unit may be partly filled
+    num_tokens: int  # fewer than a whole value: a tail, the last unit of which may be partly filled
     group: int = 0
 
     @property
     def stop(self) -> int:
-        """The token behind the last one."""
+        """The index after its last token."""
         return self.start + self.num_tokens
 
     @property
@@ -70,23 +72,23 @@ _value_of = cast("Callable[[tuple[bytes, int, int, int]], Value]", partial(tuple
 
 
 class ValuePart(NamedTuple):
-    """Heads and layers of values, as one rank sees them."""
+    """Heads and layers of values, in one rank's numbering."""
 
     suffix: bytes
     part: UnitPart
-    stage: int  # of a forward pass: loads of several layer groups and KV groups come in stage by stage
+    stage: int  # of a forward pass: loads of several layer groups and KV groups arrive stage by stage
     owned: bool  # this rank writes it; others may hold the same heads
 
 
 class StoreCut:
     """The cut of one rank's KV.
 
-    Of a KV group without a window a value has `tokens_per_value` tokens; of one with a window it is a block, since a
-    hit needs exactly the blocks that its next token sees. A hit ends where a value of every group ends, at multiples of
+    In a KV group without a window a value has `tokens_per_value` tokens; with a window it is a block, since a hit needs
+    exactly the blocks that its next token sees. A hit ends where a value of every group ends, at multiples of
     `hit_tokens`, or with a hand-off.
 
     Raises:
-        ConfigError: heads, layers or tokens that cannot be cut so.
+        ConfigError: heads, layers or tokens that cannot be cut in this way.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class StoreCut:
         codec: str = "",
         num_forms: int = 1,
     ) -> None:
-        """`num_forms`: of a value, each with a key of its own; who lacks one is a miss."""
+        """`num_forms`: of a value, each with its own key; one that lacks a form is a miss."""
         layout = config.layout
         heads = layout.kv_heads_of_all_ranks
         num_layers = [len(group.layers) for group in layout.groups] or [layout.num_layers]
@@ -118,7 +120,7 @@ class StoreCut:
         self.cut = Cut(tokens_per_value, shards, layer_groups, envelope.FORMAT, signer, codec)
         self.layer_groups = layer_groups
         self.value_tokens = [layout.block_size if window else tokens_per_value for window in self.windows]
-        """Of a whole value, by KV group."""
+        """For a whole value, by KV group."""
         spacing = hit_tokens_with_windows(tokens_per_value, layout.block_size)
         self.hit_tokens = spacing if self.has_windows else tokens_per_value
         self.forms = range(num_forms)
@@ -128,11 +130,11 @@ class StoreCut:
         self._places = layout.places
         self._model = config.model
         self.parts = [self._parts_of_rank(config, shards, group) for group in range(layout.num_groups)]
-        """Of this rank, by KV group, by layer group."""
+        """Parts of this rank, by KV group and layer group."""
 
     @property
     def num_stages(self) -> int:
-        """Parts of a load that a forward pass waits for one by one."""
+        """Number of parts of a load that a forward pass waits for one by one."""
         return self.layer_groups * len(self.parts)
 
     def _parts_of_rank(self, config: ConnectorConfig, shards: int, kv_group: int) -> list[ValuePart]:
@@ -143,8 +145,8 @@ class StoreCut:
         count = max(shards // tp, 1)
         if count * per_shard != config.layout.num_kv_heads:
             raise ConfigError(
-                f"rank {rank} of {tp} has {config.layout.num_kv_heads} of {heads} KV heads, {shards} shards give it "
-                f"{count * per_shard}"
+                f"rank {rank} of {tp} has {config.layout.num_kv_heads} of {heads} KV heads, but {shards} shards give "
+                f"it {count * per_shard}"
             )
         bounds = self._bounds[kv_group]
         return [
@@ -163,11 +165,11 @@ class StoreCut:
         return [part for part in self.parts[group] if part.owned]
 
     def own_keys(self, value: Value) -> list[bytes]:
-        """Of a value's parts that this rank writes, in all forms; as many of each value."""
+        """Keys of a value's parts that this rank writes, in all forms; the same number for each value."""
         return [value.key + part.suffix + form_suffix(form) for part in self.owned(value.group) for form in self.forms]
 
     def stage_that_begins_at(self, layer: int) -> int | None:
-        """The stage whose first layer this one of the model is."""
+        """The stage with this layer of the model as its first."""
         kv_group, index = self._places[layer]
         bounds = self._bounds[kv_group][:-1]
         return kv_group * self.layer_groups + bounds.index(index) if index in bounds else None
@@ -175,16 +177,16 @@ class StoreCut:
     # --- values ---------------------------------------------------------------------------------------------------
 
     def is_whole(self, value: Value) -> bool:
-        """Whether it is found by content."""
+        """Whether it can be found by content."""
         return value.num_tokens == self.value_tokens[value.group]
 
     def whole_of(self, values: Sequence[Value]) -> list[Value]:
-        """Those that are found by content."""
+        """The values that can be found by content."""
         sizes = self.value_tokens
         return [value for value in values if value.num_tokens == sizes[value.group]]
 
     def of_group(self, values: Sequence[Value], group: int) -> Sequence[Value]:
-        """Those of one KV group."""
+        """The values of one KV group."""
         return values if len(self.windows) == 1 else [value for value in values if value.group == group]
 
     def whole_values(self, block_keys: Sequence[bytes], start: int, stop: int, group: int = 0) -> list[Value]:
@@ -194,14 +196,14 @@ class StoreCut:
         return list(map(_value_of, zip(keys, count(start // size * size, size), repeat(size), repeat(group))))
 
     def whole_keys(self, block_keys: Sequence[bytes], start: int, stop: int, group: int = 0) -> Sequence[bytes]:
-        """Their keys, which cost a fraction of them."""
+        """The keys of those values, at a fraction of the cost."""
         size = self.value_tokens[group]
         units, suffix = size // HASH_BLOCK_SIZE, _group_suffix(group)
         keys = block_keys[(start // size + 1) * units - 1 : stop // size * units : units]
         return [key + suffix for key in keys] if suffix else keys
 
     def tails(self, key: TransferKey, num_tokens: int) -> list[Value]:
-        """The tokens of a prompt behind the last whole value of each KV group; found by their transfer only."""
+        """The tokens of a prompt after the last whole value of each KV group; only found by their transfer."""
         transfer_id, attempt = key[:2]
         name = f"{len(self._model)}:{self._model}{len(transfer_id)}:{transfer_id}{attempt}".encode()
         digest = hashlib.blake2b(name, digest_size=_KEY_BYTES, person=b"pdkv-tail").digest()
@@ -223,8 +225,8 @@ class StoreCut:
         """Values that a load of tokens [start, stop) needs, in the order of their tokens.
 
         Args:
-            tails: those of the hand-off that is read to its end; they stand where no whole value does.
-            windowed: of the KV groups with a window, or without; None: of all.
+            tails: those of the hand-off, if it is read to its end; they are where no whole value is. windowed: of the
+                KV groups with a window, or without; None: of all.
         """
         values: list[Value] = []
         for group, entries in enumerate(entries_to_load(self.layout, start, stop)):
@@ -245,9 +247,10 @@ class StoreCut:
     def values_to_save(
         self, block_keys: Sequence[bytes], start: int, stop: int, group: int, table: Sequence[int], *, last: bool
     ) -> list[Value]:
-        """Whole values that hits can use once tokens [start, stop) are in a KV group's blocks for good.
+        """Whole values that hits can use once tokens [start, stop) are final in a KV group's blocks.
 
-        Of a window only what is there, for hits that end in (start, stop]; `last`: and for the hand-off that ends here.
+        For a window, only values present, for hits that end in (start, stop]; `last`: and for the hand-off that ends
+        here.
         """
         window, size = self.windows[group], self.layout.block_size
         if not window:
@@ -265,17 +268,17 @@ class StoreCut:
 
 
 def hit_tokens_with_windows(tokens_per_value: int, block_size: int) -> int:
-    """Tokens from one end of a hit to the next, where some KV group has a window and so a value per block."""
+    """Tokens from one end of a hit to the next, if some KV group has a window and so one value per block."""
     return lcm(tokens_per_value, block_size)
 
 
 def form_suffix(form: int) -> bytes:
-    """What tells the forms of a part of a value from each other: nothing for the first."""
+    """Distinguishes the forms of a part of a value: empty for the first."""
     return bytes([form]) if form else b""
 
 
 def _group_suffix(group: int) -> bytes:
-    """What tells a value's KV group: nothing for the first."""
+    """Distinguishes the KV groups of values: empty for the first."""
     return group.to_bytes(2, "little") if group else b""
 
 
@@ -289,10 +292,10 @@ class StoreLoad(msgspec.Struct):
     values: list[Value]  # the first one holds token `start`
     start: int  # a multiple of the block size
     stop: int
-    block_tables: list[list[int]]  # by KV group, the first block begins with token `start`; -1: nothing goes there
-    layerwise: bool = False  # the request computes in this step, behind its load
-    is_handoff: bool = False  # it is not for want of time that it is computed
-    kv_terms: KVTerms | None = None  # of the request that reads
+    block_tables: list[list[int]]  # by KV group, the first block begins with token `start`; -1: nothing is loaded there
+    layerwise: bool = False  # the request computes in this step, after its load
+    is_handoff: bool = False  # it is not computed for lack of time
+    kv_terms: KVTerms | None = None  # of the reading request
 
 
 class BlockSpan(NamedTuple):
@@ -303,16 +306,16 @@ class BlockSpan(NamedTuple):
 
 
 class StoreSave(msgspec.Struct, frozen=True):
-    """Write values whose tokens are in their blocks for good."""
+    """Write values with tokens that are final in their blocks."""
 
     key: TransferKey  # a hand-off's transfer, or the batch
     batch: TransferKey
     values: list[Value]
-    check: list[Value]  # believed to be stored; written where the store does not have them
+    check: list[Value]  # believed to be stored; written if the store does not have them
     spans: list[BlockSpan]  # by KV group
     last: bool  # the transfer is complete with this save
-    replaced: list[bytes] = []  # keys of values that were damaged or expired: what may still be there goes first
-    kv_terms: KVTerms | None = None  # on which they are kept
+    replaced: list[bytes] = []  # keys of damaged or expired values: anything still stored is deleted first
+    kv_terms: KVTerms | None = None  # terms on which they are kept
 
     @property
     def is_handoff(self) -> bool:
@@ -331,11 +334,11 @@ class StoreDrop(msgspec.Struct, frozen=True):
     key: TransferKey
     batch: TransferKey  # of the deletion
     tails: list[Value]
-    given_up: bool = True  # False: its first token was the last, and what is being saved will be found by content
+    given_up: bool = True  # False: its first token was the last, and values being saved will be found by content
 
 
 class StoreAhead(NamedTuple):
-    """Values that a waiting request will load, and no other one before it."""
+    """Values that a waiting request will load, and no earlier one."""
 
     key: TransferKey
     values: list[Value]
@@ -343,11 +346,11 @@ class StoreAhead(NamedTuple):
 
 
 class StoreMetadata(KVConnectorMetadata, kw_only=True):
-    """Loads, saves, drops and operators' orders that begin with a step, and what is looked ahead for."""
+    """Loads, saves, drops, operators' orders and look-ahead that begin with a step."""
 
     loads: list[StoreLoad] = msgspec.field(default_factory=list)
     saves: list[StoreSave] = msgspec.field(default_factory=list)
     drops: list[StoreDrop] = msgspec.field(default_factory=list)
     orders: list[CacheOrder] = msgspec.field(default_factory=list)
-    ahead: list[StoreAhead] = msgspec.field(default_factory=list)  # to be brought near, and to be spared
-    passed: list[StoreAhead] = msgspec.field(default_factory=list)  # of these, what nobody waits for any more
+    ahead: list[StoreAhead] = msgspec.field(default_factory=list)  # to be prefetched and kept
+    passed: list[StoreAhead] = msgspec.field(default_factory=list)  # previous ones that are no longer wanted

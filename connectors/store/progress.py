@@ -1,4 +1,4 @@
-"""How far a load is: which of its first tokens are in their blocks, and whether a forward pass may go on."""
+"""The progress of a load: which of its first tokens are in their blocks, and whether a forward pass may continue."""
 
 import threading
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from pdkv.errors import KVNotFound, TransferTimeout
 
 
 class LoadProgress:
-    """One rank's part of a load, counted by its I/O threads. What lies behind a gap is of no use.
+    """One rank's part of a load, counted by its I/O threads. Values after a gap are useless.
 
     Args:
         num_parts: of each value on this rank.
@@ -27,37 +27,37 @@ class LoadProgress:
 
     @property
     def code(self) -> str:
-        """Why it is not all there: a value is missing, or there was no time for it; empty: nothing is wrong so far."""
+        """Why it is incomplete: a value is missing, or there was no time for it; empty: no error so far."""
         if self._gap == self._load.stop:
             return ""
         return TransferTimeout.code if self._is_late else KVNotFound.code
 
     def wants(self, value: Value) -> bool:
-        """Whether the value is of use as far as is known."""
+        """Whether the value is still useful, as far as is known."""
         return value.start < self._gap
 
     def filled(self, value: Value, ends_at: int = 0) -> None:
-        """One part of the value, which ends then, is in its blocks."""
+        """Note that one part of the value, which ends there, is in its blocks."""
         with self._lock:
             self._num_open[value.start, value.group] -= 1
             self.ends_at = min(filter(None, (self.ends_at, ends_at)), default=0)
 
     def missed(self, values: Sequence[Value], num_damaged: int, num_expired: int = 0) -> None:
-        """These are not to be had, some of them because they are not what was saved, or because their time is over."""
+        """Note values that cannot be read, some because they did not match what was saved, or have expired."""
         with self._lock:
             self.num_damaged += num_damaged
             self.num_expired += num_expired
             self._gap = min([self._gap, *(value.start for value in values)])
 
     def give_up(self, start: int) -> None:
-        """There is no time for the values from token `start` on."""
+        """Give up the values from token `start` on for lack of time."""
         with self._lock:
             self._is_late = self._is_late or start < self._gap
             self._gap = min(self._gap, start)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the load, from its first one on, that are in their blocks with all parts."""
+        """Number of the load's first tokens with all parts in their blocks."""
         with self._lock:
             stop = next((start for (start, _), num_open in self._num_open.items() if num_open), self._load.stop)
             return max(min(stop, self._gap) - self._load.start, 0)
@@ -73,23 +73,25 @@ class LayerLoad:
         self._changed = threading.Condition()
 
     def done(self, stage: int) -> None:
-        """A job of that stage has filled its blocks."""
+        """Note that a job of that stage has filled its blocks."""
         with self._changed:
             self._num_open[stage] -= 1
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """The rest does not come."""
+        """Note that the rest will not come."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     @property
     def failed(self) -> bool:
-        """Whether the rest does not come."""
+        """Whether the rest will not come."""
         return self._failed
 
     def wait(self, stage: int, until: float) -> bool:
-        """Whether the stage's layers came in, or the load has failed, before the clock shows `until`."""
+        """Wait until the stage's layers have arrived or the load has failed, at most until the clock shows `until`.
+        Returns whether that happened.
+        """
         with self._changed:
             return self._clock.wait_for(self._changed, lambda: self._failed or not self._num_open[stage], until)

@@ -1,4 +1,4 @@
-"""The scheduler side of store connectors: what is found, what is loaded, what is saved, and whose tail is dropped."""
+"""The scheduler side of store connectors: which KV is found, loaded and saved, and which tails are dropped."""
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
@@ -57,43 +57,45 @@ from pdkv.wire.kv import EngineCard, KVTerms
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 
 SAVE_STEPS = 4
-"""What decodes fill in so many steps is saved together: waking the saving threads costs more than a value."""
+"""Steps of decodes that are saved together: waking the saving threads costs more than a value."""
 
 ENDS_SOON_S = 10.0
-"""What ends within so long may be gone when a decode engine reads it."""
+"""Seconds: values that expire sooner may be gone when a decode engine reads them."""
 
 MAX_SEEN = 4096
-"""Waiting requests that are remembered, so that each is looked up ahead at most once."""
+"""Waiting requests to remember, so that each is looked up ahead at most once."""
 
 
 class _Batch(NamedTuple):
-    """A save under way."""
+    """A save in progress."""
 
-    values: list[Value]  # whole ones, which are stored when it has succeeded
+    values: list[Value]  # whole values, which are stored when it has succeeded
     num_bytes: int
-    ends_at: int  # unix time, not after those that are written end; 0: they stay
+    ends_at: int  # unix time at or before which the written values expire; 0: never
 
 
 class _PutOff(NamedTuple):
-    """Values that are saved as there is room, whether or not their request lives. Nothing holds their blocks."""
+    """Values that are saved when there is room, whether or not their request is alive. Nothing holds their blocks."""
 
-    confirmed: ConfirmedRange  # with tables of its own
+    confirmed: ConfirmedRange  # with its own tables
     first: int  # of the blocks in each table that have values
-    generations: list[Ids]  # of these blocks, as long as they have the values; empty: nothing tells later
+    generations: list[
+        Ids
+    ]  # generations of these blocks, while they have the values; empty: these cannot be checked later
     values: list[Value]
-    checked: frozenset[Value]  # of them, those that may be stored already
-    ended: list[bytes]  # keys of those that are written anew
+    checked: frozenset[Value]  # the part of them that may already be stored
+    ended: list[bytes]  # keys of values that are written again
 
 
 class _Loading(NamedTuple):
-    """A load under way."""
+    """A load in progress."""
 
     start: int
-    values: list[Value]  # whole ones, which other requests may find
+    values: list[Value]  # whole values, which other requests may find
 
 
 class _Sources(NamedTuple):
-    """Where a request's tokens [start, stop) could be had from: whole values by content, then a hand-off's tails."""
+    """Possible sources of a request's tokens [start, stop): whole values by content, then a hand-off's tails."""
 
     start: int
     stop: int
@@ -106,7 +108,7 @@ _tokens_of: Callable[[Value], int] = attrgetter("num_tokens")
 
 
 class StorePeers(PeerCards):
-    """Peers that share the store and cut as this engine does."""
+    """Peers that share the store and cut KV in the same way."""
 
     def __init__(self, config: ConnectorConfig, cut: Cut) -> None:
         super().__init__(config)
@@ -118,9 +120,9 @@ class StorePeers(PeerCards):
             try:
                 theirs = decode_total(_cuts, blob)
             except MalformedMessage as error:
-                raise IncompatiblePeers(f"engine {card.engine} does not say how it cuts: {error}") from None
+                raise IncompatiblePeers(f"engine {card.engine} does not say how it cuts KV: {error}") from None
             if theirs != self._cut:
-                raise IncompatiblePeers(f"engine {card.engine} stores KV as {theirs}, this engine as {self._cut}")
+                raise IncompatiblePeers(f"engine {card.engine} stores KV as {theirs}, but this engine as {self._cut}")
 
 
 class StoreScheduler(SchedulerConnector):
@@ -136,8 +138,8 @@ class StoreScheduler(SchedulerConnector):
         look_ahead_bytes: int = 0,
         unix_time: Callable[[], float] = unix_time,
     ) -> None:
-        """`look_ahead_bytes`: of a rank's values that the store spares for waiting requests; 0: none. `unix_time`: by
-        which stored values end. Without a block table nothing waits for room.
+        """`look_ahead_bytes`: of a rank's values that the store keeps for waiting requests; 0: none. `unix_time`: by
+        which stored values expire. Without a block table no save waits for room.
         """
         self.observes = Observed(
             Shown.LAYERWISE_LOADS,
@@ -145,7 +147,7 @@ class StoreScheduler(SchedulerConnector):
             confirmed_steps=1 if config.layout.groups else SAVE_STEPS,  # a window's blocks do not wait
         )
         self.lookups = lookups
-        self.num_late_saves = 0  # values that were not written: too much was under way
+        self.num_late_saves = 0  # values that were not written: too many saves were in progress
         self._options = options
         self._unix_time = unix_time
         self._cut = cut
@@ -160,7 +162,7 @@ class StoreScheduler(SchedulerConnector):
         self._saving: set[bytes] = set()
         self._batches: dict[TransferKey, _Batch] = {}
         self._num_save_bytes = 0
-        self._put_off: deque[_PutOff] = deque()  # what was too much, in the order of its saves
+        self._put_off: deque[_PutOff] = deque()  # saves that exceeded the limit, in order
         self._num_put_off_tokens = 0
         self._max_put_off_tokens = config.num_blocks * layout.block_size
         self._table = config.block_table
@@ -191,14 +193,16 @@ class StoreScheduler(SchedulerConnector):
         return self._matched(stop, num_computed_tokens) if stop - num_computed_tokens >= least else NO_MATCH
 
     def _match_handoff(self, request: RequestView, num_computed: int) -> MatchedTokens:
-        """What prefill said that it has stored is believed, and looked up only where prefill is gone without a word."""
+        """The match of a hand-off. Prefill's claim of what it stored is believed, and looked up only if prefill is gone
+        without a word.
+        """
         handoff = request.handoff
         if request.kv_ready is False:
             return NO_MATCH
         if handoff is None:
             return ASK_AGAIN
         if handoff.payload != self._payload:
-            return NO_MATCH  # its engine cuts otherwise
+            return NO_MATCH  # its engine cuts KV differently
         sources = self._sources(request, num_computed)
         ends_there = handoff.num_tokens <= request.num_wanted or not self._cut.has_windows
         if request.kv_ready and ends_there:
@@ -210,7 +214,7 @@ class StoreScheduler(SchedulerConnector):
         return ASK_AGAIN if stop is None else self._matched(stop, num_computed)
 
     def _sources(self, request: RequestView, start: int) -> _Sources:
-        """The most that could be stored of the tokens from `start` on that the request wants."""
+        """The largest possible stored part of the tokens from `start` on that the request wants."""
         wanted, handoff, cut = request.num_wanted, request.handoff, self._cut
         tails: list[Value] = []
         if request.kv == "await_peer" and handoff is not None:
@@ -233,7 +237,7 @@ class StoreScheduler(SchedulerConnector):
         return max(end, min(known // step * step, wanted // self._block_size * self._block_size))
 
     def _found(self, block_keys: Sequence[bytes], sources: _Sources, *, wanted: bool = True) -> int | None:
-        """The end of the longest hit: without a gap in groups without a window, and in the others all that the next
+        """The end of the longest hit: no gap in groups without a window, and in the others everything that the next
         token sees. None: it is being looked up.
         """
         start, stop, tails = sources
@@ -258,8 +262,8 @@ class StoreScheduler(SchedulerConnector):
         return self._found_windows(block_keys, sources, wanted=wanted)
 
     def _found_windows(self, block_keys: Sequence[bytes], sources: _Sources, *, wanted: bool) -> int | None:
-        """The longest end up to `sources.stop` whose windows are stored. Asks from the end on: for the windows there,
-        then which earlier ends have their last block, then for the windows of those.
+        """The longest end up to `sources.stop` with its windows stored. Asks from the end: for the windows there, then
+        for earlier ends with their last block, then for the windows of those.
         """
         start, stop, _ = sources
         bound = self._first_missing(block_keys, sources, wanted=wanted)
@@ -272,15 +276,15 @@ class StoreScheduler(SchedulerConnector):
             return None
         for end in compress(ends, there):
             if end > bound:
-                continue  # sees what is known to be missing
+                continue  # sees a value that is known to be missing
             bound = self._first_missing(block_keys, _Sources(start, end, []), wanted=wanted)
             if bound is None or bound >= end:
                 return bound
         return start
 
     def _first_missing(self, block_keys: Sequence[bytes], sources: _Sources, *, wanted: bool) -> int | None:
-        """Where the first value of the windows before an end would begin that is not stored: nothing is missing at the
-        end itself. None: it is being looked up.
+        """The start of the first missing value in the windows before an end; the end itself if none is missing. None:
+        it is being looked up.
         """
         needed = self._cut.values_to_load(block_keys, *sources, windowed=True)
         there = self.lookups.look_up([value.key for value in needed], wanted=wanted)
@@ -333,8 +337,8 @@ class StoreScheduler(SchedulerConnector):
         )
 
     def _save(self, confirmed: ConfirmedRange) -> StoreSave | None:
-        """Values that are whole now. Those that were stored before may be gone: a hand-off looks for all of them, other
-        requests for what nobody has seen for a while.
+        """Save values that are whole now. Those that were stored before may be gone: a hand-off checks all of them,
+        other requests those that have not been seen for a while.
         """
         request, key = confirmed.request, confirmed.request.transfer_key
         if request.kv != "handoff" and self._cut.is_plain and self._are_known(confirmed):
@@ -367,7 +371,7 @@ class StoreScheduler(SchedulerConnector):
         self._num_put_off_tokens += sum(map(_tokens_of, values))
 
     def _num_fitting(self, values: Sequence[Value]) -> int:
-        """How many may be saved beside what is under way; a value larger than the bound goes alone."""
+        """How many values may be saved next to those in progress; a value larger than the limit goes alone."""
         room = (self._max_save_bytes - self._num_save_bytes) // self._token_bytes
         is_alone = not self._num_save_bytes and bool(values)
         return max(bisect_right(list(accumulate(map(_tokens_of, values))), room), is_alone)
@@ -377,7 +381,7 @@ class StoreScheduler(SchedulerConnector):
         return self._table.generations_of(np.maximum(as_ids(table), 0))
 
     def _lose(self, values: Sequence[Value]) -> None:
-        """They are not saved: there was no room before their blocks had other content."""
+        """Count values that are not saved: there was no room before their blocks were reused."""
         self.num_late_saves += len(values)
         self._leave_queue(values)
 
@@ -386,7 +390,9 @@ class StoreScheduler(SchedulerConnector):
         self._num_put_off_tokens -= sum(map(_tokens_of, values))
 
     def _save_put_off(self) -> list[StoreSave]:
-        """What there is room for now, of what is still in its blocks. What waits on is no more than the pool has."""
+        """Save deferred values that there is room for now, if they are still in their blocks. The deferred values are
+        never more than the pool holds.
+        """
         saves: list[StoreSave] = []
         while self.has_pending_work:
             late = self._put_off.popleft()
@@ -421,12 +427,12 @@ class StoreScheduler(SchedulerConnector):
         return list(filter(is_there, late.values))
 
     def _are_known(self, confirmed: ConfirmedRange) -> bool:
-        """Whether all of a request, which has one KV group, is stored already, as what was just loaded is."""
+        """Whether everything of a request with one KV group is already stored, as after a load."""
         keys = self._cut.whole_keys(confirmed.request.block_keys, confirmed.start, confirmed.stop)
         return all(self.lookups.are_known(keys))
 
     def _ended(self, request: RequestView, values: Sequence[Value]) -> list[bytes]:
-        """Keys of those whose time is over, or will be before a hand-off is read: they are written anew."""
+        """Keys of values that have expired, or will before a hand-off is read: they are written again."""
         if request.kv_terms is None or request.kv_terms.ttl_s is None:
             return []
         return self.lookups.ended([value.key for value in values], self._unix_time() + ENDS_SOON_S)
@@ -434,10 +440,9 @@ class StoreScheduler(SchedulerConnector):
     def _split(
         self, values: list[Value], ended: Collection[bytes], *, checks_all: bool, num_handed_over: int = 0
     ) -> tuple[list[Value], list[Value]]:
-        """Those that were never seen in the store, or are over, and those to be looked for: they may be there.
+        """Split values into those never seen in the store, or expired, and those to be checked, which may be stored.
 
-        Args:
-            num_handed_over: of the first tokens, who computed them has most likely saved them.
+        Args: num_handed_over: number of first tokens that the computing engine has most likely saved.
         """
         new: list[Value] = []
         check: list[Value] = []
@@ -501,7 +506,7 @@ class StoreScheduler(SchedulerConnector):
         return sum(map(_tokens_of, values)) * self._token_bytes
 
     def _drops(self, view: SchedulerView) -> list[StoreDrop]:
-        """Hand-offs that are over: released, given up, or ended by their first token."""
+        """Drop hand-offs that are over: released, given up, or ended by their first token."""
         handed_off = {c.request.transfer_key for c in view.confirmed if c.last}
         over = dict.fromkeys((key for key in view.finished if key not in handed_off), False)
         over |= dict.fromkeys(view.aborted, True)
@@ -514,7 +519,9 @@ class StoreScheduler(SchedulerConnector):
     def _look(
         self, waiting_keys: Sequence[Sequence[bytes]], waiting_terms: Sequence[KVTerms | None]
     ) -> tuple[list[StoreAhead], list[StoreAhead]]:
-        """What waiting requests may find: looked up, unless they have asked themselves, and brought near."""
+        """Look ahead for waiting requests: look up their values, unless they have asked themselves, and
+        prefetch them.
+        """
         if self._look_ahead is not None:
             return self._look_ahead.update(waiting_keys, waiting_terms)
         for keys in waiting_keys:
@@ -523,7 +530,7 @@ class StoreScheduler(SchedulerConnector):
         return [], []
 
     def _found_ahead(self, block_keys: Sequence[bytes]) -> int | None:
-        """How many of a waiting request's first tokens are stored; None: it is being looked up."""
+        """Number of a waiting request's first tokens that are stored; None: it is being looked up."""
         stop = len(block_keys) * HASH_BLOCK_SIZE // self._cut.hit_tokens * self._cut.hit_tokens
         if stop < max(self._options.min_hit_tokens, 1):
             return 0
@@ -539,16 +546,18 @@ class StoreScheduler(SchedulerConnector):
         return True
 
     def must_hear_end(self, key: TransferKey) -> bool:
-        return bool(self._handoffs.get(key))  # its tails are to be deleted; a save under way is cancelled by itself
+        return bool(self._handoffs.get(key))  # its tails are to be deleted; a save in progress is cancelled separately
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
-        """The store has a copy, or will have: no block is leased. The payload says how it is cut."""
+        """The decision for a finished request: the store has a copy, or will have, so no block is leased. The payload
+        says how it is cut.
+        """
         return FinishDecision(hold_blocks=False, payload=self._payload if request.kv == "handoff" else None)
 
     # --- operators' orders ----------------------------------------------------------------------------------------
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
-        """What became of orders is nothing for the engine to act on."""
+        """Take the results of orders out: the engine does not act on them."""
         results, orders = self._orders.settle(results)
         for order in orders:
             if order.action == "clear":
@@ -556,7 +565,7 @@ class StoreScheduler(SchedulerConnector):
         return results
 
     def _cleared(self, order: CacheOrder) -> None:
-        """What is said to be gone is looked for anew; where it was to go everywhere, routers hear of it."""
+        """Forget values that were reportedly cleared; if they were cleared everywhere, routers are told."""
         if order.keys is None:
             self.lookups.forget_all()
             return
@@ -580,7 +589,7 @@ class StoreScheduler(SchedulerConnector):
                     self.lookups.add(keys, batch.ends_at)
                     self._news.stored(batch.values)
                 else:
-                    self.lookups.forget(keys)  # cancelled ones, too: decode may have loaded what nobody reported yet
+                    self.lookups.forget(keys)  # cancelled ones, too: decode may have loaded what was not reported yet
         for key, outcome in results.finished_receiving.items():
             loading = self._loading.pop(key, None)
             if loading is not None:
@@ -592,8 +601,9 @@ class StoreScheduler(SchedulerConnector):
                 self._load_failed(loading, outcome)
 
     def _load_failed(self, loading: _Loading, outcome: TransferOutcome) -> None:
-        """What came is sound. Behind damage nothing is: nobody has looked at it, and the next save replaces it. So it
-        does behind what has expired: a store that knows nothing of ends would keep the old values.
+        """Note a failed load. The loaded part is intact. Values after damage count as damaged: they have not been
+        checked, and the next save replaces them. The same holds after an expired value: a store without expiry would
+        keep the old ones.
         """
         stop = loading.start + outcome.num_tokens
         came = [value for value in loading.values if value.stop <= stop]
@@ -601,7 +611,7 @@ class StoreScheduler(SchedulerConnector):
         self.lookups.add([value.key for value in came], outcome.ends_at)
         self.lookups.forget([value.key for value in others])
         self._news.stored(came)
-        if outcome.code == KVNotFound.code:  # what is behind the first one may be there, and is of no use without it
+        if outcome.code == KVNotFound.code:  # values after the first one may be stored, but are useless without it
             self._news.missing(others[:1])
         if outcome.num_damaged or outcome.num_expired:
             self.lookups.bar([value.key for value in others])
@@ -621,7 +631,7 @@ class StoreScheduler(SchedulerConnector):
 
 
 class StoreTiers(Tiers):
-    """The store's: all of it is one part."""
+    """The tiers of the store, which is one part."""
 
     def __init__(self, orders: OrderBook, news: StoreNews, lookups: KeyLookups) -> None:
         self._orders = orders

@@ -9,14 +9,14 @@ from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOp
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.options import StoreOptions
 
-Absolute = Annotated[str, Meta(pattern="^/", extra={"expected": "an absolute path"})]
+Absolute = Annotated[str, Meta(pattern="^/", extra={"expected": "must be an absolute path"})]
 
 
 class SharedStorageOptions(StoreConnectorOptions):
-    """Those of every store connector, and where the files are."""
+    """Options of every store connector, and the directory of the files."""
 
     path: Absolute = option(help="directory of the files, an absolute path", metavar="DIRECTORY")
-    capacity: Size | None = option(None, "most bytes of files, such as 10GiB; absent: no bound")
+    capacity: Size | None = option(None, "maximum size of all files, such as 10GiB (default: unlimited)")
 
     def open_store(self) -> KVStore:
         """Raises ConfigError for a path that cannot be read and written."""
@@ -24,7 +24,7 @@ class SharedStorageOptions(StoreConnectorOptions):
 
 
 class SharedStorageConnector(StoreConnector):
-    """Its store is a FileStore."""
+    """A store connector over a FileStore."""
 
     options_type = SharedStorageOptions
     options: SharedStorageOptions

@@ -1,4 +1,4 @@
-"""The secret with which stored values are signed: out of a private file or the environment, never a command line."""
+"""The secret that signs stored values: from a private file or the environment, never from a command line."""
 
 import os
 import stat
@@ -11,10 +11,11 @@ MIN_BYTES, MAX_BYTES = 16, 4096
 
 
 def make_sealer(*, sign: bool, key_file: str) -> Sealer:
-    """Checksums; with `sign` signatures.
+    """A sealer that makes checksums or, with `sign`, signatures.
 
     Raises:
-        ConfigError: no secret, one too short, a file that is not private to this user; a file, and nothing is signed.
+        ConfigError: no secret, one that is too short, or a file that is not private to this user; or a file although
+            nothing is signed.
     """
     if not sign:
         if key_file:
@@ -25,7 +26,7 @@ def make_sealer(*, sign: bool, key_file: str) -> Sealer:
     if secret := os.environ.get(STORE_SIGN_KEY):
         return Sealer(_checked(secret.encode(), STORE_SIGN_KEY))
     raise ConfigError(
-        f"connector option sign=true needs a secret: sign_key_file=PATH or the environment variable {STORE_SIGN_KEY}"
+        f"connector option sign=true requires a secret: sign_key_file=PATH or the environment variable {STORE_SIGN_KEY}"
     )
 
 
@@ -36,7 +37,7 @@ def _checked(secret: bytes, where: str) -> bytes:
 
 
 def _read_private(path: str) -> bytes:
-    """A file's content, less the end of its last line."""
+    """A file's content without the end of its last line."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is refused below, not waited for
         try:

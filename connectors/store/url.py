@@ -15,12 +15,12 @@ from pdkv.kv_store.registry import plan_store
 
 
 class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
-    """Those of every store connector, and those of the stores, which the URLs must know."""
+    """Options of every store connector, and those of the stores, which depend on the URL."""
 
     url: str = option(
         help="redis://host:port/db, rediss://…, unix:///socket, lmcache://host:port, mooncake://host:port, "
-        "s3://bucket/prefix, gs://…, az://…, file:///directory, host:///directory, memory://; several, separated by "
-        "commas, are tiers, the fastest first",
+        "s3://bucket/prefix, gs://…, az://…, file:///directory, host:///directory, memory://; several, separated "
+        "by commas, form tiers, fastest first",
         metavar="URL[,URL…]",
     )
 
@@ -39,7 +39,7 @@ _NEEDED = {
 
 
 class StoreUrlConnector(StoreConnector):
-    """Its option `url` says which store."""
+    """A store connector; its option `url` chooses the store."""
 
     declares = msgspec.structs.replace(StoreConnector.declares, requirements=tuple(_NEEDED.values()))
     options_type = StoreUrlOptions
@@ -50,7 +50,9 @@ class StoreUrlConnector(StoreConnector):
 
     @classmethod
     def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
-        """Raises ConfigError without a URL, for one that no store has, and for an option that no URL knows."""
+        """Raises ConfigError without a URL, for one that no store accepts, and for an option that does not belong to
+        its store.
+        """
         plan, url = super().plan(options), options["url"]
         plan_store(url, {name: text for name, text in options.items() if name in StoreOptions.names()})
         needed = [requirement for pattern, requirement in _NEEDED.items() if re.search(pattern, url)]

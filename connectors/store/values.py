@@ -1,4 +1,4 @@
-"""Values on their way to a store and back: sealed before they go, verified before anybody uses them."""
+"""Values on their way to a store and back: sealed before they leave, verified before they are used."""
 
 import logging
 import threading
@@ -20,36 +20,36 @@ from pdkv.wire.kv import KVTerms
 logger = logging.getLogger(__name__)
 
 QUIET_S = 60.0
-"""The shortest time between two log lines about damaged values, or about saves that fail."""
+"""The least seconds between two log lines about damaged values, or about failed saves."""
 
 
 State = Literal["whole", "expired", "damaged", "absent"]
 
 
 class Reading(NamedTuple):
-    """What became of some slots."""
+    """The outcome for some slots."""
 
-    missing: list[Slot]  # not in the store, or not what was saved
-    num_damaged: int  # values that were not what was saved
-    num_expired: int = 0  # values whose time was over
+    missing: list[Slot]  # not in the store, or not matching what was saved
+    num_damaged: int  # values that did not match what was saved
+    num_expired: int = 0  # expired values
 
 
 class SealedValues:
-    """A store's values, none of which is believed. Threads may share it; `store` is for calls that read no value."""
+    """A store's values, each of which is verified. Threads may share it; `store` is for calls that read no value."""
 
     def __init__(self, store: KVStore, sealer: Sealer, unix_time: Callable[[], float] = unix_time) -> None:
-        """`unix_time`: by which values end."""
+        """`unix_time`: by which values expire."""
         self.store = store
         self.meter = ReadMeter()
         self._sealer = sealer
         self._unix_time = unix_time
         self._lock = threading.Lock()  # guards what follows
-        self._num_seen = 0  # of what the store itself has found damaged
+        self._num_seen = 0  # values that the store itself has found damaged
         self._num_untold = 0
         self._log_limit = LogLimit(QUIET_S)
 
     def put(self, slots: Sequence[Slot], kv_terms: KVTerms | None = None, *, for_others: bool = False) -> None:
-        """Store values whose bodies are in their slots, on these terms. Raises what the store raises.
+        """Store values with bodies in their slots, on these terms. Raises what the store raises.
 
         Args:
             for_others: any other process can read them when this returns.
@@ -65,7 +65,9 @@ class SealedValues:
             self.store.keep(items, by_key)
 
     def _terms_now(self, kv_terms: KVTerms) -> Terms:
-        """Of a value that is written now. Its end is rounded down to a second: nobody uses it for longer."""
+        """The terms of a value written now. Its expiry is rounded down to a second, so that it is not used for
+        longer.
+        """
         expires_at = 0 if kv_terms.ttl_s is None else max(int(self._unix_time() + kv_terms.ttl_s), 1)
         return Terms(expires_at, kv_terms.owner, kv_terms.quota_bytes)
 
@@ -78,12 +80,11 @@ class SealedValues:
     ) -> Reading:
         """Read values into their slots and call `use` for each one that is whole, which may raise KVCorrupted.
 
-        What is there and is not whole is looked at once more, since somebody may be replacing it; then it is deleted,
-        so that the next save can put a sound value in its place. So is what is whole and whose time is over.
+        A value that is stored but damaged is read once more, since another engine may be replacing it; then it is
+        deleted, so that the next save can put an intact one in its place. So is an intact value that has expired.
 
-        Args:
-            kv_terms: of whoever reads; copies that the store makes of what is read are in that owner's room.
-            part: of the store, which alone is read, and loses what is damaged; None: all of them.
+        Args: kv_terms: the reader's; copies that the store makes while reading count against that owner's quota. part:
+        the only part of the store to read, and to delete damaged values from; None: all of them.
 
         Raises:
             StoreError: the store does not answer.
@@ -103,10 +104,9 @@ class SealedValues:
     def get_scattered(
         self, slots: Sequence[Slot], bodies: Sequence[Sequence[memoryview]], kv_terms: KVTerms | None = None
     ) -> list[bool]:
-        """Read values straight into where their bodies belong, and their envelopes into their slots.
+        """Read values' bodies directly into their destinations, and their envelopes into their slots.
 
-        Returns:
-            Which of them are whole. Of the others, part of a body may be in its place: `get` says what there is.
+        Returns: Which of them are intact. Of the others, part of a body may be at its destination: `get` tells more.
 
         Raises:
             StoreError: the store does not answer.
@@ -134,7 +134,7 @@ class SealedValues:
         kv_terms: KVTerms | None,
         read: Callable[[Sequence[bytes], Arrived, TermsOf], list[bool]],
     ) -> list[State]:
-        """Read values, and check them as they come in, while their bytes are in the cache."""
+        """Read values, and check them as they arrive, while their bytes are in the cache."""
         checks = [self._sealer.check(slot.key, buffers) for slot, buffers in zip(slots, out, strict=True)]
         owner, quota = (0, None) if kv_terms is None else (kv_terms.owner, kv_terms.quota_bytes)
         with self.meter.reading():
@@ -152,11 +152,11 @@ class SealedValues:
         ]
 
     def end_of(self, slot: Slot) -> int:
-        """The end of a value that is whole in its slot, as unix time; 0: it has none."""
+        """The expiry of a value that is intact in its slot, as unix time; 0: none."""
         return self._sealer.check(slot.key, Scattered(slot.view)).expires_at
 
     def kept_on(self, slots: Sequence[Slot], kv_terms: KVTerms | None) -> Mapping[bytes, Terms]:
-        """The terms of values that are whole in their slots: the ends that they have, in this owner's room."""
+        """The terms of values that are intact in their slots: their own expiry, in this owner's quota."""
         owner, quota = (0, None) if kv_terms is None else (kv_terms.owner, kv_terms.quota_bytes)
         ends = {slot.key: self.end_of(slot) for slot in slots}
         return {key: Terms(end, owner, quota) for key, end in ends.items() if end or owner}
@@ -168,11 +168,10 @@ class SealedValues:
         part: KVStore | None,
         kv_terms: KVTerms | None,
     ) -> tuple[list[Slot], int]:
-        """Part by part, so that a bad value in a fast one neither hides a sound one behind it nor takes it along: what
-        nobody may use is deleted where it is.
+        """Read again, part by part, so that a bad value in a fast part neither hides an intact one below it nor deletes
+        it: unusable values are deleted where they are.
 
-        Returns:
-            What is missing for good, and how many of the values that seemed absent were of another size.
+        Returns: The values that are really missing, and how many of the apparently absent ones had another size.
         """
         left = {slot.key: slot for slot in (*missed["damaged"], *missed["absent"], *missed["expired"])}
         misfits = set[bytes]()
@@ -186,14 +185,14 @@ class SealedValues:
                 if bad:
                     self.store.forget(bad)
                     self.store.ask_part(each, partial(each.delete, bad), writes=True)
-            except StoreError as error:  # what nobody may use is a miss all the same
+            except StoreError as error:  # an unusable value is a miss in any case
                 logger.debug("damaged or expired values stay in a part of the store: %s", error)
         return list(left.values()), len(misfits.intersection(left))
 
     def _sift(
         self, slots: Sequence[Slot], use: Callable[[Slot], None], part: KVStore, kv_terms: KVTerms | None
     ) -> tuple[list[bytes], list[bytes]]:
-        """Of what a part has: keys of values that were used, and of those that nobody may use."""
+        """Sort the values of a part: keys of values that were used, and of unusable ones."""
         found = list(compress(slots, part.contains([slot.key for slot in slots]))) if slots else []
         good = [
             slot.key
@@ -203,13 +202,13 @@ class SealedValues:
         return good, [slot.key for slot in found if slot.key not in good]
 
     def _num_found_by_store(self) -> int:
-        """Values that the store itself has found damaged, and called misses, since this was asked last."""
+        """Number of values that the store itself has found damaged, and reported as misses, since the last call."""
         with self._lock:
             seen, self._num_seen = self._num_seen, self.store.count_damaged()
             return self._num_seen - seen
 
     def _tell(self, num_damaged: int) -> None:
-        """One line for a burst."""
+        """Log one line for a burst."""
         with self._lock:
             self._num_untold += num_damaged
             if not self._num_untold or not self._log_limit.passes():
@@ -223,7 +222,7 @@ class SealedValues:
 
 
 def _state_of(check: Check, now: float, *, has_end: bool) -> State:
-    """Of a value that was there. `has_end`: one without an end is an older engine's, which knows nothing of ends."""
+    """The state of a stored value. `has_end`: without an expiry it comes from an older engine, which knows none."""
     if not check.is_whole():
         return "damaged"
     if not check.expires_at:
@@ -232,7 +231,7 @@ def _state_of(check: Check, now: float, *, has_end: bool) -> State:
 
 
 def _is_used(slot: Slot, use: Callable[[Slot], None]) -> bool:
-    """Whether a whole value could be used; what its codec does not know is damaged."""
+    """Whether an intact value could be used; one that its codec cannot read is damaged."""
     try:
         use(slot)
     except KVCorrupted as error:

@@ -62,23 +62,23 @@ class _Read(NamedTuple):
 
     load: StoreLoad
     pieces: list[Piece]
-    after: StepDone  # of whoever had the blocks before
-    left: Sequence[int] = ()  # bytes from here to the load's end, by form; empty: there is nothing to choose
+    after: StepDone  # the last step of the blocks' previous owner
+    left: Sequence[int] = ()  # bytes from here to the load's end, by form; empty: there is no choice
 
 
 _STAGING_BYTES = 4 << 20
 _VALUES_AT_ONCE = 8
-"""In a thread's buffer, of a store that answers one request for each: the way to it is long."""
+"""The least values in a thread's buffer for a store that takes one request for each, over a long distance."""
 
 TAIL_TTL_S = 3600
-"""A tail whose engine ended before it was deleted goes by itself after so long, longer than a hand-off waits."""
+"""Seconds after which a tail expires if its engine ended before deleting it; longer than a hand-off waits."""
 
 _Places = dict[bytes, list[memoryview]]
-"""By a value's key, where in the pool its body belongs."""
+"""By a value's key, the destination of its body in the pool."""
 
 
 class _Write(NamedTuple):
-    """One buffer's worth of a save or, to be checked first, any number of values."""
+    """One buffer's worth of a save or, if they must be checked first, any number of values."""
 
     save: StoreSave
     values: Sequence[Value]
@@ -87,13 +87,13 @@ class _Write(NamedTuple):
 
 
 class _Delete(NamedTuple):
-    """Keys of a tail that nobody needs any more."""
+    """Keys of a tail that is no longer needed."""
 
     keys: list[bytes]
 
 
 class StoreWorker(TransferWorker):
-    """One rank's loads and saves. Loads have the shared lane; saves have lanes of their own, and cannot delay them."""
+    """One rank's loads and saves. Loads use the shared lane; saves have lanes of their own, and cannot delay loads."""
 
     metadata_type = StoreMetadata
 
@@ -130,10 +130,10 @@ class StoreWorker(TransferWorker):
         self._pace = Pace(self.clock.now)
         self._wake = notify
         self._block_size, self._row_bytes = config.layout.block_size, config.layout.row_bytes
-        self._told_that_saves_fail = False  # the last one did
+        self._told_that_saves_fail = False  # whether the last one failed
         self._log_limit = LogLimit(QUIET_S)
-        self._progress: dict[TransferKey, LoadProgress] = {}  # of loads under way
-        self._layer_loads: dict[TransferKey, LayerLoad] = {}  # of this step and, until they ended, earlier ones
+        self._progress: dict[TransferKey, LoadProgress] = {}  # of loads in progress
+        self._layer_loads: dict[TransferKey, LayerLoad] = {}  # of this step and, until they end, earlier ones
         self._step_loads: list[TransferKey] = []
         self._layer_deadline = 0.0
         self._ended = threading.Event()
@@ -145,7 +145,7 @@ class StoreWorker(TransferWorker):
         self._wake()
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
-        """Raises ConfigError for a pool that has no whole units."""
+        """Take the pool. Raises ConfigError for one without whole units."""
         try:
             self._pool = UnitPool(kv_cache)
         except ValueError as error:
@@ -159,7 +159,7 @@ class StoreWorker(TransferWorker):
         at_once = _VALUES_AT_ONCE if self._values.store.asks_key_by_key else 1
         wanted = self._options.staging_bytes or max(_STAGING_BYTES, at_once * largest)
         self._capacity = max(wanted, largest)  # of a buffer, in bytes of bodies
-        has_tiers = len(self._values.store.parts()) > 1  # operators' orders have a thread of their own
+        has_tiers = len(self._values.store.parts()) > 1  # operators' orders have a separate thread
         threads = self._options.io_threads + self._options.save_threads + self._near.looks_ahead + has_tiers
         buffer_size = buffer_bytes(self._capacity, min(body_bytes(1) for body_bytes in sizes))
         self._staging = StagingBuffers(threads, buffer_size, streams_of(kv_cache.device))
@@ -228,7 +228,7 @@ class StoreWorker(TransferWorker):
         self.submit(save.key, "send", tasks, batch=batch, last=save.last or not save.is_handoff)
 
     def _chunks(self, values: Sequence[Value]) -> Iterator[Sequence[Value]]:
-        """Values of one KV group that fill a buffer with all parts that this rank writes."""
+        """Groups of values of one KV group that fill a buffer with all parts that this rank writes."""
         for group, size in enumerate(self._cut.value_tokens):
             own = self._cut.of_group(values, group)
             units = size // HASH_BLOCK_SIZE
@@ -242,7 +242,7 @@ class StoreWorker(TransferWorker):
         return ("save", number % self._options.save_threads)
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Loads of this step that are not in at the step's deadline fail."""
+        """Wait for a layer; loads of this step that are not complete at the step's deadline fail."""
         stage = self._cut.stage_that_begins_at(layer) if self._step_loads else None
         if stage is None:
             return
@@ -258,7 +258,7 @@ class StoreWorker(TransferWorker):
                 self.stop_jobs(lambda job, key=key: job.key == key, TransferTimeout.code)  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
-        """What a forward pass has waited for is reported with its step: its last job may be about to say so."""
+        """Report loads that a forward pass has waited for with its step: the last job may be about to report."""
         self._compute.stop()
         for key in self._step_loads:
             while not self._layer_loads[key].failed and self._is_open(key):
@@ -307,8 +307,8 @@ class StoreWorker(TransferWorker):
         raise AssertionError(job.order)
 
     def _reported(self, save: Callable[[], int]) -> int:
-        """Run a save; log the first failure after a success, and the first success after that. Once a minute, since a
-        tenant's saves may all fail for want of its quota, while those of others succeed.
+        """Run a save; log the first failure after a success, and the first success after that, once a minute at most: a
+        tenant's saves may all fail for lack of quota while those of others succeed.
         """
         try:
             num_bytes = save()
@@ -333,12 +333,12 @@ class StoreWorker(TransferWorker):
         layers = self._layer_loads.get(job.key) if load.layerwise else None
         progress = self._progress[job.key]
         num_bytes = 0
-        places: _Places = {}  # that have been written to, and are not filled
+        places: _Places = {}  # partly written, but not filled
 
         def filled(slot: Slot) -> None:
             nonlocal num_bytes
             places.pop(slot.key, None)
-            has_end = load.kv_terms is not None and self._cut.is_whole(slot.value)  # of a tail nobody asks later
+            has_end = load.kv_terms is not None and self._cut.is_whole(slot.value)  # a tail is never looked for later
             progress.filled(slot.value, self._values.end_of(slot) if has_end else 0)
             num_bytes += slot.data.nbytes
 
@@ -367,7 +367,7 @@ class StoreWorker(TransferWorker):
             if layers is not None:
                 layers.fail()
             raise
-        finally:  # nothing that is not whole is left in a block
+        finally:  # no partial content is left in a block
             for piece in chain.from_iterable(places.values()):
                 piece[:] = bytes(len(piece))
         if layers is not None:
@@ -375,8 +375,8 @@ class StoreWorker(TransferWorker):
         return num_bytes
 
     def _read_in_place(self, job: Job, order: _Read, places: _Places, slots: Sequence[Slot]) -> Iterator[Slot]:
-        """Read values straight into their blocks, where that can be, and yield those that are there. In `places` are
-        those that this may have written to.
+        """Read values directly into their blocks where possible, and yield those that were read. `places` collects
+        those that may have been written to.
         """
         if self._coder is not None or not self._values.store.can_scatter:
             return
@@ -389,7 +389,7 @@ class StoreWorker(TransferWorker):
         yield from compress(mine, self._values.get_scattered(mine, list(found.values()), order.load.kv_terms))
 
     def _place_of(self, load: StoreLoad, slot: Slot) -> list[memoryview] | None:
-        """Where in the pool a value's body belongs; None: not all of it does, or it is in too many pieces."""
+        """The place of a value's body in the pool; None: not all of it has one, or it is in too many pieces."""
         value = slot.value
         if value.start < load.start or value.stop > load.stop:
             return None
@@ -397,9 +397,9 @@ class StoreWorker(TransferWorker):
         return self._pool.places(units, slot.part.part)
 
     def _choose(self, job: Job, order: _Read, progress: LoadProgress) -> list[Piece]:
-        """The values in the form that comes in time; none of them where none does, and the rest is computed.
+        """The values in a form that can be loaded in time; none if there is no such form, and the rest is computed.
 
-        All threads that load are taken to be at it, and to share what the network has as they did for the last reads.
+        All load threads are assumed to be busy and to share the network as they did for the last reads.
         """
         assert self._options.codec_deadline_s is not None
         left_s = job.transfer.started + self._options.codec_deadline_s - self.clock.now()
@@ -414,7 +414,7 @@ class StoreWorker(TransferWorker):
     def _each_buffer(
         self, values: Sequence[Value], deadline: float, use: Callable[[list[Slot]], None], check: Callable[[], None]
     ) -> None:
-        """EachBuffer: of parts that this rank writes."""
+        """As `EachBuffer`, for parts that this rank writes."""
         for pieces in self._pieces(values, owned=True):
             check()
             left_s = deadline - self.clock.now()
@@ -424,7 +424,7 @@ class StoreWorker(TransferWorker):
                 use(lay_out(pieces, buffer))
 
     def _fill_blocks(self, job: Job, load: StoreLoad, slot: Slot) -> None:
-        """Raises KVCorrupted for a body that no codec has made; nothing is in the blocks then."""
+        """Fill blocks. Raises KVCorrupted for a body that no codec has made; nothing is in the blocks then."""
         if self._coder is None:
             self._scatter(load, slot, slot.body)
             return
@@ -435,7 +435,7 @@ class StoreWorker(TransferWorker):
             self._scatter(load, slot, images)
 
     def _scatter(self, load: StoreLoad, slot: Slot, images: Bytes) -> None:
-        """Scatter what lies in [load.start, load.stop): a value may begin before, in blocks that are hits."""
+        """Scatter the part in [load.start, load.stop): a value may begin earlier, in blocks that are hits."""
         value, part = slot.value, slot.part.part
         start, stop = max(value.start, load.start), min(value.stop, load.stop)
         if start < stop:
@@ -445,7 +445,7 @@ class StoreWorker(TransferWorker):
             self._pool.scatter(units, part, images[first : first + units.size * unit_bytes])
 
     def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
-        """A load with a gap has failed; how far it came is told, and what was damaged."""
+        """The end of a load. One with a gap has failed; its progress and damaged values are reported."""
         if transfer.direction == "send":
             return outcome._replace(num_damaged=self._near.take_damaged(transfer.key))
         progress = self._progress.pop(transfer.key, None)
@@ -495,7 +495,7 @@ class StoreWorker(TransferWorker):
         units = self._units(order.save.spans[value.group], value.start, value.stop)
         self._pool.gather(units, part, images, after=order.after, timeout_s=job.remaining_s())
         num_used = value.num_tokens % HASH_BLOCK_SIZE
-        if num_used:  # what earlier owners of the block left behind the tail stays here
+        if num_used:  # earlier content of the block after the tail stays there
             last = images[-self._pool.unit_bytes(part) :]
             last.reshape(-1, HASH_BLOCK_SIZE, self._row_bytes)[:, num_used:] = 0
 

@@ -1,1 +1,1 @@
-"""Shared by all transports: planning, units and block runs, gathering copies, transfer jobs and their worker."""
+"""Common to all transports: planning, units and block runs, gathering copies, transfer jobs and their worker."""

@@ -1,4 +1,4 @@
-"""Joins the transfer results of an engine's ranks: a transfer has ended when every rank has let go of its blocks."""
+"""Joins the transfer results of an engine's ranks: a transfer has ended when every rank has released its blocks."""
 
 from collections.abc import Iterable
 from sys import maxsize
@@ -16,7 +16,7 @@ class _Pending:
         self.code = ""
         self.num_bytes = 0
         self.seconds = 0.0
-        self.num_tokens = maxsize  # where no rank failed
+        self.num_tokens = maxsize  # if no rank failed
         self.num_damaged = 0
         self.num_expired = 0
         self.ends_at = 0
@@ -52,7 +52,7 @@ class _Pending:
 
 
 class TransferAggregator:
-    """Collects per-rank results. Every rank ends every transfer exactly once, also one that it had no part in.
+    """Collects per-rank results. Every rank ends every transfer exactly once, even one in which it took no part.
 
     A transfer has finished when all ranks finished it. It has failed when all ended it and one failed: until then the
     others may still touch its blocks. The code is that of the one that failed first, or KVCorrupted's, which is why a
@@ -63,11 +63,11 @@ class TransferAggregator:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._pending: tuple[dict[TransferKey, _Pending], ...] = ({}, {})  # sent, received
-        self.num_repeated = 0  # what a rank said twice of a transfer that others have not ended
+        self.num_repeated = 0  # repeated reports of transfers that other ranks have not ended
 
     @property
     def num_pending(self) -> int:
-        """Transfers that some ranks have ended and some have not."""
+        """Number of transfers that some ranks have ended and some have not."""
         return sum(map(len, self._pending))
 
     def add(self, by_rank: Iterable[TransferResults]) -> TransferResults:
@@ -82,7 +82,7 @@ class TransferAggregator:
         return TransferResults(*ended) if any(ended) else NO_TRANSFERS
 
     def _add(self, rank: int, which: int, key: TransferKey, outcome: TransferOutcome) -> _Pending | None:
-        """What all ranks have said, when this one was the last. `which`: of the maps of TransferResults."""
+        """The reports of all ranks, if this one was the last. `which`: which map of TransferResults."""
         pending = self._pending[which // 2]
         entry = pending.setdefault(key, _Pending())
         if rank in entry.ranks:

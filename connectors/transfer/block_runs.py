@@ -10,7 +10,7 @@ from pdkv.kernels import block_runs
 from pdkv.kernels.block_runs import MAX_BLOCK_ID as MAX_BLOCK_ID
 
 MAX_BLOCKS = 1 << 20
-"""Blocks that one message may name; more is no message of ours."""
+"""The most blocks named by one message; more are invalid."""
 
 
 class Blocks(NamedTuple):
@@ -24,7 +24,7 @@ def pack_blocks(block_ids: Sequence[int] | Ids, generations: Sequence[int] | Ids
     """Blocks, in order, and their generations (None: all 0), for `unpack_blocks`.
 
     Raises:
-        ValueError: not one generation per block, or a number below 0.
+        ValueError: there is not one generation per block, or a number is below 0.
     """
     ids = as_ids(block_ids)
     versions = np.zeros(ids.size, np.int64) if generations is None else as_ids(generations)
@@ -34,6 +34,6 @@ def pack_blocks(block_ids: Sequence[int] | Ids, generations: Sequence[int] | Ids
 
 
 def unpack_blocks(data: bytes, most: int = MAX_BLOCKS) -> Blocks | None:
-    """The inverse; None: no blocks could be meant by that, or more than `most`."""
+    """The inverse of `pack_blocks`; None: the bytes are invalid, or name more than `most` blocks."""
     rows = block_runs.unpack(data, most)
     return None if rows is None else Blocks(*rows)

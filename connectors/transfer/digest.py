@@ -1,8 +1,8 @@
-"""Digests of KV where it lies in a rank's pool: equal wherever else the same KV lies.
+"""Digests of KV in a rank's pool, equal to those of the same KV anywhere else.
 
-A cell is what one KV head of one layer has, K and V, for the tokens of a hash block. Its digest is seeded with layer
-and head, as all ranks count them, and digests of cells add up modulo 2^64. So neither block size nor number of ranks,
-nor how a transfer is cut by layers, heads and tokens, changes what a hash block's digest is.
+A cell is the K and V of one KV head of one layer for the tokens of a hash block. Its digest is seeded with layer and
+head, as all ranks count them, and digests of cells add up modulo 2^64. So a hash block's digest depends neither on
+block size and number of ranks, nor on how a transfer is cut by layers, heads and tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 WORD_BYTES = 8
 MAX_BYTES = 8 << 10
-"""Of a piece's digests: they travel in messages of bounded length."""
+"""The most bytes of a piece's digests, since messages are limited."""
 
 
 class Tokens(NamedTuple):
-    """Tokens in order, cut at hash blocks: all of most, the end of the first, the beginning of the last."""
+    """Tokens in order, cut at hash blocks: all tokens of most, the end of the first, the beginning of the last."""
 
     units: Ids  # block * units_per_block + position in the block
-    skipped: Ids  # tokens of each unit that come before those
-    counts: Ids  # tokens of each unit that are meant
+    skipped: Ids  # earlier tokens of each unit
+    counts: Ids  # number of meant tokens of each unit
 
     def at(self, index: Any) -> "Tokens":
-        """Some of the units: `index` as of an array."""
+        """A selection of the units: `index` as of an array."""
         return Tokens(*(column[index] for column in self))
 
 
 def unit_tokens(block_size: int) -> int:
-    """Tokens of what one digest is of: a hash block, unless blocks are smaller."""
+    """Tokens covered by one digest: a hash block's, unless blocks are smaller."""
     return gcd(HASH_BLOCK_SIZE, block_size)
 
 
@@ -54,7 +54,7 @@ def cut_tokens(block_ids: Sequence[int] | Ids, block_size: int, start: int, stop
     """Tokens [start, stop) in a pool.
 
     Args:
-        block_ids: the first of them holds token `first`, as its last one at most.
+        block_ids: the first of them holds token `first`, possibly as its last one.
     """
     size = unit_tokens(block_size)
     positions = np.arange(start // size, -(-stop // size), dtype=np.int64)
@@ -66,7 +66,7 @@ def cut_tokens(block_ids: Sequence[int] | Ids, block_size: int, start: int, stop
 
 
 class PoolDigests:
-    """A rank's pool, of which digests are made. Threads may share it.
+    """Makes digests of a rank's pool. Threads may share it.
 
     Args:
         kv_cache: of `layout`'s shape, contiguous; a tensor on any device, or an array.
@@ -76,7 +76,7 @@ class PoolDigests:
     def __init__(self, kv_cache: Any, layout: KVLayout, *, rank: int = 0, tp: int = 1) -> None:
         num_bytes = kv_cache.nbytes
         if num_bytes != len(kv_cache) * layout.block_bytes:
-            raise ValueError(f"{len(kv_cache)} blocks of {layout.block_bytes} bytes, and a pool of {num_bytes}")
+            raise ValueError(f"{len(kv_cache)} blocks of {layout.block_bytes} bytes do not match a pool of {num_bytes}")
         self.layout = layout
         self.unit_tokens = unit_tokens(layout.block_size)
         self.first_head = rank_heads(rank, tp, layout.kv_heads_of_all_ranks).start
@@ -99,7 +99,7 @@ class PoolDigests:
 
     @property
     def on_device(self) -> bool:
-        """Whether a device makes them, behind its host."""
+        """Whether an asynchronous device makes them."""
         return self.flat is None
 
     @property
@@ -112,7 +112,9 @@ class PoolDigests:
         return self.layout.sides * part.num_layers * part.num_heads * self.unit_tokens * self._token_bytes
 
     def digests(self, tokens: Tokens, part: UnitPart) -> Digests:
-        """By unit and head of the part, (n, heads), summed over the part's layers. What wrote them has been awaited."""
+        """Digests by unit and head of the part, (n, heads), summed over the part's layers. Writes must have been
+        awaited.
+        """
         if self.flat is None:
             return self._device_digests(tokens, part)
         offsets, sizes = self._offsets(tokens, part), tokens.counts * self._token_bytes
@@ -121,13 +123,13 @@ class PoolDigests:
         return result
 
     def compile_kernels(self) -> None:
-        """Have a device's kernel compiled now: no transfer waits for that."""
+        """Compile a device's kernel now, so that no transfer waits for that."""
         if self.flat is None:
             first = as_ids([0])
             self.digests(Tokens(first, first, as_ids([self.unit_tokens])), self.whole)
 
     def begin(self, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> "PieceDigests":
-        """Digests of a piece that is about to move out of this pool, or into it."""
+        """Begin digests of a piece that is about to move out of this pool, or into it."""
         return PieceDigests(self, tokens, part, key, first_token)
 
     def copy(
@@ -142,8 +144,8 @@ class PoolDigests:
         """Copy units out of another pool into this one, and return the digests of `tokens` as they arrive here.
 
         Args:
-            tokens: of this pool. Of each unit all tokens are copied, whatever is digested; none is skipped.
-            source: the other pool's bytes.
+            tokens: of this pool. All tokens of each unit are copied, whatever is digested. source: the other pool's
+                bytes.
             pieces: those units in both pools, of one size, as `unit_pieces` has them.
             check: called now and then.
             guard: a context around each write.
@@ -163,7 +165,7 @@ class PoolDigests:
         return np.concatenate(digests)
 
     def copy_pieces(self, tokens: Tokens, part: UnitPart, source: Bytes, pieces: Pieces) -> Digests:
-        """As much of it as goes in one call. The caller has checked the bounds."""
+        """Copy as much of it as one call can. The caller has checked the bounds."""
         assert self.flat is not None
         digests = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
         add_digests(
@@ -177,7 +179,7 @@ class PoolDigests:
         return _seeds(self.first_head, self.layout.sides, part)
 
     def _offsets(self, tokens: Tokens, part: UnitPart) -> Ids:
-        """Where the first row of the part of each unit begins, in bytes."""
+        """The offset of the first row of each unit's part, in bytes."""
         layout, size = self.layout, self._token_bytes
         blocks, places = np.divmod(tokens.units, layout.block_size // self.unit_tokens)
         head_bytes = layout.block_size * size
@@ -191,8 +193,8 @@ class PoolDigests:
         return Rows(outer, side_bytes, side_bytes, part.num_heads, head_bytes, head_bytes, row_bytes)
 
     def queue(self, tokens: Tokens, part: UnitPart) -> "QueuedDigests":
-        """As `digests`, of a pool on a device and behind what its current stream has been given: it may be what writes
-        them. Waits for nothing.
+        """As `digests`, for a pool on a device, after the work on its current stream, which may write the KV. Does not
+        wait.
         """
         import torch
 
@@ -221,24 +223,24 @@ class PoolDigests:
 
 
 class QueuedDigests(NamedTuple):
-    """What a device has been told to make."""
+    """Digests that a device is making."""
 
     result: "torch.Tensor"  # (n, heads) int64, in host memory
 
     def read(self) -> Digests:
-        """When what its stream was given has been awaited."""
+        """Read them, once the stream's work has been awaited."""
         return self.result.numpy().view(np.uint64)
 
 
 @lru_cache(maxsize=1024)
 def _seeds(first_head: int, sides: int, part: UnitPart) -> Digests:
-    """Of the rows of a part, whose heads are counted from `first_head` of the model on."""
+    """Seeds of the rows of a part, with heads counted from `first_head` of the model on."""
     heads = range(first_head + part.head_start, first_head + part.head_stop)
     return seeds_of(range(part.layer_start, part.layer_stop), heads, sides)
 
 
 class PieceDigests:
-    """Digests of one piece: made by the kernel that moves it, while it is in the cache, or else at the end."""
+    """Digests of one piece: made by the kernel that moves it, while it is in the cache, or at the end."""
 
     def __init__(self, pool: PoolDigests, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> None:
         self.in_kernel = True  # may be made while the piece moves
@@ -248,7 +250,7 @@ class PieceDigests:
         self._key = key
         self._first_token = first_token
         self._digests: Digests | None = None
-        self._kept: tuple[Ids, Ids, Digests] | None = None  # what the kernel has pointers to
+        self._kept: tuple[Ids, Ids, Digests] | None = None  # objects that the kernel has pointers to
 
     def fill(self, args: StreamArgs, first: int, count: int, per_step: int) -> None:
         """Have the kernel make those of units [first, first + count), `per_step` at a time. Host memory only."""
@@ -267,26 +269,26 @@ class PieceDigests:
         args.inner_stride, args.row_bytes = rows.source_inner_stride, rows.row_bytes
 
     def take(self, digests: Digests) -> None:
-        """They were made while the piece moved."""
+        """Take digests that were made while the piece moved."""
         self._digests = digests
 
     def make(self) -> Digests:
-        """What no kernel has made is made now."""
+        """Make the digests that no kernel has made."""
         if self._digests is None:
             self._digests = self.pool.digests(self.tokens, self._part)
         return self._digests
 
     def finish(self) -> bytes:
-        """As they travel."""
+        """The digests in their transfer format."""
         bound = bind(self.make(), self._key, self._first_token, self.pool.unit_tokens)
         return bound if len(bound) <= MAX_BYTES else xxhash.xxh3_128_digest(bound)
 
 
 def bind(digests: Digests, key: TransferKey, start: int, size: int) -> bytes:
-    """Digests of a piece as they travel: 8 bytes for each hash block, bound to its transfer and its place in it.
+    """Digests of a piece in their transfer format: 8 bytes for each hash block, bound to its transfer and its place in
+    it.
 
-    Args:
-        digests: (n, heads), of tokens from `start` on.
+    Args: digests: (n, heads), of tokens from `start` on.
         size: tokens of a unit.
     """
     transfer_id, attempt = key[:2]

@@ -1,7 +1,8 @@
-"""Digests beside a pool that others read: per hash block a stamp, and a digest for each KV head of the rank.
+"""Digests next to a pool that others read: per hash block a stamp, and a digest for each KV head of the rank.
 
-The stamp names the generation of the block and how many of the hash block's tokens the digests are of, so that nobody
-takes those of a former content, or of another tail, for what is there now. One writer, any number of readers in other
+The stamp names the generation of the block and the number of the hash block's tokens in the digests, so that those of
+former content, or of another tail, are not taken for those of the current content. One writer, any number of readers in
+other
 processes: a stamp is 0 while its digests are written.
 """
 
@@ -16,11 +17,13 @@ from pdkv.host.fence import fence
 from pdkv.kernels.digest import Digests
 
 _COUNTS = 32
-"""Above the tokens of a hash block."""
+"""Larger than the number of tokens in a hash block."""
 
 
 class DigestRows(NamedTuple):
-    """What a table says of some hash blocks. `counts`: of how many tokens; 0: there is no digest of that generation."""
+    """A table's digests of some hash blocks. `counts`: number of digested tokens; 0: there is no digest of that
+    generation.
+    """
 
     counts: Ids
     digests: Digests  # (n, heads)
@@ -36,13 +39,13 @@ class DigestTable:
         self._digests: Digests = table[:, 1:]
 
     def rows(self, units: Ids) -> Ids:
-        """Stamps and digests of units, as they are: for `rows_of`. Raises a KVNotFound."""
+        """Raw stamps and digests of units, for `rows_of`. Raises KVNotFound."""
         if units.size and not 0 <= units.min() <= units.max() < len(self._stamps):
-            raise KVNotFound(f"hash blocks {units.min()} to {units.max()} of {len(self._stamps)}")
+            raise KVNotFound(f"hash blocks {units.min()} to {units.max()} do not exist: there are {len(self._stamps)}")
         return self.words.reshape(len(self._stamps), -1)[units].view(np.int64)
 
     def write(self, units: Ids, generations: Ids, counts: Ids, digests: Digests) -> None:
-        """Digests of units, of blocks in these generations."""
+        """Write digests of units in blocks of these generations."""
         self._stamps[units] = 0
         fence()
         self._digests[units] = digests
@@ -50,11 +53,11 @@ class DigestTable:
         self._stamps[units] = _stamps(generations, counts)
 
     def counts(self, units: Ids, generations: Ids) -> Ids:
-        """Of how many tokens of each unit there is a digest in that generation."""
+        """Number of digested tokens of each unit in that generation."""
         return _counts(self._stamps[units], generations)
 
     def read(self, units: Ids, generations: Ids) -> DigestRows:
-        """What there is for units of blocks in these generations."""
+        """The digests of units in blocks of these generations."""
         before = self._stamps[units].copy()
         fence()
         digests = self._digests[units]
@@ -69,7 +72,7 @@ def table_bytes(num_units: int, num_heads: int) -> int:
 
 
 def rows_of(words: npt.NDArray[np.int64], generations: Ids) -> DigestRows:
-    """What a table's rows say that were read through a transport.
+    """Decode a table's rows that were read through a transport.
 
     Args:
         words: (n, 1 + heads).

@@ -10,7 +10,7 @@ from pdkv.errors import TransferCancelled, TransferTimeout
 
 
 class Task(NamedTuple):
-    """What `TransferWorker.submit` makes a job from."""
+    """The input from which `TransferWorker.submit` makes a job."""
 
     order: Any  # for run_job
     lane: Lane = SHARED_LANE  # jobs of one lane run one after the other
@@ -20,7 +20,7 @@ class Task(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """Jobs that are reported together, under a name of their own; the engine holds the blocks that they read."""
+    """Jobs that are reported together, under their own name; the engine holds the blocks that they read."""
 
     name: TransferKey | None
     num_open: int = 0
@@ -38,7 +38,7 @@ class Transfer:
     started: float
     clock: Clock  # of its worker
     jobs: set["Job"] = field(default_factory=set)  # not ended
-    complete: bool = False  # no further batch comes
+    complete: bool = False  # no further batch will come
     batches: set[TransferKey | None] = field(default_factory=set)  # names of all so far
     num_bytes: int = 0
     code: str = ""  # of the first failure
@@ -55,9 +55,9 @@ class Job:
     started: float
     deadline: float
     state: Literal["queued", "running", "posted", "ended"] = "queued"
-    stop_code: str = ""  # why it has to stop; empty while it may go on
-    num_users: int = 0  # threads that touch a posted job's blocks now
-    let_go: bool = False  # the transport has said that nothing but those touches them any more
+    stop_code: str = ""  # why it must stop; empty while it may continue
+    num_users: int = 0  # threads that are touching a posted job's blocks
+    let_go: bool = False  # the transport has said that only those still touch its blocks
 
     @property
     def key(self) -> TransferKey:
@@ -66,11 +66,11 @@ class Job:
 
     @property
     def clock(self) -> Clock:
-        """Of its deadline."""
+        """The clock of its deadline."""
         return self.transfer.clock
 
     def check(self) -> None:
-        """Return if the job may go on. To be called between two pieces of work.
+        """Return if the job may continue. To be called between two pieces of work.
 
         Raises:
             TransferCancelled: the transfer was given up.
@@ -83,6 +83,6 @@ class Job:
             raise TransferTimeout(f"not done after {limit:g} s", key=self.key)
 
     def remaining_s(self) -> float:
-        """Seconds until the deadline, above 0. Raises as `check` does."""
+        """Seconds until the deadline, above 0. Raises the same as `check`."""
         self.check()
         return max(self.deadline - self.clock.now(), 1e-3)

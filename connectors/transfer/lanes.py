@@ -1,7 +1,7 @@
 """Threads for blocking I/O: a shared lane served by several threads, and private lanes for peers, made on demand.
 
-What is slow or stuck in one lane does not hold up another. A lane of its own has one thread, which ends after a while
-without work; so many of them run at a time, and the others wait.
+Slow or stuck work in one lane does not hold up another. A private lane has one thread, which ends after a while without
+work; their number is limited, and further lanes wait.
 """
 
 import itertools
@@ -23,7 +23,7 @@ SHARED_LANE: Lane = None
 """The lane that `num_shared` threads serve together."""
 
 DEVICE_THREADS = 4
-"""Threads that load where pools are on a device: each waits for it most of the time."""
+"""Load threads for pools on a device: each waits for it most of the time."""
 
 Item = TypeVar("Item")
 
@@ -33,13 +33,13 @@ class LaneConfig:
     """Numbers of threads and times of IOLanes."""
 
     num_shared: int = 1  # threads of the shared lane, started at once
-    idle_s: float = 30.0  # a lane of its own ends after so long without work
-    max_lanes: int = 64  # of their own, that run at a time
+    idle_s: float = 30.0  # seconds without work after which a private lane ends
+    max_lanes: int = 64  # the most private lanes that run at a time
     thread_name: str = "pdkv-io"
 
 
 class _Lane(Generic[Item]):
-    """A queue and the threads that serve it; None in the queue: look whether to end."""
+    """A queue and the threads that serve it; None in the queue: check whether to end."""
 
     def __init__(self, name: Lane) -> None:
         self.name = name
@@ -50,7 +50,7 @@ class _Lane(Generic[Item]):
 
 @dataclass(frozen=True)
 class _NoScratch:
-    """Stands for the scratch of a thread whose `make_scratch` raised."""
+    """Stands for the scratch of a thread with a failed `make_scratch`."""
 
     reason: Exception
 
@@ -61,9 +61,9 @@ class IOLanes(Generic[Item]):
     Args:
         run: called with an item and the thread's scratch; must not raise.
         refuse: called instead of `run`, on the same thread, when there is no scratch and why; must not raise.
-        make_scratch, close_scratch: what each thread keeps for itself, made and closed on it. What cannot be made is
-            tried again for the next item.
-        do_idle_work: a little work for shared threads without an item; False: there is none.
+        make_scratch, close_scratch: per-thread state, made and closed on the thread. If it cannot be made, that is
+        tried again for the next item. do_idle_work: a little work for shared threads without an item; False: there is
+        none.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class IOLanes(Generic[Item]):
         self._make_scratch = make_scratch
         self._close_scratch = close_scratch
         self._do_idle_work = do_idle_work
-        self._lock = threading.Lock()  # guards all that follows; `run` is called without it
+        self._lock = threading.Lock()  # guards everything below; `run` is called without it
         self._stopping = False
         self._numbers = itertools.count()
         self._lanes: dict[Lane, _Lane[Item]] = {}
@@ -90,7 +90,7 @@ class IOLanes(Generic[Item]):
         self.threads: list[threading.Thread] = []
 
     def start(self, own: Iterable[Lane] = ()) -> None:
-        """Start the shared lane's threads, and those of lanes of their own that are known already.
+        """Start the shared lane's threads, and those of the private lanes known so far.
 
         Raises:
             ConfigError: the shared lane gets no thread.
@@ -118,7 +118,7 @@ class IOLanes(Generic[Item]):
             self._start_waiting()
 
     def retire(self, names: Iterable[Lane]) -> None:
-        """Lanes of their own end when they have done what they have now: their peers are gone."""
+        """End private lanes after their current work: their peers are gone."""
         with self._lock:
             for name in names:
                 lane = self._lanes.get(name)
@@ -127,12 +127,12 @@ class IOLanes(Generic[Item]):
 
     @property
     def num_lanes(self) -> int:
-        """Private lanes that have a thread now."""
+        """Number of private lanes that have a thread now."""
         with self._lock:
             return self._num_running()
 
     def shutdown(self, timeout_s: float) -> None:
-        """Let every thread end after the item it runs, and join them, for a bounded time. Idempotent."""
+        """Let every thread end after its current item, and join them, for a limited time. Idempotent."""
         with self._lock:
             self._stopping = True
             threads = list(self.threads)
@@ -151,7 +151,7 @@ class IOLanes(Generic[Item]):
         return sum(lane.num_threads for lane in self._lanes.values() if lane.name is not SHARED_LANE)
 
     def _start_waiting(self) -> None:
-        """Start lanes that wait; where there are too many, ask as many idle ones to end."""
+        """Start waiting lanes; if there are too many, ask as many idle ones to end."""
         while self._waiting and not self._stopping and self._num_running() < self._config.max_lanes:
             if not self._start_thread(self._waiting[0]):
                 return  # the next item, or a thread that ends, tries again
@@ -163,7 +163,7 @@ class IOLanes(Generic[Item]):
                 lane.items.put(None)
 
     def _start_thread(self, lane: _Lane[Item]) -> bool:
-        """Whether there was room for another thread in the system."""
+        """Start a thread. Returns whether the system had room for it."""
         name = f"{self._config.thread_name}-{next(self._numbers)}"
         thread = threading.Thread(target=self._serve, args=(lane,), name=name, daemon=True)
         lane.num_threads += 1
@@ -200,7 +200,7 @@ class IOLanes(Generic[Item]):
                     self._refuse(item, scratch.reason)
                 else:
                     self._run(item, scratch)
-                del item  # a reference would keep what it names
+                del item  # a reference would keep its objects alive
         finally:
             try:
                 if not isinstance(scratch, _NoScratch):

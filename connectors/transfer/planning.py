@@ -16,12 +16,12 @@ Ids = npt.NDArray[np.int64]
 NO_IDS: Ids = np.empty(0, dtype=np.int64)
 
 IdBytes = bytes
-"""An int64 vector as it lies in memory: what an order has of many blocks, for the ranks of the same host."""
+"""An int64 vector as raw memory: an order's many blocks, for the ranks of the same host."""
 
 
 def first_seen_block(window: int, num_tokens: int, block_size: int) -> int:
-    """The first block that the token behind tokens [0, num_tokens) sees some of, where it sees `window` tokens, its own
-    included (0: all). Blocks before it may be given up.
+    """The first block in which the token after tokens [0, num_tokens) sees anything, if it sees `window` tokens,
+    including its own (0: all). Blocks before it may be given up.
     """
     return max(num_tokens - window + 1, 0) // block_size if window else 0
 
@@ -34,13 +34,13 @@ def as_ids(ids: Sequence[int] | Ids | IdBytes) -> Ids:
 
 
 def run_starts(*ids: Ids) -> Ids:
-    """Positions at which a new run begins: there at least one of the vectors does not go on by one.
+    """Positions at which a new run begins, because at least one of the vectors does not increase by one.
 
     Args:
         ids: vectors of one common length n.
 
     Returns:
-        Ascending positions, the first of them 0; empty where n is 0.
+        Ascending positions, the first of them 0; empty if n is 0.
     """
     if ids[0].size == 0:
         return as_ids([])
@@ -70,12 +70,12 @@ def unit_index(block_ids: Sequence[int] | Ids, block_size: int, start: int, stop
         block_size: a multiple of the hash block size, as `start` is; the last unit may be wanted in part.
 
     Raises:
-        ValueError: a range that is not cut at hash blocks, or longer than the blocks.
+        ValueError: a range that does not begin at a hash block, or is longer than the blocks.
     """
     if block_size % HASH_BLOCK_SIZE or start % HASH_BLOCK_SIZE or not 0 <= start <= stop:
-        raise ValueError(f"tokens [{start}, {stop}) in blocks of {block_size} are no units of {HASH_BLOCK_SIZE}")
+        raise ValueError(f"tokens [{start}, {stop}) in blocks of {block_size} are not whole units of {HASH_BLOCK_SIZE}")
     if stop > len(block_ids) * block_size:
-        raise ValueError(f"token {stop} lies behind {len(block_ids)} blocks of {block_size}")
+        raise ValueError(f"token {stop} is beyond {len(block_ids)} blocks of {block_size}")
     units_per_block = block_size // HASH_BLOCK_SIZE
     positions = np.arange(start // HASH_BLOCK_SIZE, -(-stop // HASH_BLOCK_SIZE), dtype=np.int64)
     return as_ids(block_ids)[positions // units_per_block] * units_per_block + positions % units_per_block
@@ -100,29 +100,31 @@ def rank_heads(rank: int, tp: int, num_heads: int) -> range:
         IncompatiblePeers: neither number divides the other.
     """
     if tp < 1 or num_heads < 1 or (num_heads % tp and tp % num_heads):
-        raise IncompatiblePeers(f"{num_heads} KV heads cannot be cut for {tp} tensor parallel ranks")
+        raise IncompatiblePeers(f"{num_heads} KV heads cannot be divided among {tp} tensor parallel ranks")
     if num_heads >= tp:
         return range(rank * num_heads // tp, (rank + 1) * num_heads // tp)
     return range(rank * num_heads // tp, rank * num_heads // tp + 1)
 
 
 def check_ranks(tp: int, peer_tp: int, num_heads: int) -> None:
-    """Check that KV can be exchanged between engines of so many ranks.
+    """Check that KV can be exchanged between engines with these numbers of ranks.
 
     Raises:
-        IncompatiblePeers: one number of ranks is no multiple of the other, or the heads cannot be cut for them.
+        IncompatiblePeers: neither number is a multiple of the other, or the heads cannot be divided among them.
     """
     if tp < 1 or peer_tp < 1 or (tp % peer_tp and peer_tp % tp):
-        raise IncompatiblePeers(f"tensor parallel ranks differ by no integer ratio: {tp} here, {peer_tp} there")
+        raise IncompatiblePeers(
+            f"numbers of tensor parallel ranks must be multiples of one another: {tp} here, {peer_tp} there"
+        )
     rank_heads(0, tp, num_heads)
     rank_heads(0, peer_tp, num_heads)
 
 
-@lru_cache(maxsize=1024)  # asked for each transfer, by the step thread
+@lru_cache(maxsize=1024)  # called for each transfer, by the step thread
 def reader_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> tuple[HeadPart, ...]:
-    """What reader `rank` of `tp` takes from the ranks of a peer: each of its heads from one owner.
+    """The parts that reader `rank` of `tp` takes from the ranks of a peer: each of its heads from one owner.
 
-    Where several of the peer's ranks hold a head, the readers of it are spread over them.
+    If several of the peer's ranks hold a head, its readers are spread over them.
 
     Raises:
         IncompatiblePeers: see `check_ranks`.
@@ -144,9 +146,9 @@ def reader_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> tuple[Head
 
 @lru_cache(maxsize=1024)
 def sender_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> tuple[HeadPart, ...]:
-    """What sender `rank` of `tp` gives to the ranks of a peer: the same exchange, seen from the other side.
+    """The parts that sender `rank` of `tp` gives to the ranks of a peer: the same exchange, seen from the other side.
 
-    Empty for a rank whose heads all readers take from a neighbour that holds the same.
+    Empty for a rank if all readers take its heads from a neighbour that holds the same ones.
 
     Raises:
         IncompatiblePeers: see `check_ranks`.
@@ -163,5 +165,5 @@ def sender_parts(rank: int, tp: int, peer_tp: int, num_heads: int) -> tuple[Head
 
 
 def blocks_of(start: int, stop: int, block_size: int) -> range:
-    """Indices of the blocks that tokens [start, stop) lie in."""
+    """Indices of the blocks with tokens [start, stop)."""
     return range(start // block_size, -(-stop // block_size)) if stop > start else range(0)

@@ -1,7 +1,7 @@
-"""Copies between two KV pools in memory: where the bytes of blocks and units are, and one call for all of them.
+"""Copies between two KV pools in memory: the positions of blocks and units, and one call for all of them.
 
-Every return from a call of numpy waits for the GIL, which the step thread may hold: a copy of many small pieces is one
-call of the compiled kernel. Where there was no compiler, numpy copies a cacheful at a time.
+Every return from a numpy call waits for the GIL, which the step thread may hold: so a copy of many small pieces is one
+call of the compiled kernel. Without a compiler, numpy copies a cacheful at a time.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from pdkv.kernels import host
 from pdkv.wire.kv import KVLayout
 
 COPY_BYTES = 16 * 1024 * 1024
-"""Between two such parts of a copy a cancel, the deadline and a shutdown are seen."""
+"""Bytes of a copy between checks for a cancel, the deadline and a shutdown."""
 
 _CACHE_BYTES = 512 * 1024
 
@@ -33,23 +33,23 @@ class Pieces(NamedTuple):
 
     @property
     def piece_bytes(self) -> int:
-        """Of one piece."""
+        """Bytes of one piece."""
         return self.rows.outer * self.rows.inner * self.rows.row_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Of all of them."""
+        """Bytes of all pieces."""
         return int(self.target.size) * self.piece_bytes
 
     def cut(self, max_bytes: int) -> Iterator["Pieces"]:
-        """The same in parts of at most about `max_bytes`."""
+        """The same pieces in parts of at most about `max_bytes`."""
         count = max(max_bytes // self.piece_bytes, 1)
         for first in range(0, self.target.size, count):
             part = slice(first, first + count)
             yield self._replace(target=self.target[part], source=self.source[part])
 
     def row_offsets(self) -> tuple[Ids, Ids]:
-        """Where each row lies: (in the target, in the source)."""
+        """The offset of each row: (in the target, in the source)."""
         rows = self.rows
         outer, inner = np.arange(rows.outer)[:, None], np.arange(rows.inner)[None, :]
         target = (outer * rows.target_outer_stride + inner * rows.target_inner_stride).ravel()
@@ -57,7 +57,7 @@ class Pieces(NamedTuple):
         return (self.target[:, None] + target).ravel(), (self.source[:, None] + source).ravel()
 
     def check(self, target_bytes: int, source_bytes: int) -> None:
-        """Check that all of it lies within two pools of so many bytes. Raises TransferError."""
+        """Check that everything is within two pools of these sizes. Raises TransferError."""
         rows = self.rows
         reach = [
             (self.target, rows.target_outer_stride, rows.target_inner_stride, target_bytes, "own"),
@@ -67,7 +67,7 @@ class Pieces(NamedTuple):
             last = (rows.outer - 1) * outer + (rows.inner - 1) * inner + rows.row_bytes
             if offsets.size and (offsets.min() < 0 or int(offsets.max()) + last > limit):
                 raise TransferError(
-                    f"bytes {offsets.min()} to {int(offsets.max()) + last} of the {whose} pool of {limit} bytes"
+                    f"bytes {offsets.min()} to {int(offsets.max()) + last} exceed the {whose} pool of {limit} bytes"
                 )
 
 
@@ -85,12 +85,12 @@ def unit_pieces(own: KVLayout, peer: KVLayout, theirs: Ids, their_first_head: in
     """A part of units: ours[i] = theirs[i], whatever the two pools' block sizes and numbers of heads.
 
     Args:
-        their_first_head: what the peer calls the first head of `part`, which counts as this rank does.
+        their_first_head: the peer's number of the first head of `part`, which uses this rank's numbering.
     """
     _check_pairs(theirs, ours)
     heads = (own.num_kv_heads, peer.num_kv_heads)
     if part.head_stop > heads[0] or their_first_head + part.num_heads > heads[1] or part.layer_stop > own.num_layers:
-        raise TransferError(f"{part}, from head {their_first_head} there, of pools of {heads} heads")
+        raise TransferError(f"{part}, from head {their_first_head} there, exceeds pools of {heads} heads")
     target, source = _unit_offsets(own, ours, part.head_start), _unit_offsets(peer, theirs, their_first_head)
     strides = [layout.block_size * layout.row_bytes for layout in (own, peer)]  # from head to head
     rows = host.Rows(
@@ -104,7 +104,7 @@ def copy_pieces(target: Bytes, source: Bytes, pieces: Pieces) -> None:
     """Copy pieces of one contiguous pool into another one.
 
     Raises:
-        TransferError: some of it is not within its pool; nothing is copied.
+        TransferError: some of it is outside of its pool; nothing is copied.
     """
     pieces.check(target.nbytes, source.nbytes)
     rows = pieces.rows
@@ -120,11 +120,11 @@ def copy_pieces(target: Bytes, source: Bytes, pieces: Pieces) -> None:
 
 def _check_pairs(theirs: Ids, ours: Ids) -> None:
     if theirs.size != ours.size:
-        raise TransferError(f"{theirs.size} blocks cannot go to {ours.size}")
+        raise TransferError(f"{theirs.size} blocks cannot be copied to {ours.size}")
 
 
 def _unit_offsets(layout: KVLayout, units: Ids, head: int) -> Ids:
-    """Where the first row of each unit lies, from that head on."""
+    """The offset of the first row of each unit, from that head on."""
     per_block, token_bytes = layout.block_size // HASH_BLOCK_SIZE, layout.row_bytes
     first: Ids = units // per_block * layout.block_bytes + head * layout.block_size * token_bytes
     return first + units % per_block * (HASH_BLOCK_SIZE * token_bytes)

@@ -1,11 +1,11 @@
-"""Small pieces of memory: which of them go as they lie, and which are gathered first. One decision for all transports.
+"""Small pieces of memory: which of them are sent directly, and which are gathered first. One decision for all
+transports.
 
-What goes as it lies costs something for each piece beside its bytes; what is gathered is copied once more on each
-side. Where one call takes many pieces (the copy kernel out of a mapped arena, vectors of a socket or of
-process_vm_readv), those of 2 KiB cost less than their copies: there nothing is gathered, and nobody asks. Where each
-piece is an operation of its own, as a descriptor of NIXL is, pieces below some size are gathered. How dear an
-operation is depends on the wire between two hosts, which no measurement at the start of one of them shows: the size
-is an option.
+A piece sent directly has a fixed cost besides its bytes; gathered pieces are copied once more on each side. If one call
+takes many pieces (the copy kernel from a mapped arena, vectors of a socket or of process_vm_readv), pieces of 2 KiB
+cost less than their copies, and nothing is gathered. If each piece is a separate operation, such as a descriptor of
+NIXL, pieces below some size are gathered. The cost of an operation depends on the network between two hosts, which
+cannot be measured at the start of one of them, so the size is an option.
 """
 
 from typing import NamedTuple

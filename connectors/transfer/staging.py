@@ -12,10 +12,9 @@ from pdkv.kernels.streams import Streams
 
 
 class StagingBuffers:
-    """`count` buffers of `size_bytes`. Thread-safe; who finds none waits, with a deadline.
+    """`count` buffers of `size_bytes`. Thread-safe; a caller that finds none waits, with a deadline.
 
-    Args:
-        streams: of the device that copies from and to them: they are pinned for it.
+    Args: streams: of the device that copies from and to them, for which they are pinned.
     """
 
     def __init__(self, count: int, size_bytes: int, streams: Streams) -> None:
@@ -28,7 +27,7 @@ class StagingBuffers:
 
     @property
     def num_free(self) -> int:
-        """Buffers that are not lent."""
+        """Number of buffers that are not lent."""
         return self._free.qsize()
 
     @contextmanager
@@ -36,12 +35,12 @@ class StagingBuffers:
         """Borrow a buffer of shape (size_bytes,), uint8.
 
         Raises:
-            TransferTimeout: all are in use for so long.
+            TransferTimeout: all stay in use for that long.
         """
         try:
             buffer = self._free.get(timeout=timeout_s)
         except queue.Empty:
-            raise TransferTimeout(f"no staging buffer came free within {timeout_s:g} s") from None
+            raise TransferTimeout(f"no staging buffer became free within {timeout_s:g} s") from None
         try:
             yield buffer
         except BaseException:
@@ -54,7 +53,7 @@ class StagingBuffers:
             self._free.put(buffer)
 
     def _after_failure(self, buffer: Bytes) -> Bytes | None:
-        """What is lent instead of a buffer whose job has failed."""
+        """The buffer that replaces one from a failed job."""
         return buffer
 
     def _allocate(self) -> Bytes:

@@ -1,7 +1,7 @@
 """Copies units out of a rank's KV pool and into it: KV in a form that does not depend on block size or number of ranks.
 
-A unit is one hash block's tokens. Its image has shape (layers, sides, heads, HASH_BLOCK_SIZE, head_size) of the layers
-and heads that are asked for; a buffer holds images one after the other.
+A unit is one hash block's tokens. Its image has shape (layers, sides, heads, HASH_BLOCK_SIZE, head_size) of the
+requested layers and heads; a buffer holds images one after the other.
 """
 
 import logging
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_PARTS = 256
-"""Of which a pool remembers the rows."""
+"""The most parts for which a pool remembers the rows."""
 
 LEAST_PLACE_BYTES = 32 << 10
-"""Smaller pieces are not read one by one into their places: of 16 KiB, that takes as long as a copy of all of them."""
+"""Smaller pieces are not read one by one into their places: with 16 KiB, that takes as long as copying all of them."""
 
 COPY_TIMEOUT_S = 30.0
-"""A copy that a device has not made by then, and that waits for nothing, has met a device that hangs."""
+"""Seconds after which a device copy that waits for nothing shows that the device hangs."""
 
 
 class UnitPart(NamedTuple):
-    """Which part of a unit: heads as this rank counts them, and layers."""
+    """A part of a unit: heads in this rank's numbering, and layers."""
 
     head_start: int
     head_stop: int
@@ -42,12 +42,12 @@ class UnitPart(NamedTuple):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """[start, stop)."""
+        """The range [start, stop) of heads."""
         return self.head_start, self.head_stop
 
     @property
     def layers(self) -> tuple[int, int]:
-        """[start, stop)."""
+        """The range [start, stop) of layers."""
         return self.layer_start, self.layer_stop
 
     @property
@@ -66,7 +66,7 @@ class _Rows(NamedTuple):
 
     row_bytes: int
     rows_per_block: int
-    offsets: Ids  # of one unit's rows, in the order of its image
+    offsets: Ids  # offsets of one unit's rows, in the order of its image
 
 
 class UnitPool:
@@ -76,7 +76,7 @@ class UnitPool:
         kv_cache: (num_blocks, num_layers, sides, num_kv_heads, block_size, head_size), contiguous, on the CPU or a GPU.
 
     Raises:
-        ValueError: another shape, or a block size that is no multiple of HASH_BLOCK_SIZE.
+        ValueError: another shape, or a block size that is not a multiple of HASH_BLOCK_SIZE.
     """
 
     def __init__(self, kv_cache: "torch.Tensor") -> None:
@@ -90,7 +90,7 @@ class UnitPool:
         self.units_per_block = block_size // HASH_BLOCK_SIZE
         self.num_units = num_blocks * self.units_per_block
         self.on_cpu = streams_of(kv_cache.device).is_host
-        self._piece_bytes = HASH_BLOCK_SIZE * head_size * kv_cache.element_size()  # of one layer, side and head
+        self._piece_bytes = HASH_BLOCK_SIZE * head_size * kv_cache.element_size()  # bytes of one layer, side and head
         self.flat: Bytes | None = _as_bytes(kv_cache) if self.on_cpu else None
         self._of_thread = threading.local()
         self._rows_of: dict[UnitPart, _Rows] = {}
@@ -105,7 +105,7 @@ class UnitPool:
         return part.num_layers * self._sides * part.num_heads * self._piece_bytes
 
     def compile_kernels(self) -> None:
-        """Have a device's kernels compiled now, on a block of nobody's: no transfer waits for that."""
+        """Compile a device's kernels now, on an unused block, so that no transfer waits for that."""
         if self.on_cpu:
             return
         import torch
@@ -116,7 +116,7 @@ class UnitPool:
         twin.scatter(unit, twin.whole, image)
 
     def cut(self, units: Ids, part: UnitPart, max_bytes: int) -> Iterator[Ids]:
-        """Pieces of `units`, in order, whose images have at most `max_bytes`; a unit that has more is one by itself.
+        """Pieces of `units`, in order, with images of at most `max_bytes` each; a larger unit is a piece of its own.
 
         Raises:
             ValueError: a part that the pool does not have, when the first piece is asked for.
@@ -130,9 +130,8 @@ class UnitPool:
         """Copy units out of the pool.
 
         Args:
-            out: (len(units) * unit_bytes(part),), contiguous, pinned where the pool is on a device; written.
-            after: the last step that wrote them.
-            timeout_s: so long that step may take.
+            out: (len(units) * unit_bytes(part),), contiguous, pinned if the pool is on a device; written. after: the
+                last step that wrote them. timeout_s: limit for that step.
 
         Raises:
             ValueError: a unit or a part that the pool does not have, or a buffer of another size.
@@ -144,18 +143,16 @@ class UnitPool:
             return
         after.wait(timeout_s)
         rows = self._rows(part)
-        # One call that lets go of the GIL, however the blocks lie.
+        # One call that releases the GIL, whatever the order of the blocks.
         pool, image = self.flat.reshape(-1, rows.row_bytes), out.reshape(-1, rows.row_bytes)
         np.take(pool, self._row_ids(units, rows), axis=0, out=image, mode="clip")
 
     def scatter(self, units: Ids, part: UnitPart, source: Bytes) -> None:
-        """Copy images of units into the pool, the inverse of `gather`, and return when they are there.
+        """Copy images of units into the pool, the inverse of `gather`, and return when that is done.
 
-        The steps of whoever had these blocks before are over: the caller has waited for them.
+        The steps of these blocks' previous owners are over: the caller has waited for them.
 
-        Args:
-            units: all different.
-            source: pinned where the pool is on a device.
+        Args: units: all different. source: pinned if the pool is on a device.
 
         Raises:
             ValueError: as `gather`.
@@ -168,8 +165,8 @@ class UnitPool:
         self.flat.reshape(-1, rows.row_bytes)[self._row_ids(units, rows)] = source.reshape(-1, rows.row_bytes)
 
     def places(self, units: Ids, part: UnitPart) -> list[memoryview] | None:
-        """Where the bytes of the units' images lie in the pool, in their order; what is written there is in the pool.
-        None: on a device, or in pieces of less than LEAST_PLACE_BYTES.
+        """Views of the units' images in the pool, in order; data written there is in the pool. None: the pool is on a
+        device, or the pieces are smaller than LEAST_PLACE_BYTES.
 
         Raises:
             ValueError: a unit or a part that the pool does not have.
@@ -183,7 +180,7 @@ class UnitPool:
     def gather_images(
         self, units: Ids, part: UnitPart, after: StepDone = ON_HOST, timeout_s: float = 0.0
     ) -> "torch.Tensor":
-        """Queue a copy of units out of a pool on a device, on the current stream and behind `after`.
+        """Queue a copy of units out of a pool on a device, on the current stream and after `after`.
 
         Returns:
             (units, layers, sides, heads, HASH_BLOCK_SIZE, head_size), on the device.
@@ -201,7 +198,7 @@ class UnitPool:
         return images
 
     def new_images(self, units: Ids, part: UnitPart) -> "torch.Tensor":
-        """Memory for what `gather_images` returns, of the current stream."""
+        """Memory for the result of `gather_images`, of the current stream."""
         import torch
 
         return torch.empty(self._image_shape(units, part), dtype=self.kv_cache.dtype, device=self.kv_cache.device)
@@ -226,17 +223,19 @@ class UnitPool:
             0 <= part.head_start < part.head_stop <= self.num_heads
             and 0 <= part.layer_start < part.layer_stop <= self.num_layers
         ):
-            raise ValueError(f"{part} is no part of {self.num_heads} heads and {self.num_layers} layers")
+            raise ValueError(f"{part} does not fit {self.num_heads} heads and {self.num_layers} layers")
 
     def _check_units(self, units: Ids, part: UnitPart) -> None:
         self._check_part(part)
         if units.size and not 0 <= units.min() <= units.max() < self.num_units:
-            raise ValueError(f"units {units.min()} to {units.max()} of a pool of {self.num_units}")
+            raise ValueError(f"units {units.min()} to {units.max()} do not exist: the pool has {self.num_units}")
 
     def _check(self, units: Ids, part: UnitPart, buffer: Bytes) -> None:
         self._check_units(units, part)
         if buffer.size != units.size * self.unit_bytes(part):
-            raise ValueError(f"{units.size} units of {self.unit_bytes(part)} bytes, and a buffer of {buffer.size}")
+            raise ValueError(
+                f"{units.size} units of {self.unit_bytes(part)} bytes do not match a buffer of {buffer.size}"
+            )
 
     def _rows(self, part: UnitPart) -> _Rows:
         rows = self._rows_of.get(part)
@@ -250,7 +249,7 @@ class UnitPool:
         """The longest rows of equal size that the part consists of."""
         per_block, heads, sides = self.units_per_block, self.num_heads, self._sides
         pieces_per_block = self.num_layers * sides * heads * per_block
-        merged = 1  # pieces in a row
+        merged = 1  # adjacent pieces
         if per_block == 1:
             if part == self.whole:
                 merged = pieces_per_block
@@ -277,7 +276,7 @@ class UnitPool:
         copies = self._copies()
         with copies.stream.on():
             images = self.gather_images(units, part, after, timeout_s)
-            after.wait(timeout_s)  # who gives up leaves no copy behind that `out` is still to get
+            after.wait(timeout_s)  # a caller that gives up must leave no copy behind that still writes `out`
             torch.from_numpy(out).copy_(images.view(-1).view(torch.uint8), non_blocking=True)
             copies.done.record()
         await_copy(copies.done)
@@ -296,7 +295,7 @@ class UnitPool:
         return (units.size, part.num_layers, self._sides, part.num_heads, HASH_BLOCK_SIZE, self.kv_cache.shape[5])
 
     def _copies(self) -> "_Copies":
-        """This thread's own stream: a copy waits for no kernel but those of the step that it comes after."""
+        """This thread's own stream: a copy waits only for kernels of the step that it follows."""
         if not hasattr(self._of_thread, "copies"):
             streams = streams_of(self.kv_cache.device)
             self._of_thread.copies = _Copies(streams.make_stream(), streams.make_event())
@@ -305,10 +304,10 @@ class UnitPool:
 
 
 def await_copy(done: Event) -> None:
-    """Return when a copy has been made, however long that takes.
+    """Wait until a copy has been made, however long that takes.
 
-    Nobody else may have its memory before: a device that hangs may write there when it goes on. So the thread, its
-    buffer and its blocks stay with the copy; who waits for them has a deadline.
+    Its memory must not be reused before: a device that hangs may still write there when it goes on. So the thread, its
+    buffer and its blocks stay with the copy; other waits for them have deadlines.
     """
     while True:
         try:
@@ -319,7 +318,7 @@ def await_copy(done: Event) -> None:
 
 
 class _Copies(NamedTuple):
-    """What one thread copies with."""
+    """Objects with which one thread copies."""
 
     stream: Stream
     done: Event  # its last copy

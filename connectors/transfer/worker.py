@@ -35,18 +35,17 @@ logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 5.0
 MAX_UNEXPECTED_ERRORS = 64
-"""Kinds of errors that nobody expected, each logged once; further kinds are not."""
+"""Kinds of unexpected errors that are each logged once; further kinds are not logged."""
 
 MAX_FAILED_SENDS = 4096
-"""Failed sends that are remembered, so that their later batches fail, too."""
+"""Failed sends to remember, so that their later batches fail, too."""
 
 
 class TransferWorker(WorkerConnector):
-    """Base class of worker sides. Subclasses turn orders into tasks and say how a job runs.
+    """Base class of worker sides. Subclasses turn orders into tasks and run jobs.
 
-    Args:
-        timeout_s: a job's deadline, from its submission on, where its task says nothing else.
-        lanes: how many threads there are, and for how long.
+    Args: timeout_s: a job's deadline, from its submission on, unless its task has its own. lanes: numbers of threads,
+        and their lifetimes.
         clock: of the deadlines.
     """
 
@@ -54,12 +53,12 @@ class TransferWorker(WorkerConnector):
         self, notify: Callable[[], None], *, timeout_s: float, lanes: LaneConfig, clock: Clock = MONOTONIC
     ) -> None:
         self.clock = clock
-        self.num_unknown_keys = 0  # cancels and duplicate orders that named nothing new
-        self.num_unexpected_errors = 0  # of jobs, that no type of errors.py stands for
+        self.num_unknown_keys = 0  # cancels and duplicate orders without effect
+        self.num_unexpected_errors = 0  # of jobs, with errors that are not in errors.py
         self._unexpected_errors: set[tuple[Any, ...]] = set()  # kinds that have been logged
         self.timeout_s = timeout_s
         self._notify = notify
-        self._lock = threading.Lock()  # guards all that follows, and what Job says
+        self._lock = threading.Lock()  # guards everything below, and the states of jobs
         self._transfers: dict[tuple[Direction, TransferKey], Transfer] = {}
         self._failed_sends: OrderedDict[TransferKey, str] = OrderedDict()
         self._results: dict[str, dict[TransferKey, TransferOutcome]] = {}
@@ -76,10 +75,10 @@ class TransferWorker(WorkerConnector):
         )
 
     def start_threads(self, own: Iterable[Lane] = ()) -> None:
-        """Called by the subclass when it can run jobs. `own`: lanes that shall have their threads from now on."""
+        """Called by the subclass when it can run jobs. `own`: private lanes that get their threads from now on."""
         self.lanes.start(own)
 
-    # --- what a transport says ------------------------------------------------------------------------------------
+    # --- what a transport implements ------------------------------------------------------------------------------
 
     @abstractmethod
     def run_job(self, job: Job, scratch: Any) -> int | None:
@@ -93,7 +92,7 @@ class TransferWorker(WorkerConnector):
         """
 
     def interrupt(self, job: Job) -> bool:
-        """A running or posted job has to stop (`job.stop_code`): make the transport let go of it. Must not block.
+        """Make the transport release a running or posted job that must stop (`job.stop_code`). Must not block.
 
         Returns:
             For a posted job: True if only threads between `enter` and `leave` can still touch its blocks, so that it
@@ -103,18 +102,18 @@ class TransferWorker(WorkerConnector):
         return True
 
     def make_scratch(self, lane: Lane) -> Any:
-        """What one thread keeps for itself: buffers, a connection. Called on that thread."""
+        """Per-thread state: buffers, a connection. Called on that thread."""
         return None
 
     def close_scratch(self, lane: Lane, scratch: Any) -> None:
-        """Give back what `make_scratch` returned. Called on the same thread, when it ends."""
+        """Release the result of `make_scratch`. Called on the same thread, when it ends."""
 
     def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
-        """All of a transfer's jobs have ended; what is reported of it. Called under the lock: must not block."""
+        """Make the report of a transfer when all of its jobs have ended. Called under the lock: must not block."""
         return outcome
 
     def do_idle_work(self) -> bool:
-        """A little work of threads of the shared lane that have no job; False: there is none."""
+        """Do a little work on threads of the shared lane that have no job; False: there is none."""
         return False
 
     # --- the step thread ------------------------------------------------------------------------------------------
@@ -131,13 +130,11 @@ class TransferWorker(WorkerConnector):
         """Queue one batch of a transfer.
 
         Args:
-            tasks: none: this rank has nothing to do for the batch, which ends at once.
-            batch: is reported, too, when its jobs have ended.
-            last: the transfer is complete with this batch.
+            tasks: none: this rank has nothing to do for the batch, which ends at once. batch: also reported, when its
+                jobs have ended. last: the transfer is complete with this batch.
 
-        Returns:
-            The jobs; none where there is nothing to do, and for a transfer that has failed or is complete: a new batch
-            of such a one fails, an order that is repeated is only counted.
+        Returns: The jobs; none if there is nothing to do, or the transfer has failed or is complete: a new batch of
+        such a transfer fails, a repeated order is only counted.
         """
         now = self.clock.now()
         with self._lock:
@@ -161,7 +158,9 @@ class TransferWorker(WorkerConnector):
         return [] if code else jobs
 
     def start_jobs(self, jobs: Iterable[Job]) -> None:
-        """Queue posted jobs, unless they have ended: what they waited for is there. Their deadline counts from now."""
+        """Queue posted jobs that have not ended, now that what they waited for has arrived. Their deadline counts from
+        now.
+        """
         now = self.clock.now()
         with self._lock:
             for job in jobs:
@@ -171,7 +170,7 @@ class TransferWorker(WorkerConnector):
                     self.lanes.put(job.lane, job)
 
     def refuse(self, key: TransferKey, direction: Direction, code: str, *, batch: TransferKey | None = None) -> None:
-        """Answer a batch that cannot even begin: its transfer fails."""
+        """Fail the transfer of a batch that cannot even begin."""
         for job in self.submit(key, direction, [Task(None, posted=True)], batch=batch, last=False):
             self.end_job(job, code)
 
@@ -190,12 +189,14 @@ class TransferWorker(WorkerConnector):
             return {"": self._stats}
 
     def cancel(self, key: TransferKey, direction: Direction) -> None:
-        """Queued jobs end at once, running ones when the transport has let go; then the transfer fails."""
+        """Cancel a transfer: queued jobs end at once, running ones when the transport has released them; then
+        it fails.
+        """
         if not self.drop(key, direction):
             self.num_unknown_keys += 1
 
     def drop(self, key: TransferKey, direction: Direction) -> bool:
-        """As `cancel`; False: there is no such transfer (any more)."""
+        """As `cancel`; returns False if there is no such transfer (any more)."""
         with self._lock:
             transfer = self._transfers.get((direction, key))
             stopped = self._fail(transfer, TransferCancelled.code) if transfer is not None else []
@@ -204,7 +205,7 @@ class TransferWorker(WorkerConnector):
         return transfer is not None
 
     def complete(self, key: TransferKey, direction: Direction) -> None:
-        """No further batch comes: a transfer under way ends with what it has."""
+        """Note that no further batch will come: a transfer in progress ends with what it has."""
         with self._lock:
             transfer = self._transfers.get((direction, key))
             if transfer is not None:
@@ -213,7 +214,7 @@ class TransferWorker(WorkerConnector):
         self._notify_results()
 
     def shutdown(self) -> None:
-        """Stop all jobs and join the threads, for a bounded time. Idempotent."""
+        """Stop all jobs and join the threads, for a limited time. Idempotent."""
         with self._lock:
             if self._stopping:
                 return
@@ -232,28 +233,30 @@ class TransferWorker(WorkerConnector):
             return list(transfer.jobs) if transfer is not None else []
 
     def end_job(self, job: Job, code: str = "", num_bytes: int = 0) -> None:
-        """A posted job is over: nothing touches its blocks any more. Once ended, a job stays so."""
+        """End a posted job: nothing touches its blocks any more. A job that has ended stays ended."""
         with self._lock:
             stopped = self._end(job, code, num_bytes)
         self._interrupt(stopped)
         self._notify_results()
 
     def let_go(self, job: Job) -> None:
-        """A job that had to stop, and whose `interrupt` said that its blocks may still be touched: now they are not."""
+        """Note that the blocks of a stopped job, which might still be touched after its `interrupt`, are not touched
+        any more.
+        """
         with self._lock:
             job.let_go = True
             self._end_if_free(job)
         self._notify_results()
 
     def wake_if_late(self) -> None:
-        """Where a deadline has passed, let the engine step and collect. For a transport thread that looks often."""
+        """If a deadline has passed, let the engine step and collect. For a transport thread that checks often."""
         if self.clock.now() >= self._next_deadline:
             self._notify()
 
     def enter(self, job: Job) -> bool:
-        """Begin to use a posted job's blocks; False: it has ended or has to stop, and nothing may.
+        """Begin to use a posted job's blocks; False: it has ended or must stop, and they must not be used.
 
-        A running one is about to be posted: what it started may be faster than its return.
+        A running job is about to be posted: what it started may be faster than its return.
         """
         with self._lock:
             if job.state not in ("running", "posted") or job.stop_code:
@@ -262,7 +265,7 @@ class TransferWorker(WorkerConnector):
             return True
 
     def leave(self, job: Job) -> None:
-        """What `enter` began is over; a job that had to stop meanwhile ends with its last user."""
+        """End what `enter` began; a job that had to stop in the meantime ends with its last user."""
         with self._lock:
             job.num_users -= 1
             self._end_if_free(job)
@@ -278,7 +281,7 @@ class TransferWorker(WorkerConnector):
 
     @property
     def num_open_jobs(self) -> int:
-        """Jobs that have not ended."""
+        """Number of jobs that have not ended."""
         with self._lock:
             return sum(len(transfer.jobs) for transfer in self._transfers.values())
 
@@ -323,7 +326,7 @@ class TransferWorker(WorkerConnector):
         return jobs
 
     def _fail(self, transfer: Transfer, code: str) -> list[Job]:
-        """Stop all of a transfer. Returns the jobs that the transport has to let go of."""
+        """Stop all of a transfer. Returns the jobs that the transport must release."""
         transfer.code = transfer.code or code
         stopped = []
         for job in list(transfer.jobs):
@@ -336,7 +339,7 @@ class TransferWorker(WorkerConnector):
         return stopped
 
     def _end(self, job: Job, code: str, num_bytes: int) -> list[Job]:
-        """A job is over. Returns the transfer's other jobs that have to stop because it failed."""
+        """End a job. Returns the transfer's other jobs, which must stop if it failed."""
         transfer, batch = job.transfer, job.batch
         if job.state == "ended":
             return []
@@ -354,7 +357,7 @@ class TransferWorker(WorkerConnector):
         return []
 
     def _end_if_free(self, job: Job) -> None:
-        """End a posted job that has to stop, if nothing touches its blocks."""
+        """End a posted job that must stop, if nothing touches its blocks."""
         if job.stop_code and job.state == "posted" and job.let_go and not job.num_users:
             self._end(job, job.stop_code, 0)
 
@@ -401,7 +404,7 @@ class TransferWorker(WorkerConnector):
         self._notify_results()
 
     def _interrupt(self, stopped: list[Job]) -> None:
-        """Outside the lock: tell the transport, and end what it does not touch any more."""
+        """Outside the lock: tell the transport, and end jobs that it does not touch any more."""
         for job in stopped:
             free = self.interrupt(job)
             with self._lock:
@@ -415,7 +418,7 @@ class TransferWorker(WorkerConnector):
     # --- I/O threads ----------------------------------------------------------------------------------------------
 
     def _refuse_job(self, job: Job, error: Exception) -> None:
-        """Its lane has nothing to run it with."""
+        """Refuse a job for which its lane has no thread state."""
         with self._lock:
             if job.state != "queued":
                 return
@@ -424,7 +427,9 @@ class TransferWorker(WorkerConnector):
         self._notify_results()
 
     def _log_unexpected(self, job: Job, error: Exception) -> None:
-        """With a traceback, but one kind of error at one place only once: each later one would be the same."""
+        """Log an unexpected error with a traceback, but each kind at each place only once: later ones would be the
+        same.
+        """
         self.num_unexpected_errors += 1
         where = error.__traceback__
         while where is not None and where.tb_next is not None:
@@ -450,7 +455,7 @@ class TransferWorker(WorkerConnector):
         except PdkvError as error:
             code = error.code
             logger.debug("%s %s: %s", job.transfer.direction, job.key, error)
-        except Exception as error:  # whatever it was, the thread serves the next job, and the request hears of it
+        except Exception as error:  # whatever the error was, the thread serves the next job, and the request gets it
             code = TransferError.code
             self._log_unexpected(job, error)
         with self._lock:
@@ -459,7 +464,7 @@ class TransferWorker(WorkerConnector):
             if num_bytes is None and not code:
                 job.state = "posted"
                 stopped = [job] if job.stop_code else []
-            else:  # what an interrupted transport says is not why it failed
+            else:  # the error of an interrupted transport is not why it failed
                 stopped = self._end(job, code and (job.stop_code or code), num_bytes or 0)
         self._interrupt(stopped)
         self._notify_results()

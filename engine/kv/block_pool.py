@@ -1,6 +1,6 @@
-"""The KV blocks of one engine: who holds each, which content it has, and the order in which free ones are reused.
+"""The KV blocks of one engine: the holders and the content of each, and the order in which free ones are reused.
 
-A block is in the free queue if and only if nobody holds it. A block with a key (hashed) is immutable.
+A block is in the free queue if and only if it has no holder. A block with a key (hashed) is immutable.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from pdkv.wire.reports import BlockCounts
 
 
 class Holder(IntEnum):
-    """Why a block is held. A block counts once, as the first that holds of: quarantined, active, leased."""
+    """Why a block is held. A block counts once, in the first class that applies: quarantined, active, leased."""
 
     ACTIVE = 0  # a request, a step in flight or I/O
     LEASE = 1  # handed off; a peer may read it
@@ -31,7 +31,7 @@ class Holder(IntEnum):
 _HELD = sum(1 << holder for holder in Holder)
 _CONTENT = _HELD + 1
 _NUM_STATES = 2 * _CONTENT
-"""A block's state: a bit per kind of holder that it has, and one for content."""
+"""A block's state: a bit per kind of holder, and one for content."""
 
 _CLASSES = [
     "quarantined" if state & 1 << Holder.QUARANTINE
@@ -44,16 +44,16 @@ _CLASSES = [
 """The five classes of the ownership equation, by state."""
 
 _IN_CLASS = np.array([[of == name for of in _CLASSES] for name in BlockCounts.__struct_fields__[1:]], dtype=np.int64)
-"""(classes, states): 1 where a state is of the class."""
+"""(classes, states): 1 where a state belongs to the class."""
 
 MAX_KEYS_PER_EVENT = 4096
-"""Block keys that one event tells."""
+"""The most block keys in one event."""
 
 MAX_CLEANED_KEYS = 4096
-"""Keys of reused blocks that leave the index with one step."""
+"""The most keys of reused blocks that leave the index with one step."""
 
 _FEW = 24
-"""So few blocks are done with sooner one by one than in arrays."""
+"""Up to this many blocks, a loop is faster than arrays."""
 
 States = npt.NDArray[np.uint8]
 
@@ -61,11 +61,11 @@ States = npt.NDArray[np.uint8]
 class BlockPool:
     """Allocation, reference counts, content index and LRU eviction of `num_blocks` blocks. Not thread-safe.
 
-    What is counted per block lies in arrays, so that a request of a hundred thousand tokens costs little more than a
-    short one.
+    Counts per block are kept in arrays, so that a request of a hundred thousand tokens costs little more than a short
+    one.
 
     Args:
-        keys_per_block: hash blocks in a block, as many keys its announced content has.
+        keys_per_block: hash blocks in a block, which is the number of keys of its announced content.
     """
 
     def __init__(self, num_blocks: int, table: BlockTable, *, keys_per_block: int = 1) -> None:
@@ -79,8 +79,10 @@ class BlockPool:
         self._in_states = np.zeros(_NUM_STATES, dtype=np.int64)
         self._num_in_state = memoryview(self._in_states.data)
         self._num_in_state[0] = num_blocks
-        self._keys = np.full((num_blocks, keys_per_block), None, dtype=object)  # of what is not announced: the last
-        self._is_announced = np.zeros(num_blocks, dtype=np.bool_)  # where there is content
+        self._keys = np.full(
+            (num_blocks, keys_per_block), None, dtype=object
+        )  # of unannounced content: only the last key
+        self._is_announced = np.zeros(num_blocks, dtype=np.bool_)  # of blocks with content
         self._parents = np.full(num_blocks, None, dtype=object)
         self._by_key: dict[bytes, int] = {}  # a block's last key; those in `_stale` do not count
         self._stale: list[bytes] = []
@@ -96,7 +98,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that an allocation can have: free and cached ones."""
+        """Blocks available to an allocation: free and cached ones."""
         return len(self._free)
 
     def counts(self) -> BlockCounts:
@@ -113,7 +115,7 @@ class BlockPool:
         before = self._states[block_ids]
         self._forget(block_ids[before != 0])
         taken: list[int] = block_ids.tolist()
-        self.table.reuse_all(taken)  # before anything is written: late readers see it
+        self.table.reuse_all(taken)  # before anything is written, so that late readers notice
         self._num_holders[Holder.ACTIVE, block_ids] = 1
         self._set_states(block_ids, before, np.full(num_blocks, 1 << Holder.ACTIVE, dtype=np.uint8))
         return taken
@@ -129,7 +131,7 @@ class BlockPool:
         return block_id
 
     def hold(self, block_ids: Collection[int], holder: Holder) -> None:
-        """Add one holder to each block, as often as it is named."""
+        """Add a holder to each block, once for every time it is named."""
         if self._compiled is not None and len(block_ids) > _FEW:
             self._free.taken(self._compiled.hold(int64_array(block_ids), holder))
             return
@@ -143,9 +145,10 @@ class BlockPool:
                 self._set_state(block_id, before, before | bit)
 
     def release(self, block_ids: Sequence[int], holder: Holder) -> None:
-        """Take one holder from each block, as often as it is named; the last one gone, it returns to the free queue.
+        """Remove a holder from each block, once for every time it is named; without holders, a block returns to the
+        free queue.
 
-        Content stays findable. The end of a chain is reused before its beginning, and blocks without content first.
+        Content can still be found. The end of a chain is reused before its beginning, and blocks without content first.
         """
         if self._compiled is not None and len(block_ids) > _FEW:
             freed = self._compiled.release(int64_array(block_ids), holder)
@@ -167,19 +170,19 @@ class BlockPool:
                     self._free.push_one(block_id, cached=after != 0)
 
     def num_freed_by(self, holds: Iterable[Sequence[int]]) -> int:
-        """Blocks that nobody would hold any more once these ACTIVE holds were released."""
+        """Number of blocks that would be free once these ACTIVE holds were released."""
         block_ids, counts = np.unique(int64_array(list(chain.from_iterable(holds))), return_counts=True)
         only_active = self._states[block_ids] & _HELD == 1 << Holder.ACTIVE
         return int((only_active & (self._num_holders[Holder.ACTIVE, block_ids] == counts)).sum())
 
     def num_held(self, block_ids: Sequence[int]) -> int:
-        """How many of the blocks anybody holds."""
+        """Number of these blocks that have a holder."""
         if len(block_ids) <= _FEW:
             return sum(map(self.is_held, block_ids))
         return int(np.count_nonzero(self._states[int64_array(block_ids)] & _HELD))
 
     def is_held(self, block_id: int) -> bool:
-        """Whether anybody holds the block."""
+        """Whether the block has a holder."""
         return bool(self._state_of[block_id] & _HELD)
 
     def has_content(self, block_id: int) -> bool:
@@ -187,32 +190,32 @@ class BlockPool:
         return bool(self._state_of[block_id] & _CONTENT)
 
     def lookup(self, key: bytes) -> int | None:
-        """The block whose last hash-block key is `key`."""
+        """The block with `key` as its last hash-block key."""
         return self._index().get(key)
 
     def lookup_chain(self, keys: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest prefix of `keys` that is here, each a block's last key."""
+        """The blocks of the longest cached prefix of `keys`, each of them a block's last key."""
         found: list[int] = []
         with suppress(KeyError):
-            found.extend(map(self._index().__getitem__, keys))  # what comes before the first missing one stays
+            found.extend(map(self._index().__getitem__, keys))  # the blocks before the first missing one stay
         return found
 
     def commit(
         self, block_ids: Sequence[int], keys: list[bytes], parent: bytes | None, *, announced: bool = True
     ) -> None:
-        """Held blocks, consecutive ones of a request, are full and confirmed: enter their content.
+        """Enter the content of consecutive held blocks of a request, which are full and confirmed.
 
         A second copy of known content stays private.
 
         Args:
             block_ids: -1: not held, nothing to enter.
-            keys: of all their hash blocks, in order; of what is not announced, one per block.
+            keys: of all their hash blocks, in order; of unannounced content, one per block.
             parent: the key before the first; None: it is a root.
-            announced: False: only lookups find it; neither events nor the table say that it is there.
+            announced: False: only lookups find it; it appears neither in events nor in the table.
         """
         per_block = self._keys_per_block if announced else 1
         if len(block_ids) <= _FEW:
-            if len(block_ids) == 1 and len(keys) == per_block:  # what a decode has now and then
+            if len(block_ids) == 1 and len(keys) == per_block:  # as happens now and then in decode
                 self._enter_one(block_ids[0], keys, parent, announced=announced)
                 return
             for first, block_id in zip(range(0, len(keys), per_block), block_ids, strict=True):
@@ -269,13 +272,13 @@ class BlockPool:
             self.events.append(BlockStored(keys=part, parent=keys[start - 1] if start else parent))
 
     def _index(self) -> dict[bytes, int]:
-        """Blocks by their last key."""
+        """Index blocks by their last key."""
         self.clean_index(len(self._stale))
         return self._by_key
 
     def clean_index(self, most: int = MAX_CLEANED_KEYS) -> None:
-        """Take keys of blocks that were reused out of the index, at most so many. Who looks there takes all out first;
-        called between steps, this takes half of the work from a step that reuses thousands of blocks.
+        """Remove at most `count` keys of reused blocks from the index. A lookup removes all of them first; called
+        between steps, this halves the work of a step that reuses thousands of blocks.
         """
         if self._stale:
             stale = self._stale[-most:]
@@ -283,8 +286,8 @@ class BlockPool:
             deque(map(self._by_key.__delitem__, stale), maxlen=0)  # for each
 
     def withdraw(self, block_ids: Collection[int]) -> None:
-        """The blocks' content, where they have some, turned out to be wrong: nobody finds it any more, and peers that
-        read it refuse it.
+        """Drop the content of blocks that turned out to be wrong: it is no longer found, and peers that read it refuse
+        it.
         """
         distinct = int64_array(list(dict.fromkeys(block_ids)))
         with_content = distinct[self._states[distinct] & _CONTENT != 0]
@@ -297,10 +300,9 @@ class BlockPool:
         self._set_states(with_content, before, before & np.uint8(_HELD))
 
     def drop_cached(self, block_ids: Sequence[int] | None = None) -> int:
-        """Drop the content of these blocks, or of all, as an eviction does; what anybody holds keeps its content.
+        """Drop the content of these blocks, or of all, as an eviction does; blocks with a holder keep their content.
 
-        Returns:
-            How many blocks had content and are free now.
+        Returns: The number of blocks that had content and are free now.
         """
         ids = np.arange(self.num_blocks) if block_ids is None else int64_array(block_ids)
         cached: list[int] = ids[self._states[ids] == _CONTENT].tolist()
@@ -315,7 +317,9 @@ class BlockPool:
         for block_id in index.values():
             if not self._is_announced[block_id]:
                 continue
-            line: list[int] = []  # from the block up to its first ancestor that is told already, or is not here
+            line: list[
+                int
+            ] = []  # from the block up to its first ancestor that is already in an event, or not in the pool
             ancestor: int | None = block_id
             while ancestor is not None and ancestor not in stored:
                 line.append(ancestor)
@@ -327,7 +331,7 @@ class BlockPool:
         return events
 
     def check_integrity(self) -> None:
-        """Raise AssertionError where a count, the free queue or the index contradicts the holders."""
+        """Raise AssertionError if a count, the free queue or the index contradicts the holders."""
         in_states = np.bincount(self._states, minlength=_NUM_STATES)
         assert in_states.tolist() == self._num_in_state.tolist(), self._num_in_state.tolist()
         assert (self._num_holders >= 0).all()
@@ -364,7 +368,7 @@ class BlockPool:
             self.events.append(BlockRemoved(keys=keys))
 
     def _forget(self, with_content: Ids) -> None:
-        """What is in these blocks is found no more. Their states are the caller's to set."""
+        """Make the content of these blocks unfindable. The caller sets their states."""
         if not with_content.size:
             return
         told = with_content[self._is_announced[with_content]]

@@ -1,7 +1,7 @@
 """The free blocks of a pool in the order in which they are reused, in arrays: many blocks cost little more than a few.
 
-Those without content go first, the last to come free before the others; then those with content, the longest free one
-first. A block that leaves from the middle leaves its entry behind, which no longer counts.
+Blocks without content go first, the most recently freed one before the others; then those with content, the longest
+free one first. A block that leaves from the middle leaves an entry behind that no longer counts.
 """
 
 import numpy as np
@@ -10,15 +10,15 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 _NOWHERE = -1
 _LOOK = 64
-"""Entries that are looked at together, at least."""
+"""The least number of entries examined together."""
 
 
 class FreeQueue:
-    """Which blocks are free. All of `num_blocks` are at first, without content, block 0 to be taken first."""
+    """The set of free blocks. At first all of `num_blocks` are free, without content, and block 0 is taken first."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_free = num_blocks
-        # Where a block's entry is: i >= 0 in `_cached`, -2 - i in `_empty`; -1: it is not free.
+        # Place of a block's entry: i >= 0 in `_cached`, -2 - i in `_empty`; -1: it is not free.
         self.places = -2 - np.arange(num_blocks - 1, -1, -1, dtype=np.int64)
         self._empty = np.zeros(2 * num_blocks, dtype=np.int64)  # a stack
         self._empty[:num_blocks] = np.arange(num_blocks - 1, -1, -1)
@@ -37,7 +37,7 @@ class FreeQueue:
         return self._place_of[block_id] != _NOWHERE
 
     def push(self, block_ids: Ids, *, cached: bool) -> None:
-        """Blocks that were not free come free, in this order."""
+        """Add blocks that become free, in this order."""
         count = len(block_ids)
         if not count:
             return
@@ -56,7 +56,7 @@ class FreeQueue:
         self._num_free += count
 
     def push_one(self, block_id: int, *, cached: bool) -> None:
-        """A block that was not free comes free."""
+        """Add a block that becomes free."""
         if cached:
             if self._tail == len(self._cached):
                 self._compact_cached()
@@ -72,21 +72,21 @@ class FreeQueue:
         self._num_free += 1
 
     def remove(self, block_ids: Ids) -> None:
-        """Free blocks are free no longer."""
+        """Remove blocks that are no longer free."""
         self.places[block_ids] = _NOWHERE
         self._num_free -= len(block_ids)
 
     def taken(self, count: int) -> None:
-        """So many blocks are free no longer, as `places` says already."""
+        """Count blocks that are no longer free, as `places` already says."""
         self._num_free -= count
 
     def remove_one(self, block_id: int) -> None:
-        """A free block is free no longer."""
+        """Remove a block that is no longer free."""
         self._place_of[block_id] = _NOWHERE
         self._num_free -= 1
 
     def take_one(self) -> int:
-        """The next block. There must be one."""
+        """Take the next block. There must be one."""
         places, empty, cached = self._place_of, self._empty_at, self._cached_at
         self._num_free -= 1
         while self._top:
@@ -103,7 +103,7 @@ class FreeQueue:
                 return block_id
 
     def take(self, count: int) -> Ids:
-        """The next blocks. There must be as many."""
+        """Take the next blocks. There must be enough."""
         taken: list[Ids] = []
         missing = count
         while missing and self._top:
@@ -123,7 +123,7 @@ class FreeQueue:
         return block_ids
 
     def check_integrity(self, empty: Ids, cached: Ids) -> None:
-        """Raise AssertionError unless these blocks are the free ones, each with one entry that counts."""
+        """Raise AssertionError unless exactly these blocks are free, each with one valid entry."""
         assert self._num_free == len(empty) + len(cached) == np.count_nonzero(self.places != _NOWHERE)
         at = -2 - self.places[empty]
         assert ((at >= 0) & (at < self._top)).all(), empty

@@ -1,4 +1,6 @@
-"""Blocks of requests: prefix hits, allocation, the moment content enters the cache, and what no token sees any more."""
+"""The blocks of requests: prefix hits, allocation, entering content into the cache, and giving up what no token
+sees.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -12,26 +14,29 @@ from pdkv.engine.kv.kv_groups import kept_from, num_held_at_end, num_held_at_onc
 from pdkv.engine.request import Request, held_blocks
 
 MAX_COMMITTED_BLOCKS = 2048
-"""Blocks of a KV group that enter the cache with one step, so that nobody waits for a long prompt's; twice as many as a
-step computes where that is more."""
+"""The most blocks of a KV group that enter the cache with one step, so that other requests do not wait for a long
+prompt's; twice as many as a step computes, if that is more.
+"""
 
 
 class PrefixHit(NamedTuple):
     """Cached blocks of a request's first tokens."""
 
     num_tokens: int
-    tables: list[list[int]]  # one per KV group, equally long; -1: not looked for, since the next token does not see it
+    tables: list[list[int]]  # one per KV group, equally long; -1: not needed, since the next token does not see it
 
 
 class _Prompt(NamedTuple):
-    """A prompt of which nothing but its keys is known. Attributes as those of Request."""
+    """A prompt known only by its keys. Attributes as in Request."""
 
     hash_keys: list[bytes]
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """What a request that ended holds until all that it confirmed is in the cache. Attributes as those of Request."""
+    """The blocks that a request holds after its end until everything it confirmed is in the cache. Attributes as in
+    Request.
+    """
 
     block_tables: list[list[int]]
     num_given_up: list[int]
@@ -45,10 +50,10 @@ class KVCacheManager:
 
     Args:
         block_size: tokens per KV block, a multiple of `hash_block_size`.
-        windows: by KV group, how many tokens its layers see; 0: all.
+        windows: by KV group, the number of tokens its layers see; 0: all.
         max_step_tokens: tokens of one step.
-        hit_tokens: what a store's hits, which end at multiples of so many tokens, need of a window is kept; 0: none.
-        caches: whether content can be found again; False: what is in a block is its requests' alone.
+        hit_tokens: a store's hits end at multiples of this; the part of a window that they need is kept; 0: none.
+        caches: whether content can be found again; False: a block's content belongs to its requests alone.
     """
 
     def __init__(
@@ -72,28 +77,28 @@ class KVCacheManager:
         self._hit_tokens = hit_tokens
         self._caches = caches
         self._keys_per_block = block_size // hash_block_size
-        self._step_blocks: dict[int, list[_Leaving]] = {}  # step in flight -> requests that left since
+        self._step_blocks: dict[int, list[_Leaving]] = {}  # step in flight -> requests that have ended since
         self._leaving: deque[_Leaving] = deque()
         self.max_committed_blocks = max(MAX_COMMITTED_BLOCKS, 2 * max_step_tokens // block_size)  # with one step
-        self._num_to_commit = self.max_committed_blocks  # more of each group until the end of the next step
+        self._num_to_commit = self.max_committed_blocks  # more blocks of each group until the end of the next step
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Entries of a block table that `num_tokens` tokens need."""
+        """Number of block-table entries for `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def num_kept(self, num_tokens: int) -> int:
-        """Blocks, of all groups, that a request keeps behind its first `num_tokens` tokens."""
+        """Number of blocks, of all groups, that a request keeps after its first `num_tokens` tokens."""
         return num_held_at_end(self._windows, num_tokens, self.block_size, self._hit_tokens)
 
     def num_at_once(self, num_tokens: int) -> int:
-        """Blocks, of all groups, that a request of `num_tokens` tokens may need while it is computed."""
+        """The most blocks, of all groups, that a request of `num_tokens` tokens needs while it is computed."""
         sizes = (self.block_size, self._max_step_tokens, self._hit_tokens)
         return num_held_at_once(self._windows, num_tokens, *sizes)
 
     # --- hits -----------------------------------------------------------------------------------------------------
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """The longest cached prefix of the request's wanted tokens: all its blocks in groups without a window, in the
+        """The longest cached prefix of the request's wanted tokens: all its blocks in groups without a window, in
         others those that the next token sees. Holds nothing.
         """
         if request.submit.params.computes_prompt:
@@ -104,12 +109,12 @@ class KVCacheManager:
         return self._find_hit(request, request.num_wanted // self.block_size)
 
     def find_prefix(self, keys: Sequence[bytes]) -> PrefixHit:
-        """The same for a prompt of so many full hash blocks, whose keys these are."""
+        """The same for a prompt of full hash blocks with these keys."""
         return self._find_hit(_Prompt(list(keys)), len(keys) // self._keys_per_block)
 
     def drop_cached(self, keys: Sequence[bytes] | None) -> int:
-        """Drop what is cached of the prompt with these keys, or all that is; what anybody holds stays. Returns how many
-        blocks that were.
+        """Drop the cached blocks of the prompt with these keys, or all cached blocks; blocks with a holder stay.
+        Returns the number dropped.
         """
         if keys is None:
             return self.pool.drop_cached()
@@ -119,9 +124,9 @@ class KVCacheManager:
         return self.pool.drop_cached([block_id for block_id in found if block_id is not None])
 
     def _find_hit(self, request: "Request | _Prompt", length: int) -> PrefixHit:
-        """Of the first `length` blocks."""
+        """The longest hit within the first `length` blocks."""
         tables: list[list[int]] = []
-        for group, window in enumerate(self._windows):  # those without a window come first
+        for group, window in enumerate(self._windows):  # groups without a window come first
             if not window:
                 tables.append(self.pool.lookup_chain(self._keys(request, group, 0, length)))
                 length = len(tables[group])
@@ -134,16 +139,18 @@ class KVCacheManager:
         return PrefixHit(length * self.block_size, tables)
 
     def _find_last(self, request: "Request | _Prompt", group: int, length: int) -> list[int]:
-        """A table of `length` entries, of which those that the next token sees are there."""
+        """A table of `length` entries, with those present that the next token sees."""
         first = first_seen_block(self._windows[group], length * self.block_size, self.block_size)
         found = [self.pool.lookup(key) for key in self._keys(request, group, first, length)]
         assert None not in found, "`_find_window_length` has seen them"
         return [-1] * first + [block_id for block_id in found if block_id is not None]
 
     def _find_window_length(self, request: "Request | _Prompt", length: int) -> int:
-        """The most blocks, at most `length`, behind which every group with a window has what the next token sees."""
+        """The longest prefix in blocks, at most `length`, after which every group with a window has what the next token
+        sees.
+        """
         groups = [group for group, window in enumerate(self._windows) if window]
-        agreed = 0  # groups that have what is needed behind `length` blocks
+        agreed = 0  # groups that have what is needed after `length` blocks
         while length and agreed < len(groups):
             for group in groups:
                 shorter = self._shorten(request, group, length)
@@ -154,9 +161,9 @@ class KVCacheManager:
         return length
 
     def _shorten(self, request: "Request | _Prompt", group: int, length: int) -> int:
-        """The most blocks, at most `length`, behind which the group has what the next token sees."""
+        """The longest prefix in blocks, at most `length`, after which the group has what the next token sees."""
         needed = -(-(self._windows[group] - 1) // self.block_size)
-        there = 0  # blocks in a row
+        there = 0  # consecutive blocks
         while there < min(needed, length):
             index = length - there - 1
             if self.pool.lookup(_group_key(request.hash_keys[(index + 1) * self._keys_per_block - 1], group)) is None:
@@ -166,7 +173,7 @@ class KVCacheManager:
         return length
 
     def _keys(self, content: "Request | _Leaving | _Prompt", group: int, start: int, stop: int) -> list[bytes]:
-        """What the pool finds a request's blocks [start, stop) of one group by."""
+        """The keys of a request's blocks [start, stop) of one group in the pool."""
         per_block = self._keys_per_block
         keys = content.hash_keys[(start + 1) * per_block - 1 : stop * per_block : per_block]
         return _group_keys(keys, group)
@@ -177,7 +184,7 @@ class KVCacheManager:
         """Give a request without blocks its hit and new blocks up to `num_tokens`; False: there are not enough.
 
         Args:
-            resume_at: the first token that will be computed: blocks that it does not see are not taken.
+            resume_at: the first token to be computed: blocks that it does not see are not taken.
         """
         assert not request.block_tables
         total = self.blocks_for(num_tokens)
@@ -201,7 +208,9 @@ class KVCacheManager:
         return True
 
     def num_taken(self, num_tokens: int, hit: PrefixHit, resume_at: int) -> int:
-        """Blocks fewer available once a request has those for `num_tokens` tokens, as `admit` would give them."""
+        """The number of available blocks that a request takes for `num_tokens` tokens, as `admit` would
+        allocate them.
+        """
         total, count = self.blocks_for(num_tokens), 0
         for table, window in zip(hit.tables, self._windows, strict=True):
             first = first_seen_block(window, resume_at, self.block_size)
@@ -228,16 +237,16 @@ class KVCacheManager:
         return needed <= available
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
-        """Blocks that a request lacks for `num_tokens` tokens; 0 or less: none."""
+        """Number of blocks that a request lacks for `num_tokens` tokens; 0 or less: none."""
         tables = request.block_tables
         return (self.blocks_for(num_tokens) - len(tables[0])) * len(tables)
 
     def num_slots(self, request: Request) -> int:
-        """Tokens that the request has blocks for."""
+        """Number of tokens that the request has blocks for."""
         return len(request.block_tables[0]) * self.block_size
 
     def will_fit(self, request: Request, num_tokens: int, kept: Iterable[Sequence[int]]) -> bool:
-        """Whether `grow` will succeed when the steps in flight have ended and `kept` blocks are given back, too."""
+        """Whether `grow` will succeed once the steps in flight have ended and `kept` blocks are given back, too."""
         in_steps = (held_blocks(left.block_tables) for left in chain.from_iterable(self._step_blocks.values()))
         leaving = chain(in_steps, kept)
         return self.num_missing(request, num_tokens) <= self.pool.num_available + self.pool.num_freed_by(leaving)
@@ -261,7 +270,7 @@ class KVCacheManager:
         return self.pool.allocate(num_blocks) if new is None and self._make_way() else new
 
     def _make_way(self) -> bool:
-        """Give back what requests that ended hold, though not all of it is in the cache; False: they hold nothing."""
+        """Give back the blocks of ended requests although not all are in the cache; False: they hold none."""
         left, self._leaving = self._leaving, deque()
         for leaving in left:
             self._release(leaving)
@@ -270,14 +279,13 @@ class KVCacheManager:
     # --- content --------------------------------------------------------------------------------------------------
 
     def commit(self, request: Request) -> int:
-        """Enter the request's full blocks of confirmed tokens into the cache; partial blocks never are.
+        """Enter the request's full blocks of confirmed tokens into the cache; partial blocks never enter.
 
-        Only the first group's content is told to those who follow the cache. In groups without a window no more enter
-        than this step may enter: the request's next steps go on, also those that follow its end. What a window may soon
-        give up, and that is little, does not wait.
+        Only the first group's content is announced to routers. In groups without a window, no more blocks enter than
+        one step allows; the request's next steps continue, including those after its end. Blocks that a window may soon
+        give up, which are few, do not wait.
 
-        Returns:
-            With how many tokens confirmed there is something to do next.
+        Returns: The number of confirmed tokens at which there is more to do.
         """
         num_full = min(request.num_confirmed, request.num_tokens) // self.block_size
         if num_full > request.num_committed_blocks:
@@ -317,8 +325,8 @@ class KVCacheManager:
             self.pool.commit(block_ids, keys, content.hash_keys[first * per_block - 1] if first else None)
 
     def _give_up_unseen(self, request: Request) -> None:
-        """Blocks that no token from the last confirmed one on sees are released: what a step in flight computes is
-        behind that one, so it neither reads nor writes them. Their content can be found until they are reused.
+        """Release blocks that no token from the last confirmed one on sees: a step in flight computes later tokens, so
+        it neither reads nor writes them. Their content can be found until they are reused.
         """
         seen = kept_from(request.num_confirmed, self._hit_tokens)
         for group, (window, table) in enumerate(zip(self._windows, request.block_tables, strict=True)):
@@ -330,7 +338,7 @@ class KVCacheManager:
                 request.num_given_up[group] = stop
 
     def can_resume(self, request: Request, num_tokens: int) -> bool:
-        """Whether the request has what the token behind its first `num_tokens` sees."""
+        """Whether the request has what the token after its first `num_tokens` sees."""
         return all(
             -1 not in table[first_seen_block(window, num_tokens, self.block_size) :]
             for window, table in zip(self._windows, request.block_tables, strict=True)
@@ -338,8 +346,8 @@ class KVCacheManager:
         )
 
     def discard(self, request: Request, block_ids: Sequence[int]) -> None:
-        """What is in these blocks of the request is not to be found any more; who holds them keeps them. What has not
-        entered the cache never will.
+        """Make the content of these blocks of the request unfindable; holders keep them. Content that has not entered
+        the cache never will.
         """
         request.num_full_blocks = request.num_committed_blocks
         self.pool.withdraw(block_ids)
@@ -347,11 +355,10 @@ class KVCacheManager:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def free(self, request: Request) -> bool:
-        """The request gives up its blocks; a step in flight that names them holds them until its update, and so does
-        the cache until all that was to enter it has.
+        """Give up the request's blocks. A step in flight that names them holds them until its update, and the cache
+        until all of their content has entered it.
 
-        Returns:
-            Whether steps must follow for that.
+        Returns: Whether further steps are needed for that.
         """
         leaving = _Leaving(
             request.block_tables,
@@ -369,14 +376,14 @@ class KVCacheManager:
         return bool(self._leaving)
 
     def begin_step(self, step_id: int) -> None:
-        """The step is in flight: it touches the blocks of requests whose `last_step_id` it is."""
+        """Note that the step is in flight: it touches the blocks of requests whose `last_step_id` it is."""
         self._step_blocks[step_id] = []
 
     def end_step(self, step_id: int) -> bool:
-        """The step touches no block any more.
+        """Note that the step no longer touches any block.
 
-        Returns:
-            Whether another must follow: content of requests that ended is entering the cache, or has let go of blocks.
+        Returns: Whether another step is needed: content of ended requests is still entering the cache, or has released
+        blocks.
         """
         for leaving in self._step_blocks.pop(step_id, ()):
             self._leave(leaving)
@@ -397,7 +404,7 @@ class KVCacheManager:
 
 
 def _group_key(key: bytes, group: int) -> bytes:
-    """What the pool finds a block of this group by: for the first group, the block's own key."""
+    """The key of a block of this group in the pool; for the first group, the block's own key."""
     return key + group.to_bytes(2, "little") if group else key
 
 

@@ -1,7 +1,7 @@
 """KV groups: which layers share blocks, and which blocks of a request each group needs. Plain arithmetic.
 
-A group's layers all see every token (window 0) or all see the same window of tokens. All groups have equally many
-layers, so that every block of the pool may be any group's (docs/kv-groups.md).
+A group's layers all see every token (window 0) or all see the same window of tokens. All groups have the same number of
+layers, so that any group can use any block of the pool (docs/kv-groups.md).
 """
 
 from collections.abc import Sequence
@@ -10,20 +10,19 @@ from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.wire.kv import KVGroup
 
 MAX_UNUSED = 1 / 8
-"""Of a model's layers: so many more may stay unused in blocks, for fewer groups."""
+"""Share of a model's layers that may stay unused in blocks to have fewer groups."""
 
 STEPS_AHEAD = 3
-"""Steps that may be planned before the first of them is confirmed: so long a window's old blocks are kept."""
+"""Steps that may be planned before the first of them is confirmed, for which a window's old blocks are kept."""
 
 
 def make_groups(windows: Sequence[int | None]) -> tuple[int, tuple[KVGroup, ...]]:
-    """Share a model's layers out to groups.
+    """Divide a model's layers into groups.
 
-    Args:
-        windows: by layer, how many tokens a query sees, its own included; None: all.
+    Args: windows: by layer, the number of tokens that a query sees, including its own; None: all.
 
     Returns:
-        Layers of a block, and the groups, those without a window first; none where no layer has a window.
+        Layers of a block, and the groups, those without a window first; none if no layer has a window.
     """
     layers: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -40,16 +39,16 @@ def make_groups(windows: Sequence[int | None]) -> tuple[int, tuple[KVGroup, ...]
 
 
 def _group_size(counts: Sequence[int]) -> int:
-    """The most layers per block that leave few unused, for so many layers of each window."""
+    """The most layers per block that leave few unused, given the number of layers of each window."""
     most = (1 + MAX_UNUSED) * sum(counts)
     return next(size for size in range(max(counts), 0, -1) if sum(-(-n // size) * size for n in counts) <= most)
 
 
 def kept_from(num_tokens: int, hit_tokens: int) -> int:
-    """What the token behind so many of the first `num_tokens` sees is kept behind all of them.
+    """The index of the token whose context must stay in blocks once the first `num_tokens` tokens are computed.
 
-    A store's hits end at multiples of `hit_tokens` (0: there is none). The last one that a prompt of so many tokens can
-    use leaves a token to compute.
+    A store's hits end at multiples of `hit_tokens` (0: there is no store). The last one that a prompt of `num_tokens`
+    can use leaves a token to compute.
     """
     return max(num_tokens - 1, 0) // hit_tokens * hit_tokens if hit_tokens else num_tokens
 
@@ -61,7 +60,7 @@ def num_held_at_once(
 
     Args:
         max_step_tokens: tokens of one step: a window's blocks stay until the steps that see them are confirmed.
-        hit_tokens: as in `kept_from`.
+            hit_tokens: as in `kept_from`.
     """
     blocks = -(-num_tokens // block_size)
     ahead = STEPS_AHEAD * max_step_tokens + hit_tokens
@@ -69,6 +68,6 @@ def num_held_at_once(
 
 
 def num_held_at_end(windows: Sequence[int], num_tokens: int, block_size: int, hit_tokens: int = 0) -> int:
-    """The blocks, of all groups together, that are kept behind the first `num_tokens` tokens."""
+    """The number of blocks, of all groups together, that are kept after the first `num_tokens` tokens."""
     blocks, seen = -(-num_tokens // block_size), kept_from(num_tokens, hit_tokens)
     return sum(blocks - first_seen_block(window, seen, block_size) for window in windows)

@@ -1,4 +1,4 @@
-"""What operators ask of an engine's cache and of the tiers below it: the pool answers at once, tiers when they can."""
+"""Operators' orders about an engine's cache and the tiers below it: the pool answers at once, tiers when they can."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,15 +9,15 @@ from pdkv.errors import StoreUnable, TransferTimeout
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
 
 POOL = "pool"
-"""The tier that is the engine's own blocks."""
+"""The tier that consists of the engine's own blocks."""
 
 SLACK_S = 0.5
-"""A tier says itself that it is late; so much later it is answered for."""
+"""Seconds after which an order is answered on behalf of a tier that has not reported being late itself."""
 
 
 @dataclass(slots=True)
 class _Open:
-    """An order that tiers have not all answered."""
+    """An order that not all tiers have answered."""
 
     router_id: str
     deadline: float
@@ -27,7 +27,7 @@ class _Open:
 
 
 class CacheOrders:
-    """Orders under way. `name`: of the connector, as in the stats."""
+    """The orders in progress. `name`: the connector's, as in the stats."""
 
     def __init__(self, kv: KVCacheManager, external: ExternalKV, name: str) -> None:
         self._kv = kv
@@ -37,11 +37,11 @@ class CacheOrders:
 
     @property
     def deadline(self) -> float | None:
-        """When the first order is over, answered or not."""
+        """When the first order ends, answered or not."""
         return min((order.deadline for order in self._open.values()), default=None)
 
     def begin(self, router_id: str, order: CacheOrder, now: float) -> None:
-        """Take an order; `take_answers` has what becomes of it. One that is repeated begins anew."""
+        """Take an order; `take_answers` returns its results. A repeated order starts over."""
         num_parts = self._external.order_tiers(order.within(self._name)) if order.tier != POOL else 0
         opened = self._open[order.order_id] = _Open(router_id, now + order.timeout_s + SLACK_S, num_parts)
         if order.tier in ("", POOL) and not (order.action in ("pin", "unpin", "prefetch") and not order.tier):
@@ -64,12 +64,14 @@ class CacheOrders:
             del self._open[order_id]
             if opened.num_missing:
                 opened.tiers.append(
-                    TierAnswer(self._name, code=TransferTimeout.code, problem="tiers of it have not answered in time")
+                    TierAnswer(
+                        self._name, code=TransferTimeout.code, problem="some of its tiers have not answered in time"
+                    )
                 )
             yield opened.router_id, CacheAnswer(order_id, opened.tiers, opened.known)
 
     def router_left(self, router_id: str) -> None:
-        """Nobody waits for these answers any more."""
+        """Drop the orders of a router that has left."""
         self._open = {name: opened for name, opened in self._open.items() if opened.router_id != router_id}
 
     def _in_pool(self, order: CacheOrder) -> TierAnswer:
@@ -79,4 +81,6 @@ class CacheOrders:
                 return TierAnswer(POOL, hit.num_tokens, sum(block >= 0 for table in hit.tables for block in table))
             case "clear":
                 return TierAnswer(POOL, num_values=self._kv.drop_cached(order.keys))
-        return TierAnswer(POOL, code=StoreUnable.code, problem=f"{order.action}: not of an engine's own blocks")
+        return TierAnswer(
+            POOL, code=StoreUnable.code, problem=f"{order.action} is not possible for an engine's own blocks"
+        )

@@ -1,4 +1,4 @@
-"""KV that comes from outside or goes there: the engine's dealings with its connector's scheduler side.
+"""KV that is loaded from outside or sent there, through the connector's scheduler side.
 
 Owns the requests that wait outside the batch for a load, the blocks that a peer may still write (quarantine) and the
 blocks that a transfer reads (I/O holds).
@@ -43,19 +43,19 @@ from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 from pdkv.wire.types import MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, RequestKey
 
 NUM_PREFETCH_REQUESTS = 8
-"""Waiting requests whose block keys the connector is shown."""
+"""The most waiting requests whose block keys are shown to the connector."""
 
 
 @dataclass(slots=True)
 class KVLoad:
-    """Tokens [start, stop) of a request that come from outside."""
+    """Tokens [start, stop) of a request to be loaded from outside."""
 
     request: Request
     start: int
     stop: int
     deadline: float
     layerwise_step: int | None = None  # scheduled at once in this step; None: the request waits outside the batch
-    started: bool = False  # the connector has the blocks: somebody may write them
+    started: bool = False  # the connector has the blocks, which may be written
     done: bool = False
 
 
@@ -76,31 +76,33 @@ class EndedSend(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """What the results of one step ended."""
+    """Everything that the results of one step ended."""
 
     loads: list[EndedLoad]
     sends: list[EndedSend]
-    freed: bool  # blocks may have come free
+    freed: bool  # blocks may have been freed
 
 
 @dataclass(slots=True)
 class _News:
-    """What the next view tells the connector."""
+    """The news for the connector in the next view."""
 
     confirmed: dict[TransferKey, ConfirmedRange] = field(default_factory=dict)
     preempted: list[TransferKey] = field(default_factory=list)
     finished: list[TransferKey] = field(default_factory=list)
     aborted: list[TransferKey] = field(default_factory=list)
     sent_anew: set[TransferKey] = field(default_factory=set)  # to another reader
-    is_urgent: bool = False  # what is confirmed may not wait for more
-    is_end_urgent: bool = False  # nor may the end of a request wait for the next step
+    is_urgent: bool = False  # confirmed tokens that must not wait for more
+    is_end_urgent: bool = False  # the end of a request, which must not wait for the next step
 
     def __bool__(self) -> bool:
         return bool(self.confirmed or self.preempted or self.finished or self.aborted)
 
 
 class _Shows(NamedTuple):
-    """A `Shown` taken apart: asking a flag costs more than all else that a step does for a request."""
+    """The flags of a `Shown`, as attributes: testing a flag costs more than everything else a step does for a
+    request.
+    """
 
     handoffs: bool
     others: bool
@@ -130,22 +132,22 @@ class ExternalKV:
         self.connector = connector
         self.tiers = None if connector is None else connector.tiers
         self.loads: dict[TransferKey, KVLoad] = {}
-        self.unstarted: dict[TransferKey, KVLoad] = {}  # of these, whose source is not known yet
-        self.layerwise: dict[TransferKey, KVLoad] = {}  # of these, that come during a step
+        self.unstarted: dict[TransferKey, KVLoad] = {}  # loads whose source is not known yet
+        self.layerwise: dict[TransferKey, KVLoad] = {}  # loads that arrive during a step
         self.num_unknown_results = 0
-        self.num_damaged = 0  # stored values that loads and operators' orders took as misses
-        self.worker_stats: Stats = {}  # as the ranks said last
+        self.num_damaged = 0  # stored values that loads and operators' orders treated as misses
+        self.worker_stats: Stats = {}  # as the ranks last reported
         observes = OBSERVES_NOTHING if connector is None else connector.observes
         self._shows_scheduled = _Shows.of(observes.scheduled)
         self._shows_confirmed = _Shows.of(observes.confirmed)
         self._shows_waiting_keys = observes.waiting_keys
         self._confirmed_steps = observes.confirmed_steps
-        self._num_waited = 0  # views without what is confirmed
+        self._num_waited = 0  # views without confirmed tokens
         self._confirmed_unit = max(block_size, observes.confirmed_tokens)
         self._pool = pool
         self._swap = swap
         self._block_size = block_size
-        self._no_blocks: list[list[int]] = [[] for _ in range(num_groups)]  # of a request that has none
+        self._no_blocks: list[list[int]] = [[] for _ in range(num_groups)]  # for a request that has none
         self._quarantine: dict[TransferKey, Sequence[int]] = {}
         self._holds: dict[TransferKey, BlockHold] = {}
         self._cancels: list[Cancel] = []
@@ -163,7 +165,9 @@ class ExternalKV:
 
     @property
     def kept_blocks(self) -> Collection[Sequence[int]]:
-        """Blocks of ended requests, held until the connector has heard what is in them: to the end of this plan."""
+        """Blocks of ended requests that are held until the connector has been told their content, at the end of this
+        plan.
+        """
         return self._kept.values()
 
     @property
@@ -172,11 +176,11 @@ class ExternalKV:
         return not (self.loads or self._quarantine or self._holds or self._cancels)
 
     def match(self, request: Request, num_computed: int) -> MatchedTokens:
-        """What can come from outside behind the local hit."""
+        """The tokens that can be loaded from outside beyond the local hit."""
         if self.connector is None or request.num_wanted <= num_computed or not self._may_load(request):
             return NO_MATCH
         if request.transfer_key in self._quarantine:
-            return NO_MATCH  # its earlier load has not let go yet
+            return NO_MATCH  # its earlier load has not released its blocks yet
         matched = self.connector.get_num_new_matched_tokens(request.view(), num_computed)
         is_swapped = request.preempted and request.kv != "await_peer"
         if is_swapped and matched.num_tokens and not self._swap.prefers_load(request.key, matched.num_tokens):
@@ -184,7 +188,7 @@ class ExternalKV:
         return matched
 
     def _may_load(self, request: Request) -> bool:
-        """Whether anything of its KV may come from outside."""
+        """Whether any of its KV may be loaded from outside."""
         if request.load_failed:
             return False
         if request.kv == "await_peer":
@@ -194,7 +198,7 @@ class ExternalKV:
         return not request.preempted or self._swap.looks
 
     def show_scheduled(self, step_id: int, batch: Sequence[tuple[Request, int]]) -> list[ScheduledRange]:
-        """What the connector observes of a step that computes so many tokens more of each request."""
+        """The connector's view of a step that computes this many more tokens of each request."""
         handoffs, others, layerwise_loads = self._shows_scheduled
         layerwise: set[RequestKey] = set()
         if layerwise_loads:
@@ -208,11 +212,11 @@ class ExternalKV:
         ]
 
     def _shown(self, block_tables: list[list[int]]) -> list[BlockIds]:
-        """What the connector is shown of a request's tables, without a copy."""
+        """The part of a request's tables that the connector sees, without a copy."""
         return [BlockIds(table) for table in block_tables or self._no_blocks]
 
     def add_load(self, load: KVLoad) -> None:
-        """The request waits for [start, stop); its blocks are allocated."""
+        """Let the request wait for [start, stop); its blocks are allocated."""
         key = load.request.transfer_key
         assert key not in self.loads
         self.loads[key] = self.unstarted[key] = load
@@ -220,7 +224,7 @@ class ExternalKV:
             self.layerwise[key] = load
 
     def start(self, load: KVLoad) -> bytes | None:
-        """Hand the blocks to the connector; returns the ticket for the peer, if any."""
+        """Pass the blocks to the connector; returns the ticket for the peer, if any."""
         assert self.connector is not None
         load.started = load.stop > load.start
         load.done = not load.started
@@ -229,7 +233,7 @@ class ExternalKV:
         return self.connector.update_state_after_alloc(request.view(), request.block_tables, load.stop - load.start)
 
     def end_load(self, key: TransferKey, *, transfer_ended: bool) -> None:
-        """The request gives its load up (or has it). Blocks that may still be written go into quarantine."""
+        """End the request's load, finished or not. Blocks that may still be written go into quarantine."""
         load = self.loads.pop(key)
         self.unstarted.pop(key, None)
         self.layerwise.pop(key, None)
@@ -240,10 +244,9 @@ class ExternalKV:
             self._cancels.append(Cancel(key, "receive"))
 
     def report_confirmed(self, request: Request, *, last: bool = False, again: bool = False) -> int:
-        """Tell the connector what is in the request's blocks for good since it was told last.
+        """Tell the connector about newly confirmed content of the request's blocks.
 
-        Returns:
-            With how many tokens confirmed there is something to tell next.
+        Returns: The number of confirmed tokens at which there is more to tell.
         """
         if not self._shows_confirmed.includes(request):
             return maxsize
@@ -257,14 +260,14 @@ class ExternalKV:
         return (request.num_reported // unit + 1) * unit
 
     def report_leased(self, request: Request, block_tables: BlockTables) -> None:
-        """A handed-off request's ticket came after its end: show its blocks once more."""
+        """Show a handed-off request's blocks once more: its ticket came after its end."""
         tables = block_tables or self._no_blocks
         self._confirm(ConfirmedRange(request.view(), 0, request.num_confirmed, tables, True))
         self._news.sent_anew.add(request.transfer_key)
         self._news.is_urgent = True
 
     def _confirm(self, told: ConfirmedRange) -> None:
-        """The next view has it, with what it already has of the request, which comes before."""
+        """Put confirmed content into the next view, merged with earlier news of the request."""
         key, confirmed = told.request.transfer_key, self._news.confirmed
         before = confirmed.get(key)
         if before is not None:
@@ -272,14 +275,16 @@ class ExternalKV:
         confirmed[key] = told
 
     def preempted(self, request: Request) -> None:
-        """The request lost its blocks and will come again; what the connector has not heard yet is void."""
+        """Note that the request lost its blocks and will come again; news that the connector has not been told
+        is void.
+        """
         if self.connector is None:
             return
         self._retract(request.transfer_key)
         self._news.preempted.append(request.transfer_key)
 
     def finished(self, request: Request) -> FinishDecision:
-        """The request is over; asks the connector about its blocks."""
+        """Note that the request is over; asks the connector about its blocks."""
         if self.connector is None:
             return FinishDecision(hold_blocks=False)
         key = request.transfer_key
@@ -287,23 +292,25 @@ class ExternalKV:
         self._news.is_end_urgent |= self.connector.must_hear_end(key)
         if key in self._news.confirmed:
             held = request.held_blocks()
-            self._pool.hold(held, Holder.ACTIVE)  # until the connector has heard what is in them
+            self._pool.hold(held, Holder.ACTIVE)  # until the connector has been told what is in them
             self._kept[key] = held
         return self.connector.request_finished(request.view(), request.block_tables)
 
     def aborted(self, key: TransferKey, *, cancel_sending: bool = False) -> None:
-        """The request or its hand-off was given up; transfers from here are cancelled where asked."""
+        """Note that the request or its hand-off was given up; transfers from here are cancelled if requested."""
         if self.connector is None:
             return
         if key not in self._kept or not self._shows_confirmed.others:
-            self._retract(key)  # else a store may still have what a finished request's blocks hold until the next view
+            self._retract(key)  # otherwise a store may still hold a finished request's blocks until the next view
         self._news.aborted.append(key)
         self._news.is_end_urgent |= self.connector.must_hear_end(key)
         if cancel_sending and self.has_saves(key) and (cancel := Cancel(key, "send")) not in self._cancels:
             self._cancels.append(cancel)
 
     def _retract(self, key: TransferKey) -> None:
-        """What was confirmed of a request is not told: its blocks may have another owner when the view is built."""
+        """Withdraw a request's unreported confirmed content: its blocks may have another owner when the view is
+        built.
+        """
         self._news.confirmed.pop(key, None)
         self._news.sent_anew.discard(key)
         if (held := self._kept.pop(key, None)) is not None:  # no view will be built for them alone
@@ -316,10 +323,9 @@ class ExternalKV:
     def build_meta(
         self, step_id: int, scheduled: Sequence[ScheduledRange], waiting: Iterable[Request]
     ) -> tuple[KVConnectorMetadata | None, list[Cancel], bool]:
-        """The step's orders for the workers; takes the I/O holds that they ask for.
+        """The step's orders for the workers; takes the I/O holds that they need.
 
-        Returns:
-            The metadata, the transfers to cancel, and whether blocks came free that this step could not have yet.
+        Returns: The metadata, the transfers to cancel, and whether blocks were freed that this step could not use yet.
         """
         if self.connector is None:
             return None, [], False
@@ -347,7 +353,7 @@ class ExternalKV:
         return meta, cancels, bool(kept)
 
     def _take_news(self) -> _News:
-        """What is told now. A few tokens of decodes wait for others', as long as the connector lets them."""
+        """The news to tell now. A few tokens of decodes wait for others, as long as the connector allows."""
         news = self._news
         self._num_waited += 1
         hurries = news.is_urgent or news.preempted or news.finished or news.aborted
@@ -358,15 +364,15 @@ class ExternalKV:
         return news
 
     def hold(self, hold: BlockHold) -> None:
-        """A transfer reads these blocks until its end is reported."""
+        """Hold the blocks that a transfer reads until its end is reported."""
         assert hold.key not in self._holds
         self._pool.hold(hold.block_ids, Holder.ACTIVE)
         self._holds[hold.key] = hold
 
     def settle(self, results: TransferResults) -> Settled:
-        """Results of a step as its ranks reported them: holds and quarantines that they end are released.
+        """Settle a step's results as its ranks reported them: holds and quarantines that they end are released.
 
-        The connector says first what the engine shall act on, and hears of that before the engine does.
+        The connector first says what the engine should act on, and is told before the engine acts.
         """
         for outcomes in results:
             self.num_damaged += sum(outcome.num_damaged for outcome in outcomes.values())
@@ -381,7 +387,7 @@ class ExternalKV:
                 hold = self._holds.pop(key, None)
                 if hold is not None:
                     self._pool.release(hold.block_ids, Holder.ACTIVE)
-                if key not in self._news.sent_anew:  # or it is about an earlier reader, whose end nobody waits for
+                if key not in self._news.sent_anew:  # or it is about an earlier reader, whose end is not awaited
                     settled.sends.append(EndedSend(key, ok, outcome))
         for ok, outcomes in ((True, results.finished_receiving), (False, results.failed_receiving)):
             for key, outcome in outcomes.items():
@@ -400,23 +406,21 @@ class ExternalKV:
         return settled
 
     def take_tier_events(self, name: str) -> Sequence[TierEvents]:
-        """What the connector, of that name, has to tell of tiers below the cache; their parts are named as in the
-        stats.
-        """
+        """The connector's news, under its name, about tiers below the cache; their parts are named as in the stats."""
         events = () if self.tiers is None else self.tiers.take_events()
         return [msgspec.structs.replace(each, parts=[part.under(name) for part in each.parts]) for each in events]
 
     def order_tiers(self, order: CacheOrder) -> int:
-        """An operator's order for tiers below the cache; returns how many answers will come."""
+        """Pass on an operator's order for tiers below the cache; returns the number of answers to come."""
         return 0 if self.tiers is None else self.tiers.order(order)
 
     def take_tier_answers(self) -> Sequence[CacheAnswer]:
-        """Those that have come."""
+        """The answers that have come."""
         return () if self.tiers is None else self.tiers.take_answers()
 
     @property
     def problem(self) -> str:
-        """Why the connector cannot be used now; empty: nothing is known to be wrong."""
+        """Why the connector cannot be used now; empty: no problem is known."""
         return "" if self.tiers is None else without_secrets(self.tiers.problem)[:MAX_PROBLEM_CHARS]
 
     def get_stats(self, name: str) -> dict[str, ConnectorStats]:

@@ -1,4 +1,4 @@
-"""The life of a load: from the blocks that are reserved for it to its end, good or bad.
+"""The life of a load, from the reservation of its blocks to its success or failure.
 
 A load begins when its request's blocks are allocated and ends once: it finished, it failed, its deadline passed, or its
 request ended. A request whose load brought too little computes the rest here, or fails, as the decode role decides.
@@ -19,10 +19,10 @@ _NOT_FOUND = TransferOutcome("kv_not_found")
 
 
 class Loads:
-    """Starts and ends the loads of one engine. `external` has their books.
+    """Starts and ends the loads of one engine. `external` keeps track of them.
 
     Args:
-        timeout_s: a load, or a connector's answer to whether there is one, may take this long.
+        timeout_s: the longest time for a load, or for a connector's answer whether there is one.
     """
 
     def __init__(
@@ -44,8 +44,7 @@ class Loads:
         Args:
             source_known: the load starts now; otherwise when its connector has an answer.
 
-        Returns:
-            False: there is no memory for it.
+        Returns: False: there is no memory for it.
         """
         num_others = len(self._queues.running) + len(self._external.loads)
         if not self._decode.may_load(request, self._kv.num_taken(stop, hit, stop), num_others):
@@ -72,13 +71,13 @@ class Loads:
         self._asking.pop(request.key, None)
 
     def begin_layerwise(self, request: Request, start: int, stop: int, step_id: int, now: float) -> None:
-        """Tokens [start, stop) come layer by layer during this step, which computes what is behind them."""
+        """Load tokens [start, stop) layer by layer during this step, which computes the tokens after them."""
         load = KVLoad(request, start, stop, now + self._timeout_s, layerwise_step=step_id)
         self._external.add_load(load)
         self._external.start(load)
 
     def start_known(self) -> None:
-        """Loads whose blocks were reserved before their source was known start when it is."""
+        """Start loads whose blocks were reserved before their source was known, once it is."""
         for load in [x for x in self._external.unstarted.values() if not x.done]:
             matched = self._external.match(load.request, load.start)
             if matched.ask_again:
@@ -92,7 +91,7 @@ class Loads:
     # --- end ------------------------------------------------------------------------------------------------------
 
     def settle(self, ended: list[EndedLoad]) -> None:
-        """The transfers of these loads are over."""
+        """Settle these loads, whose transfers are over."""
         for load, ok, outcome in ended:
             if ok:
                 self._finished(load, outcome)
@@ -100,37 +99,37 @@ class Loads:
                 self._failed(load, outcome, transfer_ended=True)
 
     def end_step(self, step_id: int) -> None:
-        """The step is over; a layerwise load that it left open has failed."""
+        """Fail a layerwise load that the ended step left open."""
         for load in [x for x in self._external.layerwise.values() if x.layerwise_step == step_id]:
             self._failed(load, _TIMED_OUT, transfer_ended=False)
 
     def wake(self, request: Request) -> None:
-        """The request's first token is known: it may run if its KV is in."""
+        """Let the request run if its KV has arrived: its first token is known."""
         load = self._external.loads.get(request.transfer_key)
         if load is not None and load.done:
             self._activate(load)
 
     def fail(self, request: Request, outcome: TransferOutcome) -> None:
-        """The peer says that the request's KV will never come."""
+        """Fail the load: the peer says that the request's KV will never come."""
         load = self._external.loads.get(request.transfer_key)
         if load is not None and not load.done and load.layerwise_step is None:
             self._failed(load, outcome, transfer_ended=False)
 
     def fail_waiting(self, request: Request, outcome: TransferOutcome = _NOT_FOUND) -> None:
-        """Nothing comes from outside for a request in the queue."""
+        """Note that nothing will be loaded for a request in the queue."""
         self.answered(request)
         self._queues.waiting.remove(request)
         self._fall_back(request, outcome)
 
     def give_up(self, request: Request) -> None:
-        """The request ends, or loses its blocks: its load, if it has one, ends with it."""
+        """End the load, if any, of a request that ends or loses its blocks."""
         self.answered(request)
         load = self._external.loads.get(request.transfer_key)
         if load is not None and load.request is request:
             self._external.end_load(request.transfer_key, transfer_ended=False)
 
     def expire(self, now: float) -> None:
-        """Loads whose deadline passed fall back; so do requests that waited too long for an answer."""
+        """Let loads past their deadline fall back, and requests that waited too long for an answer."""
         for load in [x for x in self._external.loads.values() if x.deadline <= now and x.layerwise_step is None]:
             self._failed(load, _TIMED_OUT, transfer_ended=False)
         for request, _ in list(takewhile(lambda asking: asking[1] <= now, self._asking.values())):
@@ -159,10 +158,10 @@ class Loads:
         self._activate(load)
 
     def _activate(self, load: KVLoad) -> None:
-        """A finished load's request joins the running ones, once its next token is known.
+        """Let a finished load's request join the running ones, once its next token is known.
 
-        Only then does its KV enter the cache: the peer that sent the KV of its last step ahead of that step's end has
-        found nothing wrong with it.
+        Only then does its KV enter the cache: by then the peer, which sent the last step's KV before that step ended,
+        has found nothing wrong with it.
         """
         request = load.request
         if request.kv == "await_peer" and not request.output_token_ids:
@@ -174,7 +173,7 @@ class Loads:
         self._queues.needs_step = True
 
     def _take_over(self, load: KVLoad) -> None:
-        """The KV is here: from now on the request is like any other of this engine."""
+        """Treat the request, whose KV has arrived, like any other of this engine from now on."""
         self._external.end_load(load.request.transfer_key, transfer_ended=True)
         load.request.compute_here()
 
@@ -182,7 +181,7 @@ class Loads:
         request = load.request
         self._external.end_load(request.transfer_key, transfer_ended=transfer_ended)
         if load.layerwise_step is not None:
-            self._external.preempted(request)  # what it computed behind the load is void, too
+            self._external.preempted(request)  # tokens computed after the load are void, too
         if request in self._queues.running:
             self._queues.running.remove(request)
         num_loaded = load.start + outcome.num_tokens if transfer_ended and outcome.num_tokens else 0
@@ -191,7 +190,7 @@ class Loads:
         self._fall_back(request, outcome, num_loaded)
 
     def _fall_back(self, request: Request, outcome: TransferOutcome, num_loaded: int = 0) -> None:
-        """Compute here what did not come, or fail the request, as the role's policy says.
+        """Compute here what did not arrive, or fail the request, according to the role's policy.
 
         Args:
             num_loaded: tokens [0, num_loaded) are in its blocks.

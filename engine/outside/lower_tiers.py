@@ -1,4 +1,6 @@
-"""What the routers have been told about the tiers below this engine's cache; one that joins later is told it, too."""
+"""What the routers have been told about the tiers below this engine's cache; a router that joins later is told
+it, too.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,13 +10,13 @@ import msgspec
 from pdkv.wire.tiers import TierEvents
 
 MAX_TIER_KEYS = 1 << 16
-"""Keys of one tier that are kept, those told last; what is dropped stays told."""
+"""The most keys kept of one tier, the latest; routers are not told of dropped ones."""
 
 MAX_TIERS = 16
-"""Further ones are not told."""
+"""The most tiers that routers are told of."""
 
 KEYS_PER_MESSAGE = 2048
-"""Of one TierEvents; more are told in parts."""
+"""The most keys in one TierEvents; more are sent in parts."""
 
 
 class LowerTiers:
@@ -25,9 +27,9 @@ class LowerTiers:
         self._told: dict[str, OrderedDict[bytes, None]] = {}  # by medium
 
     def update(self, events: Iterable[TierEvents]) -> list[TierEvents]:
-        """Take over what a connector says; returns what routers shall be told.
+        """Take over a connector's report; returns the events for routers.
 
-        What was told is told again: another engine may have missed it meanwhile, and said so.
+        Known keys are reported again: another engine may have missed them in the meantime and reported that.
         """
         return [part for event in events for part in self._update(event)]
 
@@ -49,7 +51,7 @@ class LowerTiers:
         yield from _parts(self._tiers[medium], event.removed, event.stored)
 
     def snapshot(self) -> list[TierEvents]:
-        """All that was told; of every tier at least that it is there."""
+        """Everything reported so far; for each tier at least its existence."""
         return [part for medium, tier in self._tiers.items() for part in _parts(tier, [], list(self._told[medium]))]
 
 

@@ -1,7 +1,6 @@
-"""Whether the KV of a preempted request is read from where it was saved, or computed again.
+"""Decides whether the KV of a preempted request is read back or computed again.
 
-Nothing is written for it: stores save what is confirmed behind each step, and find it by key when the request comes
-again.
+Nothing is written for it: stores save confirmed KV after each step, and find it by key when the request comes again.
 """
 
 from collections.abc import Callable
@@ -11,16 +10,14 @@ from pdkv.config import Preemption
 from pdkv.wire.types import RequestKey
 
 TRY_AGAIN_AFTER = 32
-"""Requests that were computed again; the next one is read, for what it takes now."""
+"""Number of recomputed requests after which the next one is read, to measure the current cost."""
 
 
 class SwapRule:
-    """Of one engine.
+    """The decision rule of one engine.
 
-    Args:
-        policy: "auto": whatever took less time lately; what has not been measured yet is read.
-        step_s: seconds that a step of so many tokens takes.
-        step_tokens: the most of one step.
+    Args: policy: "auto": the way that recently took less time; reading, if that has not been measured. step_s: seconds
+    that a step of a number of tokens takes. step_tokens: the most tokens of one step.
     """
 
     def __init__(self, policy: Preemption, step_s: Callable[[int], float], step_tokens: int) -> None:
@@ -29,19 +26,19 @@ class SwapRule:
         self._step_tokens = step_tokens
         self._loads = Line()  # tokens
         self._computed: set[RequestKey] = set()  # since one was read
-        self._tried: RequestKey | None = None  # for what reading takes now
+        self._tried: RequestKey | None = None  # to measure the current cost of reading
 
     @property
     def looks(self) -> bool:
-        """Whether anything can come of asking what is there."""
+        """Whether it is useful to ask what is stored."""
         return self._policy != "recompute"
 
     def loaded(self, num_tokens: int, seconds: float) -> None:
-        """A load from a store took so long; one that failed counts as well."""
+        """Record the time of a load from a store; failed loads count as well."""
         self._loads.add(num_tokens, seconds)
 
     def prefers_load(self, key: RequestKey, num_tokens: int) -> bool:
-        """Whether so many tokens of this request, which are there, are read. May be asked again before it is done."""
+        """Whether to read this many stored tokens of the request. May be asked again before that is done."""
         if self._policy == "swap" or not self._loads.known:
             return self.looks
         if not self.looks:

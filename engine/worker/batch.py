@@ -1,4 +1,4 @@
-"""The persistent batch: the workers' copy of every request they know, in arrays whose rows are reused slots."""
+"""The persistent batch: the workers' copy of every known request, in arrays whose rows are reused slots."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -20,11 +20,11 @@ class StepInputs(NamedTuple):
     seq_lens: IntArray  # (r,) tokens in the cache after the step
     token_ids: IntArray  # (n,)
     positions: IntArray  # (n,)
-    block_ids: IntArray  # (groups, n) where each token's KV goes: block and offset within it
+    block_ids: IntArray  # (groups, n) the block and the offset within it of each token's KV
     offsets: IntArray  # (n,)
     num_prompt: IntArray  # (r,) tokens of each request's prompt
     sampling: IntArray  # (m,) the requests that draw
-    num_drafts: IntArray  # (r,) of each request's tokens, the last ones: guesses
+    num_drafts: IntArray  # (r,) number of guesses at the end of each request's tokens
 
     @classmethod
     def of_nobody(cls, num_groups: int) -> "StepInputs":
@@ -44,16 +44,16 @@ class PersistentBatch:
     def __init__(
         self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1, *, has_drafts: bool = False
     ) -> None:
-        """`num_groups`: KV groups, each with a block table per request. `has_drafts`: plans may reckon with drafts."""
+        """`num_groups`: KV groups, each with a block table per request. `has_drafts`: plans may include drafts."""
         self.block_size = block_size
-        # One column more than the longest request: a token is drawn behind the last computed one and never used.
+        # One column more than the longest request: a token is drawn after the last computed one and never used.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
-        # A block that no token of the request sees any more stays in the table, or is 0: nobody reads it.
+        # A block that no token of the request sees any more stays in the table, or is 0: it is not read.
         self.block_tables = np.zeros((num_groups, max_num_seqs, -(-max_model_len // block_size)), dtype=np.int64)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)
         self.num_prompt = np.zeros(max_num_seqs, dtype=np.int64)
-        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known of prompt + output
-        self.num_drafts = np.zeros(max_num_seqs, dtype=np.int64)  # guesses behind them in `token_ids`
+        self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known tokens of prompt + output
+        self.num_drafts = np.zeros(max_num_seqs, dtype=np.int64)  # guesses after them in `token_ids`
         self._has_drafts = has_drafts
         self.requests: list[NewRequest | None] = [None] * max_num_seqs
         self._slots: dict[RequestKey, int] = {}
@@ -70,7 +70,7 @@ class PersistentBatch:
         return self._slots[key]
 
     def requests_in(self, slots: IntArray) -> list[NewRequest]:
-        """The requests in slots that are taken."""
+        """The requests in the occupied slots."""
         return [request for slot in slots.tolist() if (request := self.requests[slot]) is not None]
 
     def add(self, request: NewRequest) -> int:
@@ -90,7 +90,7 @@ class PersistentBatch:
         return slot
 
     def remove(self, key: RequestKey) -> int | None:
-        """Forget a request; its former slot, or None when it never got here (it ended while it waited)."""
+        """Forget a request; returns its former slot, or None if it never got here (it ended while it waited)."""
         slot = self._slots.pop(key, None)
         if slot is not None:
             self.requests[slot] = None
@@ -98,19 +98,21 @@ class PersistentBatch:
         return slot
 
     def append_blocks(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Extend a request's block tables, one per group, by equally many entries."""
+        """Extend a request's block tables, one per group, by the same number of entries."""
         start = int(self.num_blocks[slot])
         stop = self.num_blocks[slot] = start + len(block_ids[0])
         np.maximum(np.asarray(block_ids, dtype=np.int64), 0, out=self.block_tables[:, slot, start:stop])
 
     def append_tokens(self, slots: IntArray, positions: IntArray, token_ids: IntArray) -> None:
-        """Write what was drawn for `slots` at `positions`, which ascend for each slot. What was proposed is gone."""
+        """Write the tokens drawn for `slots` at `positions`, which ascend for each slot. Proposed tokens are
+        dropped.
+        """
         self.token_ids[slots, positions] = token_ids
         self.num_tokens[slots] = positions + 1
         self.num_drafts[slots] = 0
 
     def propose(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Note guesses at what follows the tokens known; those that have no place are left out."""
+        """Note guesses at the tokens after the known ones; those for which there is no room are left out."""
         start = int(self.num_tokens[slot])
         count = self.num_drafts[slot] = max(min(len(token_ids), self.token_ids.shape[1] - start), 0)
         self.token_ids[slot, start : start + count] = token_ids[:count]
@@ -124,7 +126,9 @@ class PersistentBatch:
             if s.new_block_ids:
                 self.append_blocks(self._slots[s.key], s.new_block_ids)
         num_drafts = np.zeros(count, np.int64)
-        if self._has_drafts:  # fewer may be there than the plan reckoned with, and it may not know how far others came
+        if (
+            self._has_drafts
+        ):  # there may be fewer than planned, and the plan may not know the progress of other requests
             num_drafts = np.minimum(most, self.num_drafts[slots])
             num_computed = np.where(samples, self.num_tokens[slots] + most - num_scheduled, num_computed)
             num_scheduled = num_scheduled - most + num_drafts

@@ -10,28 +10,31 @@ _NONE = -1
 
 
 class DeviceTokens:
-    """Tokens stay on the device; where each lies in its request is known on the host, by counting."""
+    """The last token of each slot, kept on the device; its position in its request is known on the host, by
+    counting.
+    """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self._positions = np.full(max_num_seqs, _NONE, np.int64)  # of each slot's token in its request
 
     def put(self, slots: IntArray, positions: IntArray, tokens: torch.Tensor) -> None:
-        """What was drawn, (n,) int64 on the device, in distinct slots: the token at `positions` (n,) of each request.
+        """Store drawn tokens, (n,) int64 on the device, in distinct slots: the token at `positions` (n,) of each
+        request.
 
-        A negative one, of a request that has no choice, becomes 0: whatever is computed behind it is thrown away.
+        A negative token, of a request that has no choice, becomes 0: everything computed after it is dropped.
         """
         self._tokens.index_copy_(0, to_tensor(slots, tokens.device), tokens.clamp(min=0))
         self._positions[slots] = positions
 
     def forget(self, slots: IntArray | int) -> None:
-        """The slots are somebody else's now, or the host knows better."""
+        """Forget the slots: they belong to other requests now, or the host knows better."""
         self._positions[slots] = _NONE
 
     def fill(self, token_ids: torch.Tensor, inputs: StepInputs) -> None:
         """Write those tokens of a step that were drawn here into `token_ids` (at least n,), on the device.
 
-        A request's drawn token is the last one that it has, so in a step it is the last one of its share.
+        A request's drawn token is its last one, so in a step it is the last one of its share.
         """
         last = inputs.cu_seqlens_q[1:] - 1
         [known] = np.nonzero(self._positions[inputs.slots] == inputs.positions[last])

@@ -1,8 +1,8 @@
 """Several rows per request and step: guesses at the tokens to come are computed together with the last known one.
 
-A proposer guesses; the next step computes the guesses as if they were right, and draws behind each row what it would
-draw there anyhow: draws depend on seed and position alone. The drawn tokens are the output as far as the guesses in
-front of them were right, so a proposer changes how many steps an output takes, and no token of it.
+A proposer guesses; the next step computes the guesses as if they were right, and draws after each row what it would
+draw there in any case: draws depend only on seed and position. The drawn tokens are output as long as the guesses
+before them were right, so a proposer changes the number of steps that an output takes, but none of its tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,7 +24,7 @@ class Proposer(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Most tokens that it proposes for a request and step."""
+        """The most tokens that it proposes for a request and step."""
         ...
 
     def propose(self, requests: Sequence[NewRequest], token_ids: Sequence[IntArray]) -> Sequence[Sequence[int]]:
@@ -37,17 +37,17 @@ class Proposer(Protocol):
 
 
 class DrawRows(NamedTuple):
-    """The rows of a step behind which tokens are drawn: of m requests that sample, each 1 + its drafts, n together."""
+    """The rows of a step after which tokens are drawn: of m requests that sample, each 1 + its drafts, n in total."""
 
-    requests: IntArray  # (m,) which ones of the step
+    requests: IntArray  # (m,) their numbers in the step
     starts: IntArray  # (m,) first of their rows below
     rows: IntArray  # (n,) of the step's tokens, ascending
     slots: IntArray  # (n,)
-    num_tokens: IntArray  # (n,) known to the row, drafts included: the index of the token that is drawn
+    num_tokens: IntArray  # (n,) known to the row, including drafts: the index of the token that is drawn
 
     @classmethod
     def of(cls, inputs: StepInputs) -> "DrawRows":
-        """All that a step has."""
+        """All rows of a step."""
         requests = inputs.sampling
         last, seq_lens, slots = inputs.cu_seqlens_q[1:] - 1, inputs.seq_lens, inputs.slots
         if len(requests) < len(slots):
@@ -61,14 +61,14 @@ class DrawRows(NamedTuple):
         return cls(requests, stops - counts, rows, np.repeat(slots, counts), known)
 
     def shares(self) -> Iterator[tuple[int, int, int]]:
-        """Of each request its slot, and the range [start, stop) of its rows."""
+        """For each request its slot, and the range [start, stop) of its rows."""
         stops = [*self.starts[1:].tolist(), len(self.rows)]
         return zip(self.slots[self.starts].tolist(), self.starts.tolist(), stops, strict=True)
 
     def count_right(self, tokens: IntArray, batch: PersistentBatch) -> IntArray:
-        """How many of the tokens drawn (n,) belong to each request's output, (m,): one more than its right drafts.
+        """The number of drawn tokens (n,) that belong to each request's output, (m,): one more than its right drafts.
 
-        0 where the first row has no choice, which is -1; a later one without is left to the next step.
+        0 if the first row has no choice (-1); a later row without a choice is left to the next step.
         """
         if len(self.rows) == len(self.starts):
             return (tokens >= 0).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Which dtypes `--dtype` and `--kv-cache-dtype` mean, and what layers with FP8 weights compute in."""
+"""Resolves `--dtype` and `--kv-cache-dtype`, and the compute dtype of layers with FP8 weights."""
 
 import logging
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
-    """The dtype of computation by torch's name: what was asked for, or the model's own.
+    """The computation dtype by torch's name: the requested one, or the model's own.
 
     A processor without bfloat16 computes a bfloat16 model in float32, in which prompts and batches take a third of the
     time (benchmarks/dtypes.py), and says so.
@@ -32,7 +32,7 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
 
 
 def resolve_kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> str:
-    """The dtype in which KV is stored, where `dtype` is that of computation; by torch's names.
+    """The dtype in which KV is stored, with `dtype` as the computation dtype; by torch's names.
 
     Raises:
         ConfigError: FP8 on a GPU that does not convert it (before compute capability 8.9).
@@ -50,9 +50,9 @@ def resolve_kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> 
 
 
 def resolve_fp8(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelConfig:
-    """The model as an engine computes it: with FP8 inputs where its weights are FP8 and the device multiplies them.
+    """The model as an engine computes it: with FP8 inputs if its weights are FP8 and the device multiplies them.
 
-    The same on every rank. KV is other KV then, so it is part of the model's identity.
+    The same on every rank. It changes the KV, so it is part of the model's identity.
     """
     if model.quantization is None or model.quantization.input_scheme is None:
         return model
@@ -60,5 +60,5 @@ def resolve_fp8(config: EngineConfig, model: ModelConfig, device: torch.device) 
     reason = why_not_fp8(model, dtype, device, config.tp)
     if reason is None:
         return model.with_fp8_inputs()
-    logger.info("FP8 weights are made dense, and inputs stay as they are: %s", reason)
+    logger.info("FP8 weights are converted to dense ones, and inputs stay as they are: %s", reason)
     return model

@@ -43,10 +43,10 @@ from pdkv.wire.kv import EngineCard, KVLayout
 
 
 class Ended(NamedTuple):
-    """What the connector's worker sides say between two steps."""
+    """Reports of the connector's worker sides between two steps."""
 
     transfers: TransferResults
-    stats: Stats | None = None  # since start; None: as before
+    stats: Stats | None = None  # since the start; None: unchanged
     is_report: bool = False  # the answer to `Executor.report`
 
 
@@ -54,42 +54,42 @@ NOTHING_ENDED = Ended(NO_TRANSFERS)
 
 
 class Executor(ABC):
-    """What the engine core knows of its ranks."""
+    """The engine core's view of its ranks."""
 
     @abstractmethod
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step on all ranks and return their common output. Blocks; raises what a rank raised."""
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Give a step to the engine's device. Where that computes behind its host, the step has not ended then.
+        """Give a step to the engine's device. If the device runs asynchronously, the step has not ended on return.
 
-        At most MAX_PENDING launched before may be unfinished. Where an executor has no `launch` of its own, as that of
+        At most MAX_PENDING earlier steps may be unfinished. With an executor without its own `launch`, such as that of
         several ranks, the step has ended. May block: see docs/engine-loop.md. Raises what a rank raised.
         """
         return DoneStep(self.execute(plan))
 
     def enter_thread(self) -> None:
-        """The thread that calls this runs all steps from now on; an executor that nobody told runs them on the thread
-        that made it.
+        """Make the calling thread run all steps from now on; by default, the thread that made the executor runs
+        them.
         """
 
     def take_finished(self) -> Ended:
-        """Between steps: transfers that ended since the last one, as far as that costs nothing.
+        """Between steps: transfers that ended since the last one, as far as that is free to know.
 
-        Not more than a saving: what it leaves is in the next step's output. An engine of several ranks leaves all of
-        it, since a transfer has ended when it has on every rank.
+        This is only an optimization: the others are in the next step's output. An engine of several ranks leaves all of
+        them, since a transfer has ended only when it has on every rank.
         """
         return NOTHING_ENDED
 
     def ask_finished(self, *, with_stats: bool = False) -> Ended:
-        """`take_finished` of all ranks, which are asked. Blocks for their answers; raises what a rank raised.
+        """Ask all ranks for `take_finished`. Blocks for their answers; raises what a rank raised.
 
-        `with_stats`: also where no transfer has ended.
+        `with_stats`: return statistics even if no transfer has ended.
         """
         return self.take_finished()
 
     def report(self) -> Ended:
-        """Between steps: what all ranks have to say of now, whatever it is. Blocks and raises as `ask_finished`."""
+        """Between steps: ask all ranks for their current reports. Blocks and raises as `ask_finished`."""
         return self.ask_finished(with_stats=True)._replace(is_report=True)
 
     @abstractmethod
@@ -98,7 +98,7 @@ class Executor(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Stop the ranks and give everything back. Idempotent."""
+        """Stop the ranks and release everything. Idempotent."""
 
 
 class RankInfo(NamedTuple):
@@ -111,18 +111,19 @@ class RankInfo(NamedTuple):
 class ModelExecutor(Executor):
     """Runs a real model. Two phases, since a connector may own the KV pool and needs to know its size first.
 
-    When it is made, `layout` (of one rank) and `num_blocks` are known and the connector can be built. `attach` takes
-    the pool and the connector's worker side; after it steps can run.
+    Once constructed, `layout` (of one rank) and `num_blocks` are known and the connector can be built. `attach` takes
+    the pool and the connector's worker side; then steps can run.
     """
 
     layout: KVLayout
     num_blocks: int
     max_model_len: int
-    models_of_other_ranks: Sequence[str] = ()  # identities of what they loaded, in order
+    models_of_other_ranks: Sequence[str] = ()  # identities of the loaded weights, in order
 
     @abstractmethod
     def attach(self, kv_pool: torch.Tensor | None, worker: WorkerConnector | None) -> list[RankInfo]:
-        """Take this rank's pool from the connector (None: allocate one) and its worker side; warm up. By rank.
+        """Take this rank's pool from the connector (None: allocate one) and its worker side; warm up. Returns the
+        ranks' information, by rank.
 
         Raises:
             ConfigError: the pool has another shape or dtype than `layout` and `num_blocks` say.
@@ -133,23 +134,23 @@ def resolve_device(config: EngineConfig, shard: Shard = WHOLE) -> torch.device:
     """The device that a rank computes on.
 
     Raises:
-        ConfigError: CUDA was asked for and there is none, or not one for each rank.
+        ConfigError: CUDA was requested but is not available, or not for each rank.
     """
     available = torch.cuda.is_available()
     if config.device == "cuda" and not available:
-        raise ConfigError("device cuda was asked for, but torch finds no CUDA device")
+        raise ConfigError("device cuda was requested, but torch finds no CUDA device")
     if not available or config.device == "cpu":
         return torch.device("cpu")
     devices = config.device_numbers or range(torch.cuda.device_count())
     if shard.size > len(devices):
-        raise ConfigError(f"tp {shard.size} needs as many CUDA devices, {len(devices)} are there")
+        raise ConfigError(f"tp {shard.size} needs as many CUDA devices, found {len(devices)}")
     return torch.device("cuda", devices[shard.rank])
 
 
 def _prepare_process(device: torch.device, num_threads: int | None) -> None:
     """Set what torch computes with in this process. `num_threads`: None leaves it as it is."""
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # what names no number means this one
+        torch.cuda.set_device(device)  # devices without a number mean this one
     if device.type == "cpu":
         keep_freed_memory()
         bound_kernel_caches()
@@ -167,7 +168,7 @@ def _make_layout(
     *,
     grouped: bool,
 ) -> KVLayout:
-    """Of one rank, for a model computed in `dtype`."""
+    """The layout of one rank, for a model computed in `dtype`."""
     kv_dtype = resolve_kv_dtype(config, dtype, device)
     kv_scales = () if kv_dtype == dtype else read_kv_scales(config.model, model_config.num_layers, weights)
     return make_layout(
@@ -176,10 +177,10 @@ def _make_layout(
 
 
 def describe_pool(config: EngineConfig) -> str:
-    """What an engine's KV pool will hold, as far as that can be told without its weights.
+    """What an engine's KV pool will hold, as far as that is known without its weights.
 
     Raises:
-        ConfigError: as at the engine's start: of the model, the ranks, or a length that does not fit.
+        ConfigError: as at the engine's start: for the model, the ranks, or a length that does not fit.
     """
     model = load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
     shard = Shard(0, config.tp)
@@ -189,7 +190,7 @@ def describe_pool(config: EngineConfig) -> str:
     most = resolve_max_model_len(model, config.max_model_len)
     size_bytes = pool_bytes(config, device)
     if size_bytes is None:
-        return f"{dtype} on {device}, a KV pool of what the GPU has left, requests of at most {most} tokens"
+        return f"{dtype} on {device}, a KV pool in the remaining GPU memory, requests of at most {most} tokens"
     num_blocks = min(size_bytes // layout.block_bytes, most_useful_blocks(config, layout, most))
     most = length_that_fits(config, layout, num_blocks, most)
     pool = format_bytes(num_blocks * layout.block_bytes * config.tp)
@@ -198,7 +199,7 @@ def describe_pool(config: EngineConfig) -> str:
 
 
 class InProcessExecutor(ModelExecutor):
-    """One rank in this process: the only one, or one that takes its part in the forward passes of several."""
+    """One rank in this process: the only one, or one of several that share the forward passes."""
 
     _runner_type: type[ModelRunner] = ModelRunner
 
@@ -229,7 +230,7 @@ class InProcessExecutor(ModelExecutor):
 
         Raises:
             ModelError: the weights are missing, broken, or changed while they were read.
-            ConfigError: no such device, or no room for the KV of one request of the longest length.
+            ConfigError: an unknown device, or no room for the KV of one request of the longest length.
             RankError: another rank failed.
         """
         shard = self.shard = parallel.shard
@@ -271,7 +272,7 @@ class InProcessExecutor(ModelExecutor):
         )
 
     def _profile(self) -> int:
-        """Bytes that a GPU has for KV."""
+        """Bytes of a GPU's memory for KV."""
         config = self._config
         return profiled_bytes(
             self._model,
@@ -338,7 +339,7 @@ class InProcessExecutor(ModelExecutor):
         return self.launch(plan).finish()
 
     def launch(self, plan: StepPlan) -> PendingStep:
-        assert self._runner is not None, "attach comes first"
+        assert self._runner is not None, "attach must be called first"
         if self._threads is not None:
             self._threads.use_for(plan.num_tokens)
         return self._runner.launch(plan)
@@ -350,11 +351,11 @@ class InProcessExecutor(ModelExecutor):
             self._threads.enter_thread()
 
     def take_finished(self) -> Ended:
-        # What one of several ranks has ended others may not have.
+        # One of several ranks may not have what another has.
         return self.ask_finished() if self.shard.size == 1 else NOTHING_ENDED
 
     def ask_finished(self, *, with_stats: bool = False) -> Ended:
-        """Of this rank alone."""
+        """Ask this rank alone."""
         if self._worker is None:
             return NOTHING_ENDED
         transfers = self._worker.get_finished()

@@ -1,7 +1,7 @@
-"""--check-finite: which requests of a step computed NaN or infinity, and which of their blocks hold some.
+"""--check-finite: finds the requests of a step with NaN or infinity, and which of their blocks hold some.
 
-Keys and values are looked at as each layer computes them, so that a chunk in mid-prompt, which has no logits, is found
-before its blocks enter the cache; logits show what came from outside.
+Keys and values are checked as each layer computes them, so that a chunk in mid-prompt, which has no logits, is found
+before its blocks enter the cache; logits reveal values loaded from outside.
 """
 
 from collections.abc import Sequence
@@ -24,14 +24,14 @@ from pdkv.wire.types import RequestKey
 _BLOCKS_AT_ONCE = 64
 
 _MESSAGE = (
-    "the model computed NaN or infinity for this request, in its KV or its logits, so --check-finite ended it "
-    "(the model may overflow in this dtype)"
+    "the model computed NaN or infinity in this request's KV or logits, so --check-finite ended it (the model may "
+    "overflow in this dtype)"
 )
 
 
 def finite_rows(x: torch.Tensor) -> torch.Tensor:
     """Whether all numbers of each row of (n, m) are finite, (n,) bool."""
-    low, high = torch.aminmax(x, dim=1)  # both are NaN where one number is
+    low, high = torch.aminmax(x, dim=1)  # both are NaN if one number is
     return low.isfinite() & high.isfinite()
 
 
@@ -41,10 +41,10 @@ def usable_rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 class FiniteCheck:
-    """One step's findings."""
+    """The findings in one step."""
 
     def __init__(self, inputs: StepInputs, read: Read = read_here) -> None:
-        """`read`: from the model's device."""
+        """`read`: reads from the model's device."""
         self._inputs = inputs
         self._read = read
         self._num_rows = len(inputs.positions)
@@ -53,7 +53,7 @@ class FiniteCheck:
         self._unusable: set[int] = set()  # requests of the step whose logits are not finite
 
     def around(self, attend: Attend) -> Attend:
-        """`attend`, which first looks at the layer's queries, keys and values."""
+        """Wrap `attend` with a check of the layer's queries, keys and values."""
 
         def attend_and_look(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
             if heads is not None:
@@ -65,14 +65,14 @@ class FiniteCheck:
         return attend_and_look
 
     def look_at_prompt_logits(self, logits: torch.Tensor, request: int) -> None:
-        """Logits (m, vocab) of the step's request."""
+        """Check logits (m, vocab) of the request's prompt in this step."""
         [usable] = self._read([usable_rows(logits)])
         if not usable.all():
             self._unusable.add(request)
 
     def look_at_logits(self, logits: torch.Tensor, drawn: DrawRows, counts: IntArray) -> None:
-        """Logits (n, vocab) of the rows drawn from, of which counts[i] (m,) of request i are kept. The others are of
-        wrong guesses: nothing counts that was computed of them, KV included.
+        """Check logits (n, vocab) of the rows drawn from, of which counts[i] (m,) of request i are kept. The others
+        belong to wrong guesses, and nothing computed for them counts, including KV.
         """
         kept = drawn.kept(np.maximum(counts, 1))
         self._rejected = drawn.rows[~kept]
@@ -85,7 +85,7 @@ class FiniteCheck:
         self, scheduled: Sequence[ScheduledRequest], batch: PersistentBatch, kv_pool: torch.Tensor
     ) -> dict[RequestKey, StepFailure]:
         """The requests that fail, each with those of its full blocks that hold NaN or infinity."""
-        assert self._finite is not None, "a step has layers"
+        assert self._finite is not None, "a step must have layers"
         [finite] = self._read([self._finite])
         bad = ~finite
         bad[self._rejected] = False

@@ -23,20 +23,20 @@ _LARGEST = 512
 _SIZES = (1, 2, 4, *range(8, _LARGEST, 8))
 
 Replay = Callable[[], None]
-"""Queues on the current stream what was captured."""
+"""Queues the captured work on the current stream."""
 
 
 def decode_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """What decode steps are padded to, ascending; larger steps than the last are not padded."""
+    """Padded sizes of decode steps, ascending; larger steps are not padded."""
     largest = min(max_num_seqs, _LARGEST)
     return (*(size for size in _SIZES if size < largest), largest)
 
 
 class Recorder(Protocol):
-    """Captures what functions queue on a device."""
+    """Captures the work that functions queue on a device."""
 
     def capture(self, run: Callable[[], None]) -> Replay:
-        """Of `run`, which is called twice: it must queue the same both times, and wait for nothing."""
+        """Capture `run`, which is called twice: it must queue the same work both times, and not wait."""
         ...
 
 
@@ -52,18 +52,19 @@ class CudaRecorder:
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            run()  # kernels are compiled and loaded, which a capture forbids
+            run()  # kernels are compiled and loaded, which is not allowed during a capture
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the engine may use CUDA meanwhile: only what this one does must not break the capture.
+        # Other threads of the engine may use CUDA meanwhile: only this thread's calls may break the capture.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
         return graph.replay
 
 
 def make_recorder(device: torch.device, *, enforce_eager: bool, num_ranks: int) -> Recorder | None:
-    """None where steps are not captured: on a CPU, where that was asked for, and where ranks talk to each other: torch
-    bounds how long a collective may wait, but not one within a graph, which a lost rank would keep waiting for ever.
+    """A recorder; None if steps are not captured: on a CPU, on request, or with ranks that talk to one another: torch
+    limits how long a collective may wait, but not within a graph, where a lost rank would block the others
+    indefinitely.
     """
     if device.type != "cuda":
         return None
@@ -87,8 +88,8 @@ class DecodeSteps:
         self._hidden = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     def size_for(self, inputs: StepInputs, rows: IntArray) -> int | None:
-        """The padded size of a step in which every request computes one token, and whose hidden state is wanted of all
-        of them (`rows`). None: it is another one, or larger than all sizes.
+        """The padded size of a step in which every request computes one token and needs its hidden state (`rows`).
+        None: it is another kind of step, or larger than all sizes.
         """
         num_tokens = len(inputs.positions)
         if not num_tokens == len(inputs.slots) == len(rows):
@@ -98,7 +99,7 @@ class DecodeSteps:
     def compute(self, step: ModelInputs) -> torch.Tensor:
         """Normalised hidden states (size, hidden) of the step that `attention` has prepared at that size.
 
-        The next step overwrites them: what is queued later does not read them.
+        The next step overwrites them, so work queued later must not read them.
         """
         size = len(step.token_ids)
         replay = self._replays.get(size)
@@ -109,9 +110,9 @@ class DecodeSteps:
         return self._hidden[:size]
 
     def warm_up(self, block_tables: IntArray, recorder: Recorder | None) -> None:
-        """Run every size with nobody in it, which touches no KV, and capture it if there is a recorder.
+        """Run every size without requests, which touches no KV, and capture it if there is a recorder.
 
-        The largest comes first: the memory that it takes serves the others.
+        The largest comes first, so that the others can use its memory.
         """
         for size in reversed(self._sizes):
             nobody = StepInputs.of_nobody(len(block_tables))

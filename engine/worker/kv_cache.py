@@ -32,7 +32,7 @@ def make_layout(
     """The KV layout of one rank for a dtype by torch's name, such as "bfloat16".
 
     Args:
-        grouped: False: one group that keeps all tokens of all layers, for a connector that knows no other.
+        grouped: False: one group that keeps all tokens of all layers, for a connector that supports no other.
         kv_scales: as in the layout.
     """
     kv_heads = shard.heads(model.num_kv_heads)
@@ -58,8 +58,8 @@ def num_blocks_that_fit(layout: KVLayout, size_bytes: int, most: int = maxsize) 
     """
     num_blocks = min(size_bytes // layout.block_bytes, most)
     logger.info(
-        "KV cache: %d blocks of %d tokens; a block = %d x %d layers x %d KV heads x %d tokens x %d head size x %d bytes"
-        " = %d bytes; %.1f MiB in all",
+        "KV cache: %d blocks of %d tokens; a block = %d x %d layers x %d KV heads x %d tokens x %d head size x %d "
+        "bytes = %d bytes; %.1f MiB in total",
         num_blocks, layout.block_size, layout.sides, layout.num_layers, layout.num_kv_heads, layout.block_size,
         layout.head_size, layout.dtype_bytes, layout.block_bytes, num_blocks * layout.block_bytes / (1 << 20),
     )  # fmt: skip
@@ -83,7 +83,7 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device, *, re
     shape, dtype = layout.pool_shape(num_blocks), getattr(torch, layout.dtype)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = HugeMemory().take(num_blocks * layout.block_bytes)  # a block is in another place for every layer
+    memory = HugeMemory().take(num_blocks * layout.block_bytes)  # every layer has different strides between blocks
     pool = torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
     return pool.zero_() if reserved else pool
 
@@ -116,14 +116,12 @@ def length_that_fits(
     max_step_tokens: int = 0,
     hit_tokens: int = 0,
 ) -> int:
-    """The longest request that the engine may promise: one that the pool does not hold would be cut short.
+    """The longest request that the engine may accept: one that does not fit into the pool would be cut short.
 
-    Args:
-        max_model_len: what was asked for, else the model's, which a smaller pool caps.
-        max_step_tokens: tokens of one step; counts where layers have a window, as does `hit_tokens` (kv_groups.py).
+    Args: max_model_len: the requested length, or else the model's, which a smaller pool reduces. max_step_tokens:
+    tokens of one step; relevant if layers have a window, as is `hit_tokens` (kv_groups.py).
 
-    Raises:
-        ConfigError: what was asked for does not fit; names both figures, and what to set.
+    Raises: ConfigError: the requested length does not fit; names both figures, and what to set.
     """
 
     def needs(num_tokens: int) -> int:
@@ -135,7 +133,7 @@ def length_that_fits(
     capacity = (bisect_right(most, num_blocks, key=lambda n: needs(n * layout.block_size)) - 1) * layout.block_size
     if capacity < 1:
         raise ConfigError(
-            f"the KV pool has {num_blocks} blocks, and a model of {layout.num_groups} KV groups needs one of each: "
+            f"the KV pool has {num_blocks} blocks, but a model of {layout.num_groups} KV groups needs one for each: "
             f"use --kv-cache-memory {layout.num_groups * layout.block_bytes * config.tp} bytes or more"
         )
     needed = needs(max_model_len) * layout.block_bytes * config.tp
@@ -143,8 +141,8 @@ def length_that_fits(
     remedy = f"--kv-cache-memory {-(-needed >> 20)}MiB"
     if config.max_model_len is not None:
         raise ConfigError(
-            f"{pool}, but a request may have {max_model_len} (max_model_len), which take {format_bytes(needed)}: "
-            f"use {remedy} or more, or --max-model-len {capacity} or less"
+            f"{pool}, but a request may have {max_model_len} (max_model_len), which need {format_bytes(needed)}: use "
+            f"{remedy} or more, or --max-model-len {capacity} or less"
         )
     logger.warning(
         "%s: prompt plus output is limited to that instead of the model's %d; %s would hold them",
@@ -154,7 +152,9 @@ def length_that_fits(
 
 
 def pool_bytes(config: EngineConfig, device: torch.device) -> int | None:
-    """Bytes of one rank's pool where they do not depend on what a step leaves: all but the default on a GPU."""
+    """Bytes of one rank's pool, if they do not depend on the memory that a step leaves: always but for the default on a
+    GPU.
+    """
     if config.kv_cache_memory is None and device.type != "cpu":
         return None
     return config.host_kv_bytes // config.tp

@@ -1,7 +1,8 @@
-"""What grammars allow in the rows of a step: where each answer of the batch stands, and which masks come in time.
+"""The tokens that grammars allow in the rows of a step: tracks each answer of the batch, and which masks are ready in
+time.
 
-Masks are made elsewhere, behind each draw, while the next step is computed. A row whose mask is not there when it is to
-be drawn is left out of the step, and its request is held until a plan says that it is drawn for again.
+Masks are made elsewhere, after each draw, while the next step is computed. A row without a mask at the time of its draw
+is left out of the step, and its request is held until a plan lets it draw again.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -31,20 +32,20 @@ class MaskMaker(Protocol):
 
 
 class StepMasks(NamedTuple):
-    """Of one step."""
+    """The masks of one step."""
 
-    masks: TokenMasks | None  # None: in no row
-    late: list[int]  # which of the requests that draw are left out, by their place among them
+    masks: TokenMasks | None  # None: for no row
+    late: list[int]  # the drawing requests that are left out, by their position among them
 
 
 NO_MASKS = StepMasks(None, [])
 
 
 class Masks(Protocol):
-    """Grammars as a rank's runner sees them."""
+    """Grammars, as seen by a rank's runner."""
 
     def add(self, slot: int, request: NewRequest) -> None:
-        """A request joins the batch."""
+        """Add a request to the batch."""
         ...
 
     def remove(self, slot: int) -> None:
@@ -52,23 +53,23 @@ class Masks(Protocol):
         ...
 
     def resume(self, slots: Iterable[int]) -> None:
-        """What was left out there is drawn for again from the next step on."""
+        """Let left-out requests in these slots draw again from the next step on."""
         ...
 
     def masks_in(self, slots: IntArray) -> bool:
-        """Whether one of those slots has a grammar, which must have accepted the tokens before the next is drawn."""
+        """Whether one of those slots has a grammar, which must accept the tokens before the next draw."""
         ...
 
     def take(self, drawn: DrawRows, batch: PersistentBatch) -> StepMasks:
-        """Which tokens may be drawn.
+        """The tokens that may be drawn.
 
-        A row behind a draft that the grammar refuses, or that ends the answer, has no mask: no draw of it is kept.
+        A row after a draft that the grammar refuses, or that ends the answer, has no mask: its draws are dropped.
         """
         ...
 
     def accept(self, drawn: DrawRows, tokens: IntArray, counts: IntArray, batch: PersistentBatch) -> None:
-        """Go on behind what was drawn and kept: the first counts[i] of each request's rows of `tokens` (n,). The batch
-        knows these tokens, and the drafts that are proposed behind them.
+        """Advance by the tokens drawn and kept: the first counts[i] of each request's rows of `tokens` (n,). The batch
+        knows these tokens, and the drafts proposed after them.
         """
         ...
 
@@ -77,8 +78,8 @@ class GrammarMasks:
     """The grammars of the running batch. Requests without one cost nothing.
 
     Args:
-        maker: None: no request has a grammar.
-        share: is told the masks of each step in which a request with a grammar draws.
+        maker: None: no request has a grammar. share: called with the masks of each step in which a request with a
+            grammar draws.
     """
 
     def __init__(
@@ -156,21 +157,21 @@ class GrammarMasks:
 
 
 class _Answer:
-    """Where one request's output stands."""
+    """The state of one request's output."""
 
     def __init__(self, request: NewRequest, eos_token_ids: Collection[int]) -> None:
         self.key = request.key
-        self.is_over = False  # it has ended: what may still be drawn is thrown away
+        self.is_over = False  # it has ended: further draws are dropped
         self.is_held = False  # it was left out
         self._stops = {*eos_token_ids, *request.params.stop_token_ids}
 
     def go_on(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens in front of one that ends the answer."""
+        """The tokens before one that ends the answer."""
         accepted = self.up_to_stop(token_ids)
         self.is_over = self.is_over or len(accepted) < len(token_ids)
         return accepted
 
     def up_to_stop(self, token_ids: Sequence[int]) -> list[int]:
-        """As `go_on`, and nothing changes."""
+        """As `go_on`, but without changing anything."""
         stop = next((i for i, token_id in enumerate(token_ids) if token_id in self._stops), len(token_ids))
         return list(token_ids[:stop])

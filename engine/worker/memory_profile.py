@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for KV beside the largest step and the captured graphs."""
+"""Measures how much of a GPU's memory is left for KV next to the largest step and the captured graphs."""
 
 from collections.abc import Sequence
 
@@ -13,12 +13,14 @@ from pdkv.models.decoder import Decoder
 from pdkv.wire.kv import KVLayout
 
 _GRAPH_BYTES = 4 << 20
-"""Of the driver's for one captured step, beside the memory that its kernels write: some 500 kernels' arguments, and
-what the driver adds. torch does not see them, and what the device has left other processes change, too.
+"""Driver memory for one captured step besides the memory that its kernels write: the arguments of some 500 kernels, and
+the driver's overhead. torch does not see it, and a device's free memory also changes with other processes.
 """
 
 _GRAPH_POOL_RATIO = 2
-"""Graphs of all sizes share memory, from which the largest alone would take what its kernels need at their peak."""
+"""Share of the kernels' peak memory that graphs take: graphs of all sizes share memory, of which the largest needs
+most.
+"""
 
 
 def profiled_bytes(
@@ -34,19 +36,17 @@ def profiled_bytes(
     num_graphs: int,
     timeout_s: float,
 ) -> int:
-    """Bytes that an engine leaves of a share of a GPU: run all that it runs before it is ready over a pool of one
-    block, the largest step with it, and see what it took at its peak.
+    """Bytes that an engine leaves of its share of a GPU: run the whole warm-up, including the largest step, over a pool
+    of one block, and measure the peak.
 
-    Args:
-        utilization: the share, in (0, 1].
-        max_num_tokens: of a step.
-        max_num_seqs: requests of a step, which all draw, with every option.
+    Args: utilization: the share, in (0, 1]. max_num_tokens: tokens of a step. max_num_seqs: requests of a step, which
+        all draw, with every option.
         attention_backend, decode_sizes: as in `ModelRunner`.
         num_graphs: how many steps will be captured.
-        timeout_s: how long the device may take for a step; it waits for ranks that load their weights longer.
+        timeout_s: longest time of a step on the device; it includes waiting for ranks that load their weights more
+            slowly.
 
-    Raises:
-        ConfigError: nothing is left, or other processes have taken what the share promises.
+    Raises: ConfigError: nothing is left, or other processes use memory within the share.
     """
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)
@@ -79,7 +79,7 @@ def profiled_bytes(
 
 
 def _decode_bytes(runner: ModelRunner, device: torch.device) -> int:
-    """What the largest decode step takes at its peak, beside what is there between steps."""
+    """Bytes that the largest decode step takes at its peak, besides the memory used between steps."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner.warm_up_decodes(None)

@@ -1,4 +1,4 @@
-"""A step that its device has been given: what came of it is asked for later."""
+"""A step that its device is computing; its results are fetched later."""
 
 from abc import ABC, abstractmethod
 from typing import Final
@@ -7,7 +7,7 @@ from pdkv.connectors.base import NO_TRANSFERS, TransferResults
 from pdkv.engine.plan import StepOutput
 
 MAX_PENDING: Final = 1
-"""Steps that may be unfinished while another one is launched: with one an H100 does not wait for its host."""
+"""Steps that may be unfinished while another one is launched: with one, an H100 does not wait for its host."""
 
 
 class PendingStep(ABC):
@@ -19,21 +19,21 @@ class PendingStep(ABC):
         """Whether the device has computed it. Never blocks.
 
         Raises:
-            RankTimeout: it should have been by now.
+            RankTimeout: it is overdue.
         """
 
     @property
     def has_sends(self) -> bool:
-        """Whether its launch found ends of sends, which its output tells."""
+        """Whether its launch found ended sends, which its output reports."""
         return False
 
     def take_loads(self) -> TransferResults:
-        """Ends of loads that its launch found: its output does not tell them then."""
+        """Ended loads that its launch found: its output then does not report them."""
         return NO_TRANSFERS
 
     @abstractmethod
     def finish(self) -> StepOutput:
-        """Wait for the device, once. Called again it gives the same output.
+        """Wait for the device, once. Further calls return the same output.
 
         Raises:
             RankTimeout: the device has not computed the step in time.
@@ -41,7 +41,7 @@ class PendingStep(ABC):
 
 
 class DoneStep(PendingStep):
-    """One whose output is known already: what its launch called has been done."""
+    """A step with its output already known: everything its launch called is done."""
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output

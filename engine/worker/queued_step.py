@@ -1,4 +1,4 @@
-"""A step that its device computes behind the host: what it draws stays there, and the host reads it at its end."""
+"""A step that its device computes asynchronously: drawn tokens stay there, and the host reads them at its end."""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ _NO_CHOICE = StepFailure(
 
 
 class Tokens(NamedTuple):
-    """What a step drew, by request."""
+    """The drawn tokens of a step, by request."""
 
     sampled: dict[RequestKey, SampledTokens]
     stuck: dict[RequestKey, StepFailure]  # those for which no token can be chosen
@@ -48,8 +48,8 @@ def tokens_of(
     """Give each of the m requests that drew the first counts[i] of its rows.
 
     Args:
-        requests, counts: (m,). tokens: (n,) drawn behind each row.
-        logprobs, failures: by row; why there is no choice, where that is known.
+        requests, counts: (m,). tokens: (n,) drawn after each row. logprobs, failures: by row; why there is no choice,
+        if known.
     """
     token_ids, found = tokens.tolist(), Tokens({}, {})
     for request, start, count in zip(requests, drawn.starts.tolist(), counts.tolist(), strict=True):
@@ -61,7 +61,7 @@ def tokens_of(
 
 
 class Draws(NamedTuple):
-    """What a queued step draws: a row for each request."""
+    """The draws of a queued step: one row per request."""
 
     requests: Sequence[NewRequest]
     rows: DrawRows
@@ -70,10 +70,10 @@ class Draws(NamedTuple):
 
 
 class QueuedStep(PendingStep):
-    """Launched; its tokens come to the host with `finish`."""
+    """A launched step; `finish` brings its tokens to the host."""
 
     def __init__(self, rest: StepOutput, draws: Draws, batch: PersistentBatch) -> None:
-        """`rest`: the output but for what is drawn. `batch`: takes in the tokens of those who are still there."""
+        """`rest`: the output except for the draws. `batch`: gets the tokens of the requests that are still there."""
         self._rest = rest
         self._draws = draws
         self._batch = batch
@@ -113,7 +113,9 @@ class QueuedStep(PendingStep):
         )
 
     def _keep(self, tokens: NDArray[np.int64], is_chosen: NDArray[np.bool_]) -> None:
-        """Write down what was drawn; a slot may be another request's by now, or the same one's from anew."""
+        """Write the drawn tokens to the batch; a slot may belong to another request by now, or to the same one
+        restarted.
+        """
         requests, rows, _, _ = self._draws
         owners = (self._batch.requests[slot] for slot in rows.slots.tolist())
         is_there = np.fromiter(map(_is, owners, requests), np.bool_, len(requests)) & is_chosen
@@ -125,7 +127,7 @@ def _is(owner: NewRequest | None, request: NewRequest) -> bool:
 
 
 class DeviceQueue:
-    """What one runner's queued steps share."""
+    """State shared by one runner's queued steps."""
 
     def __init__(
         self, max_num_seqs: int, device: torch.device, streams: Streams, timeout_s: float, clock: Clock
@@ -136,14 +138,14 @@ class DeviceQueue:
     def read(
         self, requests: Sequence[NewRequest], rows: DrawRows, tokens: torch.Tensor, logprobs: QueuedLogprobs | None
     ) -> Draws:
-        """Behind the step's work: take what the host wants of it there."""
+        """After the step's work: start copying the results that the host needs."""
         results = self._readback.begin([tokens, *(() if logprobs is None else logprobs.tensors)])
         return Draws(requests, rows, logprobs, results)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long the device may take for what is queued from now on."""
+        """Set how long the device may take for later work."""
         self._readback.set_timeout(timeout_s)
 
     def read_now(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-        """In the midst of a step: wait for what it has been given so far. Raises RankTimeout."""
+        """In the middle of a step: wait for the work so far. Raises RankTimeout."""
         return self._readback.read(tensors)

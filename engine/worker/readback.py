@@ -1,4 +1,6 @@
-"""What the host wants of a step: copied to pinned memory behind the step's work, and one event behind the copies."""
+"""Reads a step's results on the host: copied to pinned memory after the step's work, with one event after the
+copies.
+"""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,21 +15,21 @@ from pdkv.errors import RankTimeout, TransferTimeout
 from pdkv.kernels.streams import Streams
 
 _SLAB_BYTES = 1 << 18
-"""At first: 512 tokens with 20 logprobs each are half of it."""
+"""Initial bytes: 512 tokens with 20 logprobs each take half of them."""
 
 _ALIGNMENT = 16
 
 Read = Callable[[Sequence[torch.Tensor]], list[NDArray[Any]]]
-"""What tensors of the model's device hold when all that was queued there is done. Raises RankTimeout."""
+"""Reads the contents of tensors on the model's device once all work queued there is done. Raises RankTimeout."""
 
 
 def read_here(tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-    """Of tensors in host memory, in which all has been done."""
+    """Read tensors in host memory, whose work is done."""
     return [tensor.numpy() for tensor in tensors]
 
 
 class _Slab:
-    """Pinned memory for the results of one step, used again when they were read."""
+    """Pinned memory for the results of one step, reused once they are read."""
 
     def __init__(self, streams: Streams) -> None:
         self.event = streams.make_event()
@@ -36,7 +38,7 @@ class _Slab:
         self._memory = streams.make_pinned(_SLAB_BYTES)
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Room for each of the tensors."""
+        """Memory for each of the tensors."""
         assert not self.is_taken, "more steps are unfinished than MAX_PENDING, and the one that is launched"
         self.is_taken = True
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
@@ -50,13 +52,13 @@ class _Slab:
 
 
 class Results:
-    """Those of one step."""
+    """The results of one step."""
 
     def __init__(
         self, slab: _Slab, copies: Sequence[torch.Tensor], timeout_s: float, num_before: int, clock: Clock
     ) -> None:
         """`num_before`: steps that the device has yet to end, each of which may take as long."""
-        self.next: Results | None = None  # of the step behind
+        self.next: Results | None = None  # of the next step
         self._slab = slab
         self._copies = copies
         self._timeout_s = timeout_s
@@ -65,7 +67,7 @@ class Results:
 
     @property
     def are_there(self) -> bool:
-        """Whether `read` would not wait. Raises RankTimeout where they should have been there by now."""
+        """Whether `read` would not wait. Raises RankTimeout if they are overdue."""
         if self._slab.event.query():
             return True
         if self._clock.now() > self._deadline:
@@ -73,7 +75,7 @@ class Results:
         return False
 
     def read(self) -> list[NDArray[Any]]:
-        """Wait for them, once; copies in memory of their own. Raises RankTimeout."""
+        """Wait for the results, once; returns copies. Raises RankTimeout."""
         try:
             self._slab.event.synchronize(max(0.0, self._deadline - self._clock.now()))
         except TransferTimeout:
@@ -85,7 +87,7 @@ class Results:
         return arrays
 
     def _begin(self) -> None:
-        """The device computes this step now."""
+        """Note that the device starts computing this step now."""
         self._deadline = self._clock.now() + self._timeout_s
 
     def _too_late(self) -> RankTimeout:
@@ -93,24 +95,22 @@ class Results:
 
 
 class Readback:
-    """Of one device. The results of several steps may be on their way, each in memory of its own, and so is what a
-    step reads before its end.
-    """
+    """Results of one device. Several steps may be in flight, each with its own memory; so may early reads of a step."""
 
     def __init__(self, streams: Streams, timeout_s: float, clock: Clock) -> None:
-        """`timeout_s`: how long behind its launch, and the end of the step before it, a step may end."""
-        self._slabs = deque(_Slab(streams) for _ in range(MAX_PENDING + 1))  # the one that was used longest ago first
+        """`timeout_s`: the longest time of a step after its launch and the end of the step before it."""
+        self._slabs = deque(_Slab(streams) for _ in range(MAX_PENDING + 1))  # least recently used first
         self._slab_within = _Slab(streams)
         self._last: Results | None = None
         self._clock = clock
         self._timeout_s = timeout_s
 
     def set_timeout(self, timeout_s: float) -> None:
-        """For what begins from now on."""
+        """Set the timeout of later steps."""
         self._timeout_s = timeout_s
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> Results:
-        """Queue copies of tensors on the device, behind all that the current stream was given."""
+        """Queue copies of tensors on the device, after all work on the current stream."""
         slab = self._slabs[0]
         self._slabs.rotate(-1)
         results = self._queue(slab, tensors)
@@ -120,7 +120,7 @@ class Readback:
         return results
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[NDArray[Any]]:
-        """In the midst of a step: wait for all that the current stream was given. Raises RankTimeout."""
+        """In the middle of a step: wait for all work on the current stream. Raises RankTimeout."""
         return self._queue(self._slab_within, tensors).read()
 
     def _queue(self, slab: _Slab, tensors: Sequence[torch.Tensor]) -> Results:

@@ -38,7 +38,7 @@ from pdkv.wire.types import RequestKey
 
 
 class Computed(NamedTuple):
-    """What a step gives beside transfers; by request."""
+    """Results of a step besides transfers; by request."""
 
     sampled: dict[RequestKey, SampledTokens]
     prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]
@@ -53,9 +53,9 @@ _NOTHING = Computed({}, {}, {}, [], 0)
 class ModelRunner:
     """Runs steps over a persistent batch. Not thread-safe; `kv_pool` as in `KVLayout.pool_shape`, on its device.
 
-    Where the device computes behind its host, a step is queued there as a whole: the tokens that it draws stay on the
-    device, where the next step finds them, and one event says when the host may read them. Steps that
-    `_needs_host_tokens` tells of are computed in turn, as all are on a CPU.
+    If the device runs asynchronously, a step is queued there as a whole: drawn tokens stay on the device, where the
+    next step finds them, and one event says when the host may read them. Steps for which `_needs_host_tokens` is true
+    are computed one after the other, as all are on a CPU.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class ModelRunner:
         timeout_s: float = 30.0,
         clock: Clock = MONOTONIC,
     ) -> None:
-        """`reports` False: another rank tells the tokens, and their logprobs; this one draws the same for itself.
+        """`reports` False: another rank reports the tokens and their logprobs; this one draws the same for itself.
 
         `check_finite`: requests for which a step computes NaN or infinity are in `StepOutput.failed`.
-        `proposer`: guesses tokens, which later steps try where their plans leave room for drafts.
-        `processors`: those that requests may name.
-        `masks`: of the grammars that requests may have; None: they have none.
+        `proposer`: guesses tokens, which later steps try if their plans leave room for drafts. `processors`: those that
+            requests may name. `masks`: of the grammars that requests may have; None: there are none.
         `attention_backend`: as in `make_backend`, which raises ConfigError.
-        `decode_sizes`, ascending: where the device's attention can, steps of one token per request are padded to these.
+        `decode_sizes`, ascending: if the device's attention supports it, steps of one token per request are padded to
+        these.
         `recorder`: captures them when the runner warms up.
         `timeout_s`: how long the device may take for a step, until `set_timeout`, by `clock`.
         """
@@ -116,14 +116,14 @@ class ModelRunner:
         self._masks = masks or GrammarMasks(None, config.eos_token_ids)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """How long the device may take for each later step."""
+        """Set how long the device may take for each later step."""
         if self._queue is not None:
             self._queue.set_timeout(timeout_s)
 
     def warm_up(self, max_num_tokens: int = 0) -> None:
-        """Run steps in blocks that nobody uses yet, and capture those that can be.
+        """Run steps in unused blocks, and capture those that can be captured.
 
-        So the first requests wait for no kernel, and the memory of compiled kernels is taken now and not bit by bit.
+        So the first requests wait for no kernel, and the memory of compiled kernels is taken now instead of bit by bit.
 
         Args:
             max_num_tokens: of one step; only on a device.
@@ -140,7 +140,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up_decodes(self, recorder: Recorder | None) -> None:
-        """Run decode steps of each padded size with nobody in them, and capture them."""
+        """Run decode steps of each padded size without requests, and capture them."""
         if self._decodes is not None:
             self._decodes.warm_up(self._batch.block_tables, recorder)
 
@@ -150,7 +150,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        """Make the connector's calls of a step and give its work to the device. One launched before may be pending."""
+        """Make the connector's calls of a step and give its work to the device. An earlier one may be pending."""
         worker, meta = self._worker, plan.kv_meta
         if worker is not None:
             for key, direction in plan.cancels:
@@ -192,7 +192,7 @@ class ModelRunner:
             self._masks.resume(self._batch.slot(key) for key in plan.resumed if key in self._batch)
 
     def _attend(self, meta: KVConnectorMetadata | None) -> Attend:
-        """The attention of this step, between the connector's layer hooks where the step needs them."""
+        """The attention of this step, between the connector's layer hooks if the step needs them."""
         worker, attend, pool = self._worker, self._attention.attend, self._kv_pool
         if worker is None or meta is None or not meta.needs_layer_hooks:
             return attend
@@ -218,9 +218,10 @@ class ModelRunner:
         return computed._replace(failed={**computed.failed, **failed}) if failed else computed
 
     def _needs_host_tokens(self, inputs: StepInputs) -> bool:
-        """Whether the host must know what a step draws before the next one is launched: then it is computed in turn.
+        """Whether the host must know a step's drawn tokens before the next one is launched, so that it is computed in
+        turn.
 
-        That is so in all steps in which such a request draws, so the host knows all of its tokens. The list is in
+        That holds for all steps in which such a request draws, so the host knows all of its tokens. The list is in
         docs/engine-loop.md.
         """
         drawing = inputs.slots[inputs.sampling]
@@ -233,7 +234,7 @@ class ModelRunner:
         )
 
     def _queue_inputs(self, queue: DeviceQueue, inputs: StepInputs, attend: Attend) -> Draws:
-        """Give the whole step to the device, and wait for nothing."""
+        """Give the whole step to the device without waiting."""
         drawn = DrawRows.of(inputs)
         hidden = self._forward(inputs, drawn.rows, attend)
         if not len(drawn.rows):
@@ -251,18 +252,18 @@ class ModelRunner:
         hidden = self._forward(inputs, rows, attend)
         self._prompt_logprobs.collect(hidden, rows, inputs, check)
         if not len(drawn.rows):
-            self._read([])  # a step's output is known when its device has computed it
+            self._read([])  # a step's output is known once its device has computed it
             return _NOTHING
-        if len(rows) > len(drawn.rows):  # prompt logprobs asked for more
+        if len(rows) > len(drawn.rows):  # requested prompt logprobs need more
             wanted = pad(np.searchsorted(rows, drawn.rows), self._attention.padded(len(drawn.rows)))
             hidden = hidden.index_select(0, to_tensor(wanted, hidden.device))
         logits = self._model.logits(hidden)[: len(drawn.rows)]
         return self._draw(inputs, logits, drawn, check)
 
     def _draw(self, inputs: StepInputs, logits: torch.Tensor, drawn: DrawRows, check: FiniteCheck | None) -> Computed:
-        """Draw behind every row of logits (n, vocab), keep what follows right guesses, and guess what comes next."""
+        """Draw after every row of logits (n, vocab), keep the draws after right guesses, and guess the next tokens."""
         batch, sampling = self._batch, self._sampling
-        masks, late = self._masks.take(drawn, batch)  # a device computes the logits meanwhile
+        masks, late = self._masks.take(drawn, batch)  # meanwhile a device computes the logits
         logprobs: Mapping[int, TokenLogprob] | None = None
         if self._queue is None:
             tokens = sampling.choose(logits, drawn.slots, batch.token_ids, drawn.num_tokens, masks)
@@ -293,7 +294,7 @@ class ModelRunner:
     def _read_draws(
         self, queue: DeviceQueue, logits: torch.Tensor, drawn: DrawRows, masks: TokenMasks | None, late: Sequence[int]
     ) -> tuple[NDArray[np.int64], Mapping[int, TokenLogprob]]:
-        """What a device draws behind every row of logits, (n,), and by row the logprobs; both in one wait."""
+        """Tokens that a device draws after every row of logits, (n,), and their logprobs by row; both in one wait."""
         sampling = self._sampling
         tokens = sampling.draw(logits, drawn.slots, self._batch.token_ids, drawn.num_tokens, masks)
         logprobs = sampling.queue_logprobs(logits, drawn.slots, tokens) if self._reports else None
@@ -302,7 +303,7 @@ class ModelRunner:
         return chosen, {} if logprobs is None else logprobs.entries(chosen, found)
 
     def _propose(self, proposer: Proposer, slots: list[int], digest: int) -> int:
-        """Note what may follow in those slots. Returns the digest with that in it."""
+        """Note guesses for the tokens after those in the slots. Returns the digest including them."""
         batch = self._batch
         requests = [request for slot in slots if (request := batch.requests[slot]) is not None]
         known = [batch.token_ids[slot, : batch.num_tokens[slot]] for slot in slots]
@@ -315,7 +316,7 @@ class ModelRunner:
         """Normalised hidden states (len(rows) padded, hidden) of those tokens of the step."""
         some = None if len(rows) == len(inputs.positions) else rows
         size = None
-        if self._decodes is not None and attend == self._attention.attend:  # nobody looks on between the layers
+        if self._decodes is not None and attend == self._attention.attend:  # nothing runs between the layers
             size = self._decodes.size_for(inputs, rows)
         step = self._attention.prepare(inputs, self._batch.block_tables, some, size=size)
         if self._queue is not None:

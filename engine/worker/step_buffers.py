@@ -1,7 +1,7 @@
-"""What a step's kernels read beside weights and KV, in device memory that stays where it is.
+"""The input of a step's kernels besides weights and KV, at fixed addresses in device memory.
 
 A step is packed into pinned memory and copied to the device in one piece; nothing waits for the copy. Steps of equal
-padded sizes find each of their tensors at the same address, as a captured graph needs it.
+padded sizes find each of their tensors at the same address, as a captured graph requires.
 """
 
 from collections import deque
@@ -15,9 +15,9 @@ from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.kernels.streams import Event, Streams, streams_of
 
 _ALIGNMENT = 64
-"""Bytes. Triton compiles another variant of a kernel for pointers and strides that 16 does not divide."""
+"""Alignment in bytes. Triton compiles another variant of a kernel for pointers and strides not divisible by 16."""
 
-_NO_SLOT = -1  # `write_kv` writes no such row
+_NO_SLOT = -1  # `write_kv` skips such rows
 
 
 class StepTensors(NamedTuple):
@@ -33,28 +33,28 @@ class StepTensors(NamedTuple):
 
 
 class _HostSlab(NamedTuple):
-    """Pinned memory, and when the last copy from it is done."""
+    """Pinned memory, and the event of the last copy from it."""
 
     memory: torch.Tensor  # (bytes,) uint8
     copied: Event
 
 
 class HostSlabs:
-    """Host memory to copy steps from. What a device may still read is never given out: two slabs take turns, and where
-    a host is further ahead of its device there are more.
+    """Host memory to copy steps from. Memory that a device may still read is never given out: two slabs take turns, and
+    there are more if a host is further ahead of its device.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._slabs = deque(self._make(0) for _ in range(2))  # the one that was used longest ago first
+        self._slabs = deque(self._make(0) for _ in range(2))  # least recently used first
 
     def __len__(self) -> int:
         return len(self._slabs)
 
     def take(self, num_bytes: int) -> _HostSlab:
-        """A slab of at least so many bytes; its event must be recorded behind the copy."""
+        """A slab of at least this many bytes; its event must be recorded after the copy."""
         slab = self._slabs.popleft()
-        if not slab.copied.query():  # nor are the others: copies are done in turn
+        if not slab.copied.query():  # nor are the others: copies are done in order
             self._slabs.appendleft(slab)
             slab = self._make(num_bytes)
         elif len(slab.memory) < num_bytes:
@@ -68,13 +68,13 @@ class HostSlabs:
 
 
 class _Places:
-    """Lays arrays out one behind the other, each aligned."""
+    """Places arrays one after the other, each aligned."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     def add(self, dtype: type[np.integer], *shape: int) -> "_Place":
-        """Behind what was added before."""
+        """Add an array after the previous one."""
         place = _Place(self.num_bytes, np.dtype(dtype), shape)
         self.num_bytes += _aligned(place.num_bytes)
         return place
@@ -101,7 +101,7 @@ class _Place(NamedTuple):
 
 
 class _Layout:
-    """Where a step lies in a slab. All but the rows and the new block tables depends on the padded sizes alone."""
+    """The places of a step in a slab. All but the rows and the new block tables depend only on the padded sizes."""
 
     def __init__(self, num_groups: int, num_tokens: int, num_seqs: int, num_rows: int, tables: tuple[int, ...]) -> None:
         places = _Places()
@@ -116,13 +116,13 @@ class _Layout:
 
 
 class StepBuffers:
-    """The tensors of the step that was loaded last; a later `load` overwrites them, on the current stream."""
+    """The tensors of the latest loaded step; the next `load` overwrites them, on the current stream."""
 
     def __init__(
         self, device: torch.device, block_size: int, tables_shape: tuple[int, int, int], num_tokens: int = 0
     ) -> None:
-        """`tables_shape`: (groups, most requests of a step, most blocks of one). `num_tokens`: of a step with as many
-        requests; larger ones move the tensors.
+        """`tables_shape`: (groups, most requests of a step, most blocks of one). `num_tokens`: tokens of a step with as
+        many requests; larger steps move the tensors.
         """
         self._device = device
         self._block_size = block_size
@@ -135,12 +135,12 @@ class StepBuffers:
     def load(
         self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None = None, *, size: int | None = None
     ) -> StepTensors:
-        """Copy a step to the device, behind what is queued on the current stream.
+        """Copy a step to the device, after the work queued on the current stream.
 
         Args:
             block_tables: (groups, max_num_seqs, max_blocks), the batch's own, by KV group and slot.
             rows: (m,) ascending tokens of the step; None: all of them.
-            size: a step of one token per request is padded to so many.
+            size: the padded size of a step of one token per request.
         """
         num_real = len(inputs.positions)
         num_tokens = num_real if size is None else size
@@ -153,7 +153,7 @@ class StepBuffers:
         _pack(layout, host.memory.numpy(), inputs, rows, self._block_size)
         layout.tables.in_array(host.memory.numpy())[:] = block_tables[:, inputs.slots, :num_blocks]
         if len(self._slab) < layout.num_bytes:
-            assert size is None, size  # a graph would read where the tensors were
+            assert size is None, size  # a graph would read the old addresses
             self._slab = torch.empty(len(host.memory), dtype=torch.uint8, device=self._device)
         self._slab[: layout.num_bytes].copy_(host.memory[: layout.num_bytes], non_blocking=True)
         host.copied.record()
@@ -185,5 +185,5 @@ def _pack(layout: _Layout, slab: NDArray[np.uint8], inputs: StepInputs, rows: In
 
 
 def _aligned(count: int) -> int:
-    """Rounded up to a multiple of _ALIGNMENT."""
+    """The size rounded up to a multiple of _ALIGNMENT."""
     return -(-count // _ALIGNMENT) * _ALIGNMENT

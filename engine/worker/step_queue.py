@@ -1,11 +1,11 @@
-"""Orders to an executor and what came of them, both in order but for loads that have ended: the model may run on a
-thread of its own.
+"""Orders to an executor and their results, both in order except for ended loads, so that the model may run on a
+separate thread.
 
-Whatever touches the workers passes through here: steps, the question what transfers have ended, news of peers. So they
-happen between two steps and in the order in which the engine's loop gave them, whatever thread runs them.
+Everything that touches the workers passes through here: steps, queries for ended transfers, peer changes. So they
+happen between two steps and in the order in which the engine's loop gave them, whichever thread runs them.
 
-A device computes behind its host. So a step that has been ordered already is launched before those in front of it are
-finished: the device goes from one to the next, while the host looks at what came of the first.
+A device runs asynchronously. So a step that has already been ordered is launched before those ahead of it are finished:
+the device goes from one to the next, while the host handles the results of the first.
 """
 
 import queue
@@ -23,21 +23,23 @@ from pdkv.errors import RankError
 from pdkv.wire.kv import EngineCard
 
 JOIN_TIMEOUT_S = 60.0
-"""How long a stop waits for the step that runs: it uses memory that is given back then. A launcher waits less long."""
+"""Seconds for which a stop waits for the running step, which uses memory that is then freed. A launcher waits less
+long.
+"""
 
 LOOK_S = 1e-4
-"""While a device computes and no order is there, one is awaited for so long before the device is looked at again."""
+"""Seconds to wait for an order while a device computes before the device is checked again."""
 
 
 class PeersChanged(NamedTuple):
-    """For the connector's worker sides."""
+    """A peer change for the connector's worker sides."""
 
     added: Sequence[EngineCard]
     removed: Sequence[EngineCard]
 
 
 class PeersRefused(NamedTuple):
-    """The connector's worker sides could not stand it."""
+    """The connector's worker sides refused a peer change."""
 
     peers: PeersChanged
     error: Exception
@@ -48,14 +50,14 @@ Result = StepOutput | Ended | PeersRefused
 
 
 class _UnderWay(NamedTuple):
-    """A step that was launched, and what came of orders behind it and before the next step."""
+    """A launched step, with results of orders between it and the next step."""
 
     step: PendingStep
     behind: list[Result | None]
 
 
 class StepQueue:
-    """`run_next` belongs to one thread, everything else to the engine's loop, `run_here` among it.
+    """`run_next` belongs to one thread, everything else to the engine's loop, including `run_here`.
 
     Args:
         notify: called by `run_next` when `collect` has something.
@@ -75,20 +77,20 @@ class StepQueue:
 
     @property
     def is_done(self) -> bool:
-        """Whether all that was ordered has been run: until the next order the executor is the caller's."""
+        """Whether all orders have been run: until the next order, the caller may use the executor."""
         return self._num_done == self._num_ordered
 
     @property
     def num_orders(self) -> int:
-        """Orders that have not begun."""
+        """Number of orders that have not begun."""
         return self._orders.qsize()
 
     def enter_thread(self) -> None:
-        """`run_next` is called by a thread of its own from now on."""
+        """Note that `run_next` is called on a separate thread from now on."""
         self._has_thread = True
 
     def submit(self, plan: StepPlan) -> None:
-        """Run this step behind what was ordered before."""
+        """Run this step after the earlier orders."""
         if self._has_thread and not self._is_entered:
             self._is_entered = True
             self._put("enter")
@@ -107,21 +109,21 @@ class StepQueue:
         self._orders.put(order)
 
     def ask_finished(self) -> None:
-        """Look for transfers that have ended, between two steps. `collect` has them, if there are some."""
-        if not self._is_asked:  # else it has not begun to look
+        """Query ended transfers between two steps. `collect` returns them, if there are any."""
+        if not self._is_asked:  # otherwise the query has not begun
             self._is_asked = True
             self._put("ask")
 
     def ask_report(self) -> None:
-        """`Executor.report` between two steps, behind those that were ordered before; `collect` has the answer."""
+        """Query `Executor.report` between two steps, after the earlier orders; `collect` returns the answer."""
         self._put("report")
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
-        """Between two steps: tell the connector's worker sides which engines came and went."""
+        """Between two steps: tell the connector's worker sides about peer changes."""
         self._put(PeersChanged(added, removed))
 
     def stop(self) -> None:
-        """Nothing more is run behind the order that runs now."""
+        """Run nothing more after the current order."""
         while not self._orders.empty():
             try:
                 self._orders.get_nowait()
@@ -130,7 +132,7 @@ class StepQueue:
         self._orders.put("stop")
 
     def collect(self) -> list[Result]:
-        """What came of orders since the last call. Never blocks; raises what a step, or a rank, raised."""
+        """Results of orders since the last call. Never blocks; raises what a step, or a rank, raised."""
         results: list[Result] = []
         while True:
             try:
@@ -142,9 +144,9 @@ class StepQueue:
             results.append(result)
 
     def run_next(self) -> bool:
-        """Run the next order, or finish the step under way where it ends before there is one; waits for either.
+        """Run the next order, or finish the step in progress if that ends first; waits for either.
 
-        Returns False when there will be no more: `stop`, or an error.
+        Returns False if there will be no more orders: `stop`, or an error.
         """
         try:
             order = self._next()
@@ -154,14 +156,14 @@ class StepQueue:
                 self._finish_all()
             else:
                 self._run(order)
-        except BaseException as error:  # the loop's to raise
+        except BaseException as error:  # the loop must raise it
             self._results.put(error)
             self._notify()
             return False
         return order != "stop"
 
     def _next(self) -> Order | None:
-        """The next order; None: the first step under way ended before there was one."""
+        """The next order; None: the first step in progress ended before there was one."""
         while self._under_way:
             try:
                 return self._orders.get(timeout=LOOK_S)
@@ -186,8 +188,8 @@ class StepQueue:
             self._deliver(result)
 
     def _tell_loads(self, loads: TransferResults) -> None:
-        """Loads that ended belong to no step under way: their requests join the next one that is planned. Those behind
-        the end of a send wait with it, since a store may have stored what it then could not load.
+        """Deliver ended loads, which belong to no step in progress: their requests join the next planned step. Those
+        after the end of a send wait with it, since a store may have stored what it then could not load.
         """
         if loads:
             self._results.put(Ended(loads))
@@ -201,8 +203,8 @@ class StepQueue:
         return told_later or any(step.has_sends for step, _ in self._under_way)
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launch a step, and finish those that have ended or are too many. Results of those in front of it come first,
-        whatever happens.
+        """Launch a step, and finish those that have ended or are too many. Results of earlier steps are always
+        delivered first.
         """
         try:
             step = self._executor.launch(plan)
@@ -220,22 +222,22 @@ class StepQueue:
             self._finish_first()
 
     def _finish_first(self) -> None:
-        """Wait for the first step under way; deliver what came of it and of the orders behind it."""
+        """Wait for the first step in progress; deliver its results and those of the orders after it."""
         step, behind = self._under_way.popleft()
         self._deliver(step.finish())
         for result in behind:
             self._deliver(result)
 
     def _deliver(self, result: Result | None) -> None:
-        """An order is done."""
+        """Note that an order is done."""
         if result is not None:
             self._results.put(result)
-        self._num_done += 1  # behind it: when all is done, `collect` has all of it
+        self._num_done += 1  # afterwards: once everything is done, `collect` has all of it
         if result is not None:
             self._notify()
 
     def _run_between(self, order: PeersChanged | Literal["enter", "ask", "report", "stop"]) -> Result | None:
-        """What is no step."""
+        """Run an order that is not a step."""
         if isinstance(order, PeersChanged):
             try:
                 self._executor.update_peers(*order)
@@ -249,13 +251,13 @@ class StepQueue:
             return None
         if order == "report":
             return self._executor.report()
-        self._is_asked = False  # before it looks: what ends from now on is asked for again
+        self._is_asked = False  # before it looks: transfers that end from now on are queried again
         ended = self._executor.ask_finished()
         return ended if ended.transfers else None
 
 
 class StepThread:
-    """Runs the orders of a queue until `close`."""
+    """Runs the orders of a queue until closed."""
 
     def __init__(self, orders: StepQueue) -> None:
         self._orders = orders
@@ -264,7 +266,7 @@ class StepThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread behind the order that runs now; one that hangs is left behind. Idempotent."""
+        """End the thread after the current order; one that hangs is abandoned. Idempotent."""
         self._thread.stop(JOIN_TIMEOUT_S)
 
     def _run(self, stopping: threading.Event) -> None:

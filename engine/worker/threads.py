@@ -1,21 +1,23 @@
-"""How many threads compute a step on CPU: all of them only where a layer is work enough to be shared."""
+"""Sets the number of threads for a CPU step: all of them only if a layer is work enough to be shared."""
 
 import torch
 
 from pdkv.models.config import DTYPE_BYTES, ModelConfig
 
 _SHARED_FLOPS = 1_000_000_000
-"""Multiplications and additions of one layer's products from which a second thread gains more than its waking costs."""
+"""Multiply-adds of one layer's products above which a second thread gains more than waking it costs."""
 
 _SHARED_BYTES = 8 << 20
-"""Weights of one layer that are worth reading with several threads even for a single token: no longer in a cache."""
+"""Bytes of one layer's weights worth reading with several threads even for a single token, since no cache holds
+them.
+"""
 
 
 class StepThreads:
-    """Sets torch's threads before each step. A function of the step's size alone: equal steps run equally."""
+    """Sets torch's threads before each step. Depends only on the step's size, so equal steps run equally."""
 
     def __init__(self, config: ModelConfig, dtype: str, num_threads: int, num_ranks: int = 1) -> None:
-        """`num_threads` at most, on a rank that has one part of `num_ranks`."""
+        """`num_threads` at most, on a rank with one of `num_ranks` parts."""
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
         num_weights = config.hidden_size * (heads + 3 * config.intermediate_size) // num_ranks
         self._num_threads = num_threads
@@ -25,7 +27,7 @@ class StepThreads:
         self._now = num_threads
 
     def enter_thread(self) -> None:
-        """The thread that calls this computes from now on: torch counts threads for each of its callers."""
+        """Note that the calling thread computes from now on: torch counts threads for each of its callers."""
         torch.set_num_threads(self._now)
 
     def count(self, num_tokens: int) -> int:
@@ -33,7 +35,7 @@ class StepThreads:
         return self._num_threads if num_tokens >= self._least_tokens else 1
 
     def use_for(self, num_tokens: int) -> None:
-        """Take that many threads from now on."""
+        """Use that many threads from now on."""
         count = self.count(num_tokens)
         if count != self._now:
             self._now = count

@@ -1,4 +1,4 @@
-"""Steps that an engine runs before it is ready: later ones wait for no kernel, and the memory of kernels is taken."""
+"""Steps that an engine runs before it is ready, so that later ones wait for no kernel, and kernels' memory is taken."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -7,23 +7,25 @@ from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
 from pdkv.sampling.params import MAX_LOGPROBS, SamplingParams
 
 _FEW_REQUESTS = 6
-"""Four layers' products and the logits', for each number of them and for a prompt: more than 32 kernels."""
+"""Numbers of requests: with four layers' products and the logits' for each, and for a prompt, more than 32 kernels."""
 
 _CHUNK = 64
 """Tokens of one request: enough for large tiles of queries."""
 
 _ROWS = (32, 128, 255)
-"""Tokens of steps: for so many rows 4-bit layers have kernels of their own, beside those of the other steps here."""
+"""Tokens of steps for whose numbers of rows 4-bit layers have separate kernels, besides those of the other
+steps here.
+"""
 
 _GREEDY = SamplingParams(temperature=0.0)
 _EVERYTHING = SamplingParams(temperature=1.0, top_k=2, top_p=0.5, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
 
 _Shares = Sequence[tuple[int, int]]
-"""Of each request of a step: tokens computed before, tokens computed in it. It draws."""
+"""For each request of a step: tokens computed before, and tokens computed in it. It draws."""
 
 
 class WarmUp(NamedTuple):
-    """The limits of an engine's steps. Requests share blocks, in a pool that nobody uses yet."""
+    """The limits of an engine's steps. Requests share blocks, in a pool that is not used yet."""
 
     max_num_seqs: int
     max_model_len: int
@@ -38,8 +40,8 @@ class WarmUp(NamedTuple):
         return self._plans([([(0, length)], _GREEDY), *(([(length - 1, 1)] * count, _GREEDY) for count in few)])
 
     def on_device(self, max_num_tokens: int) -> Iterator[StepPlan]:
-        """The largest step, with all that draws can be asked for; and for each shape class of attention one step: few
-        tokens of a request and many, that see little KV and as much as there can be; and of 4-bit layers.
+        """The largest step, with every option of draws; one step for each shape class of attention (few or many tokens
+        of a request, seeing little KV or as much as possible); and one for each shape class of 4-bit layers.
         """
         count = min(self.max_num_seqs, max_num_tokens)
         each = min(max_num_tokens // count, self.max_model_len)
@@ -56,12 +58,12 @@ class WarmUp(NamedTuple):
         )
 
     def _prompts(self, num_tokens: int) -> _Shares:
-        """So many tokens in as few requests as can be, or fewer where there are none for more."""
+        """This many tokens in as few requests as possible, or fewer tokens if there are no requests for more."""
         whole, rest = divmod(num_tokens, self.max_model_len)
         return [*[(0, self.max_model_len)] * whole, *[(0, rest)] * (rest > 0)][: self.max_num_seqs]
 
     def _plans(self, steps: Sequence[tuple[_Shares, SamplingParams]]) -> Iterator[StepPlan]:
-        """Each step has requests of its own, which end with the next one."""
+        """Plans in which each step has new requests, which end with the next one."""
         before: list[tuple[str, int]] = []
         for step_id, (shares, params) in enumerate(steps):
             requests = [self._request(i, computed + count, params) for i, (computed, count) in enumerate(shares)]

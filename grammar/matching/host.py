@@ -1,6 +1,6 @@
-"""The engine's face of the processes that match grammars: tickets for requests, and masks for their answers.
+"""The engine's interface to the processes that match grammars: tickets for requests, and masks for their answers.
 
-No thread of the engine calls the library, or waits for it without a bound. `workers.py` runs the processes.
+No thread of the engine calls the library, or waits for it without a limit. `workers.py` runs the processes.
 """
 
 import itertools
@@ -21,13 +21,13 @@ from pdkv.sampling.shape import Grammar
 from pdkv.wire.types import RequestKey
 
 PATIENCE_S = 0.1
-"""What steps may wait for the masks of one worker; behind that, what its grammars have not brought is left out."""
+"""Seconds that steps may wait for the masks of one worker; beyond that, grammars without masks are left out."""
 
 PATIENCE_PER_S = 0.05
-"""What a worker gets back of it with time."""
+"""Seconds per second that a worker regains of it."""
 
 FREE_S = 0.002
-"""What each step may wait in any case."""
+"""Seconds that each step may wait in any case."""
 
 _NUMBERS_PER_ANSWER = 1 << 32
 
@@ -74,7 +74,7 @@ class GrammarHost:
     # --- the engine's loop ----------------------------------------------------------------------------------------
 
     def ask(self, grammar: Grammar, tenant: str) -> Known:
-        """A ticket for a tenant's grammar, which is done at once where the grammar is known there. Never blocks.
+        """A ticket for a tenant's grammar, done at once if the grammar is known there. Never blocks.
 
         Raises:
             GrammarGivenUp: it was given up less than a minute ago.
@@ -95,7 +95,7 @@ class GrammarHost:
             return known
 
     def leave(self, known: Known) -> None:
-        """A request needs it no more."""
+        """Note that a request needs it no more."""
         with self._lock:
             known.num_users -= 1
             for gone in known.worker.retire(known) if not known.num_users else ():
@@ -104,7 +104,7 @@ class GrammarHost:
                     del self._workers.numbers[gone.number]
 
     def take_failed(self) -> dict[RequestKey, PdkvError]:
-        """The answers that cannot go on, since the last call, and why."""
+        """The answers that have failed since the last call, and why."""
         with self._lock:
             failed, self._workers.failed = self._workers.failed, {}
             return failed
@@ -115,7 +115,7 @@ class GrammarHost:
         return bool(self._workers.failed)
 
     def is_in(self, key: RequestKey) -> bool:
-        """Whether an answer's masks are there, or will never be."""
+        """Whether an answer's masks are there, or never will be."""
         with self._lock:
             row = self._rows.get(key)
             return row is None or row.has_failed or self._is_in(row)
@@ -127,14 +127,14 @@ class GrammarHost:
     # --- the model's thread ---------------------------------------------------------------------------------------
 
     def open(self, key: RequestKey, number: int, token_ids: Sequence[int], own_stops: Sequence[int]) -> None:
-        """An answer joins the batch, with these tokens so far. `own_stops` may come where the model may end it."""
+        """Add an answer to the batch, with these tokens so far. `own_stops` may come where the model may end it."""
         with self._lock:
             known = self._workers.numbers[number]
             row = self._rows[key] = Row(key, known, next(self._firsts), list(token_ids), list(own_stops))
             self._workers.add_row(row)
 
     def go_on(self, steps: Sequence[tuple[RequestKey, list[int], list[int]]]) -> None:
-        """Answers go on by some tokens, and then perhaps some drafts."""
+        """Advance answers by some tokens, optionally followed by drafts."""
         with self._lock:
             by_worker: dict[WorkerState, list[Step]] = {}
             for key, token_ids, drafts in steps:
@@ -147,7 +147,7 @@ class GrammarHost:
                 self._workers.send(worker, Steps(ordered))
 
     def end(self, key: RequestKey) -> None:
-        """An answer leaves the batch."""
+        """Remove an answer from the batch."""
         with self._lock:
             row = self._rows.pop(key)
             self._workers.failed.pop(key, None)
@@ -156,9 +156,9 @@ class GrammarHost:
             self._workers.send(row.worker, Close(row.place))
 
     def masks(self, keys: Sequence[RequestKey]) -> list[Words | None]:
-        """(count, num_words) of each answer: behind its tokens and then behind each draft that its grammar allows.
+        """Masks (count, num_words) of each answer: after its tokens, and then after each draft that its grammar allows.
 
-        None: not there in time. `is_in` says when they are, and `notify` tells of it.
+        None: not ready in time. `is_in` says when they are, and `notify` announces it.
         """
         rows, slab = [self._rows[key] for key in keys], self._workers.slab
         if slab is None:  # closed
@@ -176,7 +176,7 @@ class GrammarHost:
         return slab is not None and bool(slab.numbers[row.place] == row.number)
 
     def _wait(self, rows: Sequence[Row], slab: Slab) -> None:
-        """For masks, as far as their workers' patience goes, which is a time-out of `poll`."""
+        """Wait for masks, as far as their workers' patience goes, which is a time-out of `poll`."""
         event_fd = self._workers.event_fd
         poll = select.poll()
         poll.register(event_fd, select.POLLIN)

@@ -1,4 +1,4 @@
-"""Where one answer stands in its grammar: a function of the answer's tokens, and of nothing else."""
+"""The state of one answer in its grammar: a function of the answer's tokens alone."""
 
 import re
 from copy import copy
@@ -15,21 +15,22 @@ from pdkv.sampling.shape import Grammar
 Words = NDArray[np.int32]
 
 _LIMITS = {"step_max_items": 20_000, "max_items_in_row": 2_000, "verbose_errors": False}
-"""Of the library's work for one mask. Most schemas need some dozens of items, one of 1,000 optional properties needs
-between 1,000 and 5,000, and takes 5 ms. What such a mask may cost at worst is bounded elsewhere, by the clock."""
+"""The limit of the library's work for one mask. Most schemas need some dozens of items, one of 1,000 optional
+properties needs between 1,000 and 5,000, and takes 5 ms. The worst-case cost is limited elsewhere, by the clock.
+"""
 
 
 class Matcher:
     """Follows one answer token by token. Not thread-safe: it belongs to one slot.
 
-    Behind a stop token, stop tokens alone are allowed.
+    After a stop token, only stop tokens are allowed.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary) -> None:
-        """At the beginning of an answer.
+        """Starts at the beginning of an answer.
 
         Raises:
-            InvalidRequest: the grammar is wrong, too large, or nothing can fulfil it.
+            InvalidRequest: the grammar is wrong, too large, or nothing can match it.
         """
         self._vocabulary = vocabulary
         library = vocabulary.library
@@ -40,16 +41,16 @@ class Matcher:
         self._check()
 
     def copy(self) -> "Matcher":
-        """Another one at the same place, for much less than a grammar takes."""
+        """A copy at the same place, for much less than a grammar costs."""
         made = copy(self)
         made._matcher = self._matcher.deep_copy()
         return made
 
     def accept(self, token_id: int) -> bool:
-        """Go on by one token; False, and nothing changes, where the grammar does not allow it.
+        """Advance by one token; False, without a change, if the grammar does not allow it.
 
         Raises:
-            InvalidRequest: as `fill`.
+            InvalidRequest: as in `fill`.
         """
         if token_id in self._vocabulary.stop_token_ids:
             is_accepted = bool(self._num_behind or self._matcher.is_accepting())
@@ -70,7 +71,7 @@ class Matcher:
             self._check()
 
     def fill(self, words: Words) -> None:
-        """Say which tokens may come next.
+        """Write the mask of the tokens that may come next.
 
         Args:
             words: (num_words,) int32, contiguous; is overwritten. Bit i % 32 of word i // 32 stands for token i.
@@ -92,10 +93,10 @@ class Matcher:
 
 
 def _reason(error: str) -> str:
-    """The library's words without the place in what was made of the request, and without its own."""
+    """The library's message without positions in the generated grammar and without its internals."""
     first = error.partition("\n")[0]
     if "NoExtension" in first:
-        return "no text fulfils the grammar"
+        return "no text matches the grammar"
     if "panic" in first:
         return "the library that matches grammars fails at it"
     if "TooComplex" in first or "limit" in first:

@@ -1,4 +1,4 @@
-"""What an engine, the process that it starts for grammars, and workers of that one tell each other: msgpack."""
+"""Messages between an engine, the process that it starts for grammars, and that process's workers: msgpack."""
 
 import struct
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import msgspec
 from pdkv.sampling.shape import Grammar
 
 MAX_CONTROL_BYTES = 1 << 16
-"""Of one message between the engine and the process that forks workers; those are packets."""
+"""The most bytes of a packet between the engine and the process that forks workers."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -44,13 +44,13 @@ class Ready(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Of a worker: fork one whose end of a socket comes with this, or kill the one that is there."""
+    """The place of a worker: fork one with the attached end of a socket, or kill the one that exists."""
 
     worker: int
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """A worker's end, with its status as `waitpid` has it."""
+    """A worker's end, with its status as in `waitpid`."""
 
     worker: int
     status: int
@@ -60,20 +60,20 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Learn(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Get ready for a grammar. Answered by `Learned`."""
+    """Prepare a grammar. Answered by `Learned`."""
 
     number: int
     grammar: Grammar
 
 
 class Forget(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """No answer will have this grammar."""
+    """No answer will have this grammar any more."""
 
     number: int
 
 
 class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A row of the slab belongs to an answer from now on: make the masks behind these tokens, and then the drafts."""
+    """A row of the slab belongs to an answer from now on: make the masks after these tokens, and then the drafts."""
 
     row: int
     first: int  # by which the masks behind no token are known; those behind the next one have the next number
@@ -84,7 +84,7 @@ class Open(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Step(NamedTuple):
-    """An answer goes on by these tokens."""
+    """Advance an answer by these tokens."""
 
     row: int
     token_ids: list[int]
@@ -92,7 +92,7 @@ class Step(NamedTuple):
 
 
 class Steps(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Answers go on: make the masks behind their tokens."""
+    """Advance answers: make the masks after their tokens."""
 
     steps: list[Step]
 
@@ -104,7 +104,7 @@ class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Tell(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Answer with `Told`, behind all that was ordered before."""
+    """Answer with `Told`, after everything ordered before."""
 
 
 Order = Learn | Forget | Open | Steps | Close | Tell
@@ -118,14 +118,14 @@ class Learned(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The output of a row's answer is none that its grammar allows, or cannot be matched."""
+    """The output of a row's answer is not allowed by its grammar, or cannot be matched."""
 
     row: int
     reason: str
 
 
 class Told(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """As asked for."""
+    """The answer to `Tell`."""
 
 
 Answer = Learned | Refused | Told
@@ -153,7 +153,7 @@ class Frames:
         self._data = bytearray()
 
     def add(self, data: bytes) -> Iterator[bytes]:
-        """The messages that are whole with this data."""
+        """The messages completed by this data."""
         self._data += data
         start = 0
         while len(self._data) - start >= _LENGTH.size:

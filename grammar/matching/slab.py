@@ -1,8 +1,8 @@
 """The masks that workers make, in memory that the engine shares with them.
 
 A worker has rows of its own; one belongs to an answer from its `Open` to the next. The worker alone writes there, the
-masks first and then the row's number, which stands for the answer and its tokens; whoever copies masks looks at the
-number before and behind.
+masks first and then the row's number, which stands for the answer and its tokens; a reader checks the number before and
+after copying masks.
 """
 
 import mmap
@@ -17,7 +17,7 @@ Words = NDArray[np.int32]
 
 
 class Slab:
-    """A view of the memory behind a file descriptor, which stays the caller's."""
+    """A view of the memory behind a file descriptor, which the caller owns."""
 
     def __init__(self, fd: int, shape: SlabShape) -> None:
         """The file is at least `size_bytes(shape)` long, and zero at first."""
@@ -26,22 +26,23 @@ class Slab:
         header = np.frombuffer(memory, np.int64, 1 + 2 * workers + 2 * rows)
         self.waiting = header[:1]  # (1,) whether the engine wants a sign of each mask
         self.working, self.calls = header[1 : 1 + 2 * workers].reshape(2, workers)
-        """Of each worker: the number of the grammar that it is at, plus one; and how often it was at one."""
+        """For each worker: the number of its current grammar, plus one; and the number of switches."""
         self.numbers, self.counts = header[1 + 2 * workers :].reshape(2, rows)
-        """Of each row: which masks are there, 0 for none; and how many, as many as drafts that the grammar allows and
-        one."""
+        """For each row: which masks are ready, 0 for none; and how many, one more than the drafts that the grammar
+        allows.
+        """
         shaped = rows, shape.masks_per_row, shape.num_words
         self.masks: Words = np.frombuffer(memory, np.int32, offset=header.nbytes).reshape(shaped)
 
     def publish(self, row: int, count: int, number: int) -> None:
-        """The masks of a row are written."""
+        """Note that the masks of a row are written."""
         self.counts[row] = count
         fence()
         self.numbers[row] = number
         fence()
 
     def copy(self, row: int, number: int) -> Words | None:
-        """(count, num_words) of a row; None: they are not there, or not any more."""
+        """(count, num_words) of a row; None: they are not there, or no longer."""
         if self.numbers[row] != number:
             return None
         fence()
@@ -50,16 +51,16 @@ class Slab:
         return words if self.numbers[row] == number else None
 
     def expect(self, is_waiting: bool) -> None:
-        """Whether the engine wants a sign of each mask from now on."""
+        """Set whether the engine wants a signal for each mask from now on."""
         self.waiting[0] = is_waiting
         fence()
 
     def clear(self, worker: int) -> None:
-        """It is gone, and another one will write its rows again."""
+        """Clear a worker that is gone: another one will write its rows again."""
         self.numbers.reshape(len(self.working), -1)[worker] = self.working[worker] = 0
 
 
 def size_bytes(shape: SlabShape) -> int:
-    """Of the memory. What was never written takes none."""
+    """Bytes of the memory. Unwritten parts take none."""
     rows = shape.num_workers * shape.rows_per_worker
     return 8 * (1 + 2 * shape.num_workers + 2 * rows) + 4 * rows * shape.masks_per_row * shape.num_words

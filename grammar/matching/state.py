@@ -1,4 +1,4 @@
-"""What the engine knows of its grammars, of the answers that follow them, and of the workers that have both."""
+"""The engine's knowledge of its grammars, of the answers that follow them, and of the workers that have both."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from pdkv.sampling.shape import Grammar
 from pdkv.wire.types import RequestKey
 
 MAX_IDLE, MAX_IDLE_CHARS = 64, 8 << 20
-"""Grammars that a worker keeps ready though no request has them, and their text."""
+"""The most unused grammars, and their text, that a worker keeps ready."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -26,12 +26,12 @@ class Known:
 
     @property
     def done(self) -> bool:
-        """Whether it is known what becomes of it: there is an error, or answers may name it by its number."""
+        """Whether its fate is known: there is an error, or answers may name it by its number."""
         return self.is_learned or self.error is not None
 
 
 class Row:
-    """An answer, with all that it takes to replay it."""
+    """An answer, with everything needed to replay it."""
 
     def __init__(self, key: RequestKey, known: Known, first: int, token_ids: list[int], own_stops: list[int]) -> None:
         self.key, self.known, self.worker = key, known, known.worker
@@ -43,16 +43,16 @@ class Row:
 
     @property
     def number(self) -> int:
-        """Of the masks that it needs, see `Open`."""
+        """The number of the masks that it needs, see `Open`."""
         return self._first + len(self.token_ids)
 
     def opening(self) -> Open:
-        """How its worker gets to know it."""
+        """The message that introduces it to its worker."""
         return Open(self.place, self._first, self.known.number, self.token_ids, self.drafts, self.own_stops)
 
 
 class WorkerState:
-    """A worker, or the place of one that is not there now."""
+    """A worker, or the place of one that does not exist now."""
 
     def __init__(self, index: int, num_rows: int, now: Callable[[], float]) -> None:
         self.index = index
@@ -85,19 +85,19 @@ class WorkerState:
         return sum(len(known.grammar.text) for known in self.known.values() if not known.is_learned)
 
     def find(self, grammar: Grammar) -> Known | None:
-        """A grammar that it has, which was asked for last from now on."""
+        """A grammar that it has, as the one asked for last from now on."""
         known = self.known.pop(grammar, None)
         if known is not None:
             self.known[grammar] = known
         return known
 
     def drop(self, known: Known) -> None:
-        """No other request can have it."""
+        """Note that no other request can have it."""
         if self.known.get(known.grammar) is known:
             del self.known[known.grammar]
 
     def retire(self, known: Known) -> list[Known]:
-        """No request has it now. Returns those that it shall forget: it keeps what was asked for last."""
+        """Note that no request has it now. Returns those to forget: the worker keeps those asked for last."""
         if self.known.get(known.grammar) is not known:
             return [known]
         num_left, chars_left, gone = MAX_IDLE, MAX_IDLE_CHARS, list[Known]()
@@ -110,7 +110,7 @@ class WorkerState:
     # --- the socket -----------------------------------------------------------------------------------------------
 
     def begin(self, sock: socket.socket) -> None:
-        """It is there: tell it what it has to know."""
+        """Note that it exists: tell it everything that it needs to know."""
         sock.setblocking(False)
         self.sock, self.is_deaf, self.is_killed = sock, False, False
         self._frames = Frames()
@@ -123,7 +123,7 @@ class WorkerState:
         self.send(Tell(), is_awaited=True)
 
     def end(self) -> None:
-        """It is gone, and what no request has with it."""
+        """Note that it is gone, and with it what no request has."""
         if self.sock is not None:
             self.sock.close()
         self.sock = None
@@ -133,7 +133,7 @@ class WorkerState:
         self.known = {grammar: known for grammar, known in self.known.items() if known.num_users}
 
     def send(self, message: Order, *, is_awaited: bool = False) -> None:
-        """As far as there is room; the rest with `flush`."""
+        """Send as much as there is room for; `flush` sends the rest."""
         if self.sock is None or self.is_deaf:
             return
         if is_awaited:
@@ -155,7 +155,7 @@ class WorkerState:
             self.outbox.clear()
 
     def receive(self) -> Iterator[Answer]:
-        """What it says."""
+        """Receive its messages."""
         assert self.sock is not None
         try:
             data = self.sock.recv(_CHUNK_BYTES)

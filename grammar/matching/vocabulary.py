@@ -13,7 +13,7 @@ WORD_BITS = 32
 
 
 class Vocabulary:
-    """Every token's bytes, and which tokens no answer's text is made of. Immutable, shared by all grammars."""
+    """Every token's bytes, and the tokens that no answer's text consists of. Immutable, shared by all grammars."""
 
     def __init__(
         self, library: Any, tokens: Sequence[bytes], special_ids: frozenset[int], stops: Sequence[int]
@@ -40,14 +40,14 @@ class Vocabulary:
         """Read a model directory's tokenizer; a second for 130,000 tokens.
 
         Args:
-            vocab_size: of the model's logits; ids that the tokenizer lacks are never allowed.
-            stop_token_ids: tokens that may follow a complete answer, and no other place.
+            vocab_size: of the model's logits; ids that the tokenizer lacks are never allowed. stop_token_ids: tokens
+                that may only follow a complete answer.
 
         Raises:
             ConfigError: llguidance is not installed, the directory has no usable tokenizer, or there is no stop token.
         """
         if not stop_token_ids:
-            raise ConfigError(f"{model_dir}: structured outputs need an end-of-sequence token, and the model has none")
+            raise ConfigError(f"{model_dir}: structured outputs need an end-of-sequence token, but the model has none")
         try:
             library = importlib.import_module("llguidance")
         except ImportError as error:

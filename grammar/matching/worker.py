@@ -38,13 +38,15 @@ from pdkv.grammar.matching.vocabulary import WORD_BITS, Vocabulary
 from pdkv.sampling.shape import Grammar
 
 S_PER_TOKEN = 0.005
-"""What a grammar earns back by a token that it accepts. Most masks take a tenth of it at most, those of SQL a third."""
+"""Seconds that a grammar earns back by an accepted token. Most masks take a tenth of it at most, those of SQL a
+third.
+"""
 
 _CHUNK_BYTES = 1 << 20
 
 
 class _Known:
-    """A grammar, and what it may still cost."""
+    """A grammar, and its remaining time."""
 
     def __init__(self, number: int, grammar: Grammar, time_s: float) -> None:
         self.number, self.grammar = number, grammar
@@ -83,7 +85,7 @@ class Worker:
         self._to_learn: deque[_Known] = deque()
 
     def run(self) -> None:
-        """Answers go on before a new grammar is looked at."""
+        """Run: answers advance before a new grammar is handled."""
         while (orders := self._receive()) is not None:
             for order in orders:
                 self._do(order)
@@ -91,7 +93,7 @@ class Worker:
                 self._learn(self._to_learn.popleft())
 
     def _receive(self) -> Sequence[Order] | None:
-        """What has come, or comes first; None: the engine is gone."""
+        """Messages that have come, or come first; None: the engine is gone."""
         try:
             data = self._sock.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT if self._to_learn else 0)
         except BlockingIOError:
@@ -124,14 +126,14 @@ class Worker:
     def _learn(self, known: _Known) -> None:
         refused = ""
         try:
-            if known.number in self._known:  # else nobody wants it any more
+            if known.number in self._known:  # otherwise it is not wanted any more
                 self._fresh(known)
         except InvalidRequest as error:
             refused = str(error)
         self._say(Learned(known.number, refused))
 
     def _fresh(self, known: _Known) -> Matcher:
-        """One at the beginning of an answer, to be copied. Raises InvalidRequest."""
+        """A new matcher at the beginning of an answer, to be copied. Raises InvalidRequest."""
         if known.fresh is None:
             with self._at(known):
                 known.fresh = Matcher(known.grammar, self._vocabulary)
@@ -147,7 +149,7 @@ class Worker:
         self._go_on(row, order.token_ids, order.drafts)
 
     def _go_on(self, row: _Row, token_ids: Sequence[int], drafts: Sequence[int]) -> None:
-        """Make the masks behind these tokens, and then behind each draft as far as the grammar allows them."""
+        """Make the masks after these tokens, and then after each draft as far as the grammar allows them."""
         try:
             with self._at(row.known):
                 _accept(row, token_ids)
@@ -161,7 +163,7 @@ class Worker:
             os.eventfd_write(self._event_fd, 1)
 
     def _fill(self, row: _Row, drafts: Sequence[int]) -> int:
-        """How many masks there are: one, and one for each draft."""
+        """The number of masks: one, and one for each draft."""
         masks, count = self._slab.masks[row.place], 0
         self._fill_one(row, masks[0])
         for draft in drafts:
@@ -180,7 +182,7 @@ class Worker:
 
     @contextlib.contextmanager
     def _at(self, known: _Known) -> Iterator[None]:
-        """The library works on this grammar. Ends this process when it has used up its time."""
+        """A context in which the library works on this grammar. Ends this process when it has used up its time."""
         slab, index, began_s = self._slab, self._index, time.process_time()
         slab.working[index] = known.number + 1
         signal.setitimer(signal.ITIMER_PROF, known.left_s)
@@ -196,7 +198,7 @@ class Worker:
 
 
 def _accept(row: _Row, token_ids: Sequence[int]) -> None:
-    """Raises InvalidRequest where the grammar refuses one."""
+    """Accept tokens. Raises InvalidRequest if the grammar refuses one."""
     for token_id in token_ids:
         if not row.matcher.accept(token_id):
             raise InvalidRequest(f"the output has the token {token_id} in a place where its grammar does not allow it")
@@ -205,7 +207,7 @@ def _accept(row: _Row, token_ids: Sequence[int]) -> None:
 
 
 class _Tokens:
-    """Where the bits of some tokens are in a mask."""
+    """Positions of some tokens' bits in a mask."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         ids = np.array(token_ids, np.int64)

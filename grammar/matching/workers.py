@@ -1,4 +1,4 @@
-"""Runs the processes that match grammars, on a thread of its own.
+"""Runs the processes that match grammars, on a separate thread.
 
 A worker ends when a grammar has used up what it may cost, when that breaks the library, or when something kills it. In
 the first two cases the grammar is given up. Another worker takes the place in any case, and its other answers are
@@ -39,16 +39,16 @@ from pdkv.sampling.shape import Grammar
 from pdkv.wire.types import RequestKey
 
 START_TIMEOUT_S = 120.0
-"""For imports and the vocabulary on a machine that is busy."""
+"""Seconds for imports and the vocabulary on a busy machine."""
 
 STUCK_S = 10.0
-"""A worker that gets nowhere for so long, because it was stopped, is replaced."""
+"""Seconds after which a worker without progress, for example a stopped one, is replaced."""
 
 REMEMBER_S = 60.0
-"""How long a grammar that was given up is refused by its digest."""
+"""Seconds for which a given-up grammar is refused by its digest."""
 
 MAX_LOST = 3
-"""A grammar at which its worker is killed from outside so often is given up, too: memory may be short."""
+"""Kills of its worker from outside after which a grammar is given up, too: memory may be short."""
 
 _GRACE_S = 5.0
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP)
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class Workers:
-    """The thread, the processes and their books, which `lock` guards."""
+    """The thread, the processes and their state, which `lock` guards."""
 
     def __init__(self, start: Start, notify: Callable[[], None], clock: Clock = MONOTONIC) -> None:
         """Starts nothing."""
@@ -82,7 +82,7 @@ class Workers:
     # --- books; the caller holds the lock -------------------------------------------------------------------------
 
     def begin(self, grammar: Grammar) -> None:
-        """There is use for the thread. Raises GrammarGivenUp, InvalidRequest and ServerBusy where there is not."""
+        """Start the thread if needed. Raises GrammarGivenUp, InvalidRequest and ServerBusy if that is not possible."""
         if self._thread.stopping.is_set():
             raise ServerBusy("the engine is about to stop")
         if self._broken is not None:
@@ -104,7 +104,7 @@ class Workers:
             raise ServerBusy(f"no process can be started to match grammars: {error}") from None
 
     def worker_of(self, tenant: str) -> WorkerState:
-        """A tenant's own worker; where there are too many tenants, one that few others have."""
+        """A tenant's own worker or, if there are too many tenants, one that few others have."""
         worker = self._tenants.get(tenant)
         if worker is None:
             if len(self.all) < self._start.shape.num_workers:
@@ -114,13 +114,13 @@ class Workers:
         return worker
 
     def send(self, worker: WorkerState, message: Order, *, is_awaited: bool = False) -> None:
-        """Never blocks; a worker that is not there yet is told all when it is."""
+        """Send a message. Never blocks; a worker that does not exist yet is told everything when it does."""
         worker.send(message, is_awaited=is_awaited)
         if (is_awaited or worker.outbox or worker.sock is None) and not self._thread.stopping.is_set():
             os.eventfd_write(self._wake_fd, 1)
 
     def add_row(self, row: Row) -> None:
-        """An answer joins."""
+        """Add an answer."""
         row.worker.rows[row.place] = row
         if row.known.error is not None:
             self._fail(row, row.known.error)
@@ -132,7 +132,7 @@ class Workers:
         self.failed[row.key] = error.anew()
 
     def _drop(self, known: Known, error: PdkvError) -> None:
-        """No request can have it."""
+        """Note that no request can have it."""
         known.error = error
         self._has_news = True
         known.worker.drop(known)
@@ -166,12 +166,12 @@ class Workers:
             self._end_process()
 
     def _missing(self) -> list[WorkerState]:
-        """Workers that have something to do and are not there."""
+        """Workers that have something to do and do not exist."""
         with self.lock:
             return [worker for worker in self.all if worker.sock is None and worker.is_wanted]
 
     def _turn(self, idle: Sequence[WorkerState]) -> None:
-        """Begin workers, wait for news, and take them in."""
+        """Start workers, wait for news, and handle it."""
         poll = select.poll()
         poll.register(self._wake_fd, select.POLLIN)
         if self._control is not None:
@@ -222,7 +222,7 @@ class Workers:
             del self.numbers[known.number]
 
     def _hear_control(self, control: socket.socket) -> None:
-        """A worker has ended, or the process with all of them."""
+        """Handle the end of a worker, or of the process with all of them."""
         try:
             data = control.recv(MAX_CONTROL_BYTES)
         except OSError:
@@ -237,14 +237,14 @@ class Workers:
                 self._ended(worker, signal.SIGKILL)
 
     def _ended(self, worker: WorkerState, status: int) -> None:
-        """Give up what ended it, if something did. Another one begins where requests need it."""
+        """Give up the grammar that ended it, if one did. Another worker starts if requests need it."""
         assert self.slab is not None
         known = self.numbers.get(int(self.slab.working[worker.index]) - 1)
         self._clear(worker)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         if known is None:
             if worker.num_ends > MAX_LOST:
-                self._drop_all(worker, ServerBusy("the process that matches grammars ends again and again"))
+                self._drop_all(worker, ServerBusy("the process that matches grammars keeps ending"))
             return
         if number == signal.SIGPROF:
             why = f"takes more than {self._start.time_s:g} s of processor time to match (--grammar-time-s)"
@@ -261,7 +261,7 @@ class Workers:
             self._drop(known, error)
 
     def _clear(self, worker: WorkerState) -> None:
-        """Nothing writes to its rows now."""
+        """Clear its rows, to which nothing writes now."""
         assert self.slab is not None
         worker.end()
         self.slab.clear(worker.index)
@@ -269,7 +269,7 @@ class Workers:
             del self.numbers[known.number]
 
     def _look_after(self, worker: WorkerState) -> None:
-        """Replace a worker that gets nowhere; where that has no effect, the process with it."""
+        """Replace a worker that makes no progress; if that has no effect, the process with it."""
         assert self.slab is not None
         if not worker.num_awaited:
             return
@@ -277,7 +277,7 @@ class Workers:
         if calls != worker.num_calls:
             worker.num_calls, worker.waits_since = calls, now
         elif now >= worker.waits_since + STUCK_S:
-            logger.warning("a process that matches grammars gets nowhere for %g s: it is replaced", STUCK_S)
+            logger.warning("a process that matches grammars has made no progress for %g s: it is replaced", STUCK_S)
             worker.waits_since = now
             if worker.is_killed and self._process is not None:
                 self._process.kill()
@@ -289,7 +289,7 @@ class Workers:
     # --- the process ----------------------------------------------------------------------------------------------
 
     def _begin_process(self) -> bool:
-        """Returns whether the process is there now. Where it cannot be, all that waits for it has failed."""
+        """Start the process. Returns whether it exists now. If it cannot, everything that waits for it has failed."""
         try:
             error = self._launch()
             if not error:
@@ -303,7 +303,7 @@ class Workers:
         return False
 
     def _launch(self) -> str:
-        """Returns why it can never work. Raises OSError."""
+        """Launch it. Returns why it can never work. Raises OSError."""
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = control
         control.settimeout(START_TIMEOUT_S)
@@ -321,7 +321,7 @@ class Workers:
         return msgspec.msgpack.decode(answer, type=Ready).error
 
     def _fork(self, worker: WorkerState) -> None:
-        """A worker begins, and is told all that it has to know."""
+        """Fork a worker, which is told everything that it needs to know."""
         if self._control is None:
             return
         ours, theirs = socket.socketpair()
@@ -334,7 +334,7 @@ class Workers:
         worker.begin(ours)
 
     def _break(self, error: PdkvError, *, is_final: bool) -> None:
-        """Nothing can be matched now, or ever."""
+        """Note that nothing can be matched now, or ever."""
         with self.lock:
             self._broken = error if is_final else None
             for worker in self.all:

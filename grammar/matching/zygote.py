@@ -46,7 +46,7 @@ def main(start: Start, control_fd: int, slab_fd: int, event_fd: int) -> None:
 
 
 class _Zygote:
-    """Forks workers, and tells how they end."""
+    """Forks workers, and reports how they end."""
 
     def __init__(self, control: socket.socket, start: Start, vocabulary: Vocabulary, slab: Slab, event_fd: int) -> None:
         self._control = control
@@ -69,7 +69,7 @@ class _Zygote:
                     return
 
     def _obey(self) -> bool:
-        """Do what the engine says next; False: it is gone."""
+        """Carry out the engine's next order; False: it is gone."""
         data, fds, _, _ = socket.recv_fds(self._control, MAX_CONTROL_BYTES, 1)
         if not data:
             return False
@@ -98,7 +98,7 @@ class _Zygote:
         self._control.send(encode(Ended(worker, status)))
 
     def _work(self, worker: int, sock: socket.socket) -> NoReturn:
-        """A worker's life."""
+        """Run a worker."""
         try:
             die_with_parent()
             self._control.close()

@@ -1,1 +1,1 @@
-"""Codecs: the forms in which KV lies in a store."""
+"""Codecs: the forms in which KV is stored."""

@@ -21,7 +21,9 @@ assert _HEADER.size == HEADER_BYTES
 
 
 class PartShape(NamedTuple):
-    """Of images of units side by side: (num_units, num_layers, sides, num_heads, HASH_BLOCK_SIZE, head_size)."""
+    """The shape of images of units side by side: (num_units, num_layers, sides, num_heads, HASH_BLOCK_SIZE,
+    head_size).
+    """
 
     num_units: int
     num_layers: int
@@ -34,23 +36,23 @@ class PartShape(NamedTuple):
 
     @property
     def dimensions(self) -> tuple[int, ...]:
-        """Of all images."""
+        """Dimensions of all images."""
         return self.num_units, self.num_layers, self.sides, self.num_heads, HASH_BLOCK_SIZE, self.head_size
 
     @property
     def num_numbers(self) -> int:
-        """Of all images."""
+        """Numbers in all images."""
         return math.prod(self.dimensions)
 
     @property
     def num_bytes(self) -> int:
-        """Of all images, uncoded."""
+        """Bytes of all images, uncoded."""
         return self.num_numbers * (4 if self.dtype == "float32" else 2)
 
     def check(self, images: Bytes) -> None:
-        """Raises ValueError for a buffer of another size, or one that is not contiguous."""
+        """Raise ValueError for a buffer of another size, or one that is not contiguous."""
         if images.ndim != 1 or images.size != self.num_bytes or not images.flags.c_contiguous:
-            raise ValueError(f"{self.num_bytes} bytes of images were expected, got {images.shape}")
+            raise ValueError(f"expected {self.num_bytes} bytes of images, got {images.shape}")
 
 
 class Codec(ABC):
@@ -62,9 +64,9 @@ class Codec(ABC):
 
     name: ClassVar[str]
     lossy: ClassVar[bool]
-    """Whether what is decoded may differ from what was encoded."""
+    """Whether the decoded KV may differ from the encoded KV."""
     number: ClassVar[int]
-    """In the header of coded values; 0: they have none."""
+    """Its number in the header of coded values; 0: they have none."""
     version: ClassVar[int] = 1
     """Another one for each change of the coded bytes, or of what they decode to."""
     levels: ClassVar[range] = range(1)

@@ -87,6 +87,8 @@ def _kernel_shape(shape: PartShape) -> Shape:
 
 
 def _fixed_bytes(shape: PartShape) -> int:
-    """Of a body, without the words: per layer their number and the states, two steps a plane, two bytes a channel."""
+    """Bytes of a body without the words: per layer their number and the states, two steps a plane, two bytes a
+    channel.
+    """
     planes = shape.sides * shape.num_heads
     return shape.num_layers * (4 + 4 * LANES + planes * (8 + 2 * shape.head_size))

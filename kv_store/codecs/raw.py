@@ -21,7 +21,7 @@ class RawCodec(Codec):
         return shape.num_bytes
 
     def trim(self, padded: Bytes) -> Bytes:
-        """It has no header, and is never padded."""
+        """As it is: it has no header, and is never padded."""
         return padded
 
     def encode(self, images: Bytes, shape: PartShape) -> Bytes:
@@ -32,5 +32,5 @@ class RawCodec(Codec):
     def decode(self, coded: Bytes, shape: PartShape, out: Bytes) -> None:
         shape.check(out)
         if coded.size != out.size:
-            raise KVCorrupted(f"{coded.size} bytes, and {out.size} of {shape} were expected")
+            raise KVCorrupted(f"expected {out.size} bytes of {shape}, got {coded.size}")
         out[:] = coded

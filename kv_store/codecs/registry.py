@@ -20,6 +20,6 @@ def make_codec(name: str, level: int | None = None) -> Codec:
     """The codec of that name; level None: its default.
 
     Raises:
-        ConfigError: no such codec, or no such level.
+        ConfigError: unknown codec or level.
     """
     return CODECS.load(name)(level)

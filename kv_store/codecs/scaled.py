@@ -22,7 +22,7 @@ class ScaledCodec(Codec):
 
     lossy: ClassVar[bool] = True
     largest: ClassVar[float]
-    """Of what a code stands for; a scale is the largest of its numbers, divided by this."""
+    """The largest value of a code; a scale is the largest of its numbers, divided by this."""
     shared: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]]
     """For K and for V: the dimensions along which numbers share a scale."""
 
@@ -32,7 +32,7 @@ class ScaledCodec(Codec):
 
     @abstractmethod
     def from_codes(self, codes: torch.Tensor) -> torch.Tensor:
-        """Float32 numbers of uint8 codes; NaN where a code is none."""
+        """Float32 numbers of uint8 codes; NaN for an invalid code."""
 
     def max_bytes(self, shape: PartShape) -> int:
         return HEADER_BYTES + self._scale_bytes(shape) + shape.num_numbers
@@ -71,7 +71,7 @@ class ScaledCodec(Codec):
         torch.from_numpy(out).view(dtype).view(shape.dimensions).copy_(numbers.clamp_(-most, most))
 
     def _scale_shapes(self, shape: PartShape) -> list[tuple[int, ...]]:
-        """Of K's scales and of V's."""
+        """Shapes of K's scales and of V's."""
         side = shape.dimensions[:2] + shape.dimensions[3:]
         return [
             tuple(1 if i in shared else size for i, size in enumerate(side)) for shared in self.shared[: shape.sides]

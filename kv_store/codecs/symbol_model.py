@@ -1,4 +1,4 @@
-"""How often deltas of each size are expected: static tables, from the narrowest to the widest.
+"""Expected frequencies of deltas: static tables, from the narrowest to the widest.
 
 A table is a logistic distribution, whose tails lie between those of a normal and a Laplace distribution; its width goes
 by the mean |delta|. Nothing of them is in a coded value but their number. They are made in decimal arithmetic, which
@@ -49,5 +49,5 @@ def _frequencies(scale: Decimal, limit: int) -> npt.NDArray[np.uint32]:
 
 
 def _mean(frequencies: npt.NDArray[np.uint32]) -> float:
-    """|delta| of a table, on average."""
+    """The average |delta| of a table."""
     return float((frequencies * np.abs(np.arange(256) - ZERO)).sum()) / SLOTS

@@ -1,1 +1,1 @@
-"""Who may have how much of the router, and who is next."""
+"""Decides how much of the router each client may have, and who is next."""

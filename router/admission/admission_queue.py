@@ -1,8 +1,7 @@
 """In front of dispatch: a bounded queue of generations, from which engines get what they can take (docs/admission.md).
 
-A `Visit` is one request's stay. Where nobody waits and there is room, a generation begins at once, in the same turn of
-the event loop; else it waits for its turn (`fair_queue.py`) until its deadline, or until whoever opened the visit
-closes it.
+A `Visit` is one request's stay. If the queue is empty and there is room, a generation begins at once, in the same turn
+of the event loop; otherwise it waits for its turn (`fair_queue.py`) until its deadline or until the visit is closed.
 """
 
 import asyncio
@@ -28,18 +27,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STARTS_IN_A_ROW = 16
-"""Generations that begin in one turn of the event loop: others must not wait for hundreds."""
+"""The most generations that begin in one turn of the event loop, so that other callbacks do not wait for hundreds."""
 
 PLACE_COST = 64
-"""Tokens that a generation in the queue is taken to cost beside its own: what a place in the engines costs the others.
-Without it, a tenant of many tiny requests has the places of all.
+"""Tokens charged for each queued generation besides its own: the cost to others of the place it takes in the engines.
+Without it, a tenant with many tiny requests would get every place.
 """
 
 _RATE_WINDOW_S = 10.0
 _MAX_RETRY_AFTER_S = 60.0
 
 Deliver = Callable[["Generation"], None]
-"""Takes a generation over at the moment at which it begins: its owner can abort it from then on."""
+"""A callback that takes a generation over the moment it begins: its owner can abort it from then on."""
 
 
 class _Waiter:
@@ -55,7 +54,7 @@ class _Waiter:
         self.future: asyncio.Future[Generation | PdkvError] = asyncio.get_running_loop().create_future()
 
     def end(self, result: "Generation | PdkvError") -> None:
-        """Tell whoever waits. Idempotent."""
+        """Wake the waiting task. Idempotent."""
         if not self.future.done():
             self.future.set_result(result)
 
@@ -72,20 +71,20 @@ class Admission:
     ) -> None:
         self.config = config or AdmissionConfig()
         self.anonymous = Tenant(ANONYMOUS, Grant(best_priority=self.config.best_priority), clock)
-        self.num_pending = 0  # choices of requests that came and did not begin: waiting now, or later
-        self.pending_tokens = 0  # of their prompts
-        self.num_full = 0  # requests that were refused
+        self.num_pending = 0  # choices that have arrived but not begun: waiting now, or later
+        self.pending_tokens = 0  # prompt tokens of those
+        self.num_full = 0  # requests refused
         self.observe_wait: Callable[[float], None] = lambda seconds: None
         self._dispatcher = dispatcher
         self._clock = clock
         self._queue: FairQueue[_Waiter] = FairQueue()
         self._scheduled = False
-        self.draining = ""  # why no new requests are taken; empty: they are
-        self._rate = 0.0  # tokens a second that began lately
+        self.draining = ""  # why no new requests are taken; empty if they are
+        self._rate = 0.0  # tokens per second that began recently
         self._rate_at = clock()
         dispatcher.on_room = self._on_room
 
-    # --- what may come --------------------------------------------------------------------------------------------
+    # --- arrivals -------------------------------------------------------------------------------------------------
 
     @property
     def num_waiting(self) -> int:
@@ -93,7 +92,7 @@ class Admission:
         return len(self._queue)
 
     def drain(self, why: str = "the server is stopping") -> None:
-        """Take no new requests from now on: they get 503. What has come already is served. Idempotent."""
+        """Take no new requests from now on: they get a 503. Requests that have arrived are served. Idempotent."""
         self.draining = why
 
     def resume(self) -> None:
@@ -101,7 +100,7 @@ class Admission:
         self.draining = ""
 
     def arrive(self, tenant: Tenant) -> "Visit":
-        """A request comes. Nothing is known of it yet but whose it is.
+        """Admit a request of which only the tenant is known yet.
 
         Raises:
             Draining: no new requests are taken.
@@ -115,7 +114,7 @@ class Admission:
         return Visit(self, tenant)
 
     def check(self, tenant: Tenant) -> None:
-        """Before a request is read, and again before it is worked on.
+        """Check a request before it is read, and again before it is worked on.
 
         Raises:
             TooManyRequests: there is no place for even one choice, or the tenant's tokens of this minute are used up.
@@ -125,10 +124,10 @@ class Admission:
             self._refuse()
 
     def hold(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
-        """Keep a place for all choices of a request. What comes alone may be of any size.
+        """Keep a place for all choices of a request. A request that arrives at an empty queue may have any size.
 
-        A key may have as much of the queue as is left free (dynamic thresholds; Choudhury and Hahne, 1998): none fills
-        it, and whoever comes next has room.
+        A key may have as much of the queue as it leaves free (dynamic thresholds; Choudhury and Hahne, 1998), so that
+        no key fills it and there is room for the next one.
 
         Raises:
             TooManyRequests: there is no place.
@@ -142,11 +141,11 @@ class Admission:
         free_tokens = self.config.max_queued_tokens - self.pending_tokens - num_tokens
         own_choices, own_tokens = tenant.num_pending + num_choices, tenant.pending_tokens + num_tokens
         if tenant is self.anonymous:
-            own_choices = own_tokens = 0  # there is nobody else
+            own_choices = own_tokens = 0  # nothing else is waiting
         return not self.num_pending or (free_choices >= own_choices and free_tokens >= own_tokens)
 
     def let_go(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
-        """Of places that `hold` kept."""
+        """Give back places that `hold` kept."""
         self._change(tenant, -num_choices, -num_tokens)
 
     def _change(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
@@ -154,7 +153,7 @@ class Admission:
         self.pending_tokens += num_tokens
         tenant.num_pending += num_choices
         tenant.pending_tokens += num_tokens
-        assert self.num_pending or not self.pending_tokens, "tokens in the queue that are no choice's"
+        assert self.num_pending or not self.pending_tokens, "tokens in the queue that belong to no choice"
 
     def _refuse(self) -> None:
         self.num_full += 1
@@ -167,20 +166,20 @@ class Admission:
 
     @property
     def retry_after_s(self) -> float:
-        """Whole seconds after which the queue of now will have gone, at the rate of late."""
+        """Whole seconds after which the current queue will be empty, at the recent rate."""
         rate = self._rate * math.exp(-(self._clock() - self._rate_at) / _RATE_WINDOW_S)
         return min(max(math.ceil(self.pending_tokens / max(rate, 1.0)), 1.0), _MAX_RETRY_AFTER_S)
 
     # --- who begins -----------------------------------------------------------------------------------------------
 
     def begins_at_once(self, priority: int, tenant: Tenant) -> bool:
-        """Whether a generation need not wait: there is room for its tenant, and nothing that may begin is before it."""
+        """Whether a generation need not wait: its tenant has room, and nothing that may begin is ahead of it."""
         best, held_back = self._queue.best_priority, self._dispatcher.held_back()
         is_next = best is None or priority < best or (priority == best and not self._queue.has_next(held_back))
         return is_next and tenant.digest not in held_back and self._dispatcher.has_room()
 
     def begin(self, request: GenerateRequest, deliver: Deliver) -> "Generation":
-        """Dispatch. Raises EngineUnavailable."""
+        """Dispatch a generation. Raises EngineUnavailable."""
         now = self._clock()
         cost = cost_of(request)
         self._rate = self._rate * math.exp(-(now - self._rate_at) / _RATE_WINDOW_S) + cost / _RATE_WINDOW_S
@@ -190,10 +189,10 @@ class Admission:
         return generation
 
     async def wait(self, visit: "Visit", request: GenerateRequest, deliver: Deliver) -> "Generation":
-        """Dispatch when it is its turn.
+        """Dispatch a generation when its turn comes.
 
         Raises:
-            RequestTimeout: its deadline passed before.
+            RequestTimeout: its deadline passed first.
             RequestAborted: the visit was closed.
             EngineUnavailable: no engine can take it.
         """
@@ -220,10 +219,10 @@ class Admission:
         return result
 
     def settle(self, visit: "Visit", num_tokens: int, share: float) -> None:
-        """A visit came to so many tokens more, or fewer, than it was taken to cost.
+        """Correct a visit's cost by the difference between actual and expected tokens.
 
-        Its `share` that came by the queue was charged. The rest began while nobody waited, which costs nothing; but for
-        what it came to beyond, others may have waited since.
+        Only the `share` that came through the queue was charged. The rest began while nothing waited, which costs
+        nothing; but others may since have waited for the tokens it used beyond its expected cost.
         """
         tenant = visit.tenant
         self._queue.settle(visit.turns, num_tokens * share, tenant.grant.weight)
@@ -231,18 +230,18 @@ class Admission:
             self._queue.charge(tenant.digest, visit.priority, num_tokens * (1.0 - share), tenant.grant.weight)
 
     def leave(self, waiter: _Waiter, waiting: Waiting[_Waiter]) -> None:
-        """Out of the queue. Idempotent."""
+        """Remove a generation from the queue. Idempotent."""
         waiter.visit.waiters.pop(waiter, None)
         self._queue.remove(waiting)
 
     def _on_room(self) -> None:
-        """There may be room now."""
+        """Begin what can begin: there may be room now."""
         if self._queue and not self._scheduled:
             self._scheduled = True
             asyncio.get_running_loop().call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Let begin who is next, while there is room."""
+        """Begin waiting generations in order while there is room."""
         self._scheduled = False
         for _ in range(_STARTS_IN_A_ROW):
             held_back = self._dispatcher.held_back()
@@ -261,9 +260,9 @@ class Admission:
             waiter.end(self.begin(request, waiter.deliver))
         except PdkvError as error:
             waiter.end(error)
-        except Exception as error:  # a defect: it must not take the queue with it
-            logger.exception("a generation did not begin")
-            waiter.end(PdkvError(f"the generation did not begin: {type(error).__name__}"))
+        except Exception as error:  # a defect must not take the queue down with it
+            logger.exception("a generation failed to begin")
+            waiter.end(PdkvError(f"the generation failed to begin: {type(error).__name__}"))
 
 
 class Visit:
@@ -274,19 +273,19 @@ class Visit:
         self.turns = Turns()
         self.priority = 0  # of its generations
         self.waiters: dict[_Waiter, Waiting[_Waiter]] = {}
-        self.num_charged = 0  # tokens that its generations in the queue were taken to cost
+        self.num_charged = 0  # tokens that its queued generations are expected to cost
         self._admission = admission
         self._num_held = 0
         self._held_tokens = 0
-        self._num_taken = 0  # tokens that it was taken to cost in the queue
+        self._num_taken = 0  # tokens that it was expected to cost while queued
         self._num_used = 0
-        self._num_ahead = 0  # tokens of output that the tenant was charged for and that did not come yet
-        self._num_paid = 0.0  # tokens that the tenant was charged for
+        self._num_ahead = 0  # output tokens charged to the tenant that have not arrived yet
+        self._num_paid = 0.0  # tokens charged to the tenant
         self._streams = False
         self._closed = False
 
     def hold(self, prompt_lengths: Sequence[int], n: int, max_tokens: int | None, *, stream: bool) -> None:
-        """What the request asks for, once it is known: `n` choices of each prompt.
+        """Reserve what the request asks for, once it is known: `n` choices of each prompt.
 
         Raises:
             TooManyRequests: it does not fit into the queue, or the tenant has as much as it may have.
@@ -306,9 +305,9 @@ class Visit:
         self._num_held, self._held_tokens = num_choices, num_tokens
 
     async def start(self, request: GenerateRequest, deliver: Deliver) -> "Generation":
-        """Begin a generation at once, without a switch to another task, or when it is its turn.
+        """Begin a generation at once, without switching to another task, or when its turn comes.
 
-        `deliver` gets the generation before this returns, and even if this is cancelled meanwhile.
+        `deliver` gets the generation before this returns, even if this is cancelled in the meantime.
 
         Raises:
             EngineUnavailable: no engine can take it.
@@ -326,24 +325,24 @@ class Visit:
                 self._let_go(1, prompt_cost(request))
 
     def came(self, num_tokens: int) -> None:
-        """Tokens of output came; those beyond what was charged ahead are charged now."""
+        """Count output tokens as they arrive; those beyond the tokens charged in advance are charged now."""
         self._num_ahead -= num_tokens
         if self._num_ahead < 0:
             self._num_paid += self.tenant.charge(-self._num_ahead)
             self._num_ahead = 0
 
     def used(self, num_tokens: int) -> None:
-        """What prompts and outputs came to in the end."""
+        """Record the final number of prompt and output tokens."""
         self._num_used = num_tokens
 
     def abort(self) -> None:
-        """Nobody waits any more: everything of this request leaves the queue. Idempotent."""
+        """Remove everything of this request from the queue: the client has gone. Idempotent."""
         for waiter, waiting in list(self.waiters.items()):
             self._admission.leave(waiter, waiting)
             waiter.end(RequestAborted("the client went away", request_id=waiter.request.label))
 
     def close(self) -> None:
-        """The request is over. Idempotent."""
+        """End the visit. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -360,7 +359,7 @@ class Visit:
     def _let_go(self, num_choices: int, num_tokens: int) -> None:
         self._num_held -= num_choices
         self._held_tokens -= num_tokens
-        assert self._num_held >= 0, "more places were let go of than were kept"
+        assert self._num_held >= 0, "more places were given back than were kept"
         self._admission.let_go(self.tenant, num_choices, num_tokens)
 
     def __enter__(self) -> "Visit":
@@ -371,12 +370,12 @@ class Visit:
 
 
 def prompt_cost(request: GenerateRequest) -> int:
-    """Prompt tokens that a generation is taken to cost: choices after the first find the prompt in the cache."""
+    """Prompt tokens that a generation is expected to cost: choices after the first find the prompt in the cache."""
     return len(request.prompt_token_ids) if request.choice == 0 else HASH_BLOCK_SIZE
 
 
 def cost_of(request: GenerateRequest) -> int:
-    """Tokens of prompt and output that a generation is taken to cost."""
+    """Prompt and output tokens that a generation is expected to cost."""
     return prompt_cost(request) + expected_output(request.params.max_tokens)
 
 

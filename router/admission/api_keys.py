@@ -1,7 +1,7 @@
-"""API keys: a file of names, hashes and limits; requests name a key, and the router finds whose it is.
+"""API keys: a file of names, hashes and limits; requests carry a key, and the router finds its tenant.
 
-A key is 32 random bytes, so its plain SHA-256 is safe at rest: there is nothing to guess that a slow hash such as
-scrypt would make dearer, while a slow hash of whatever a stranger sends would cost the router's time.
+A key is 32 random bytes, so its plain SHA-256 is safe at rest: it cannot be guessed, so a slow hash such as scrypt
+would gain nothing, and hashing slowly whatever a stranger sends would cost the router time.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
 from pdkv.wire.kv import MAX_KV_QUOTA_BYTES, MAX_KV_TTL_S, KVTerms
 
 MAX_KEYS = 1024
-"""Keys of one file: each is a label of metrics."""
+"""The most keys in one file; each is a label of metrics."""
 
 MAX_FILE_BYTES = 1 << 20
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One [[key]] of the file; what is left out is a Grant's default."""
+    """One [[key]] of the file; omitted fields take Grant's defaults."""
 
     name: Annotated[str, Meta(pattern=_NAME)]
     hash: Annotated[str, Meta(pattern=r"^sha256:[0-9a-f]{64}\Z")]
@@ -54,15 +54,15 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def digest(self) -> bytes:
-        """Of the key itself."""
+        """Hash of the key itself."""
         return bytes.fromhex(self.hash.removeprefix("sha256:"))
 
     @property
     def grant(self) -> Grant:
-        """A key without a salt of its own has one that nobody can know, and that ends with the key.
+        """The key's Grant. A key without its own salt gets a secret one that disappears with the key.
 
-        What was stored on another time to live may be older than this one allows, and nothing tells how old it is. So
-        the time to live is part of the salt: such values are not found.
+        Values stored with another time to live may be older than this one allows, and their age is not known. So the
+        time to live is part of the salt, and such values are not found.
         """
         salt = self.salt or _digest_text(f"pdkv salt {self.hash}")
         return Grant(
@@ -77,7 +77,7 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         )
 
     def _kv_terms(self, salt: str) -> KVTerms | None:
-        """Keys with one salt share their KV, and so a quota."""
+        """Terms of the key's KV. Keys with the same salt share their KV, and so a quota."""
         if not self.kv_ttl_s and self.kv_quota is None:
             return None
         digest = hashlib.blake2b(salt.encode(), digest_size=8, person=b"pdkv-kv-owner").digest()
@@ -89,10 +89,10 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class KeyRing:
-    """The keys of one file, or the one of the environment, and the tenants that they stand for."""
+    """The keys of one file, or the one in the environment, and their tenants."""
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = MONOTONIC.now) -> None:
-        """Raises ConfigError for a file that cannot be read, or has something wrong in it."""
+        """Read the keys. Raises ConfigError if the file cannot be read or is invalid."""
         self._path = path
         self._clock = clock
         self._tenants: dict[str, Tenant] = {}
@@ -102,13 +102,13 @@ class KeyRing:
 
     @property
     def tenants(self) -> list[Tenant]:
-        """All of them, as the file has them now."""
+        """All tenants currently in the file."""
         return list(self._tenants.values())
 
     def reload(self) -> None:
-        """Read the file again. What is wrong with it is logged, and the keys of before stay.
+        """Read the file again. If it is invalid, the error is logged and the previous keys stay.
 
-        Requests of a key that is gone go on to their end; what a tenant uses stays counted where its name stays.
+        Requests of a removed key run to their end; a tenant whose name stays keeps its counts.
         """
         try:
             keys = read_keys(self._path) or []
@@ -126,7 +126,9 @@ class KeyRing:
         )
 
     def authenticate(self, authorization: str | None) -> Tenant:
-        """Whose key an Authorization header names. Raises Unauthorized, which repeats nothing of it."""
+        """The tenant whose key an Authorization header holds. Raises Unauthorized, which repeats nothing of the
+        header.
+        """
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized("an API key is required: send it as the header 'Authorization: Bearer KEY'")
@@ -136,8 +138,8 @@ class KeyRing:
         return tenant
 
     def _blind(self, digest: bytes) -> bytes:
-        """Under what a digest is looked up: a hash that nobody outside can compute, so that the time a comparison takes
-        says nothing about it.
+        """The form in which a digest is looked up: a keyed hash, so that the time of a comparison reveals nothing about
+        it.
         """
         return hashlib.blake2b(digest, key=self._blinding, digest_size=32).digest()
 
@@ -151,10 +153,10 @@ class KeyRing:
 
 
 def read_keys(path: Path | None) -> list[_Key] | None:
-    """The keys of a file, or the one of PDKV_API_KEY, which may do what an admin may; None: clients need none.
+    """The keys of a file, or the one in PDKV_API_KEY, which has admin rights; None: clients need no key.
 
     Raises:
-        ConfigError: as `read_key_file`; both are there; or a key that is too short.
+        ConfigError: as in `read_key_file`; both are given; or a key is too short.
     """
     given = os.environ.get(API_KEY)
     if not given:
@@ -167,7 +169,7 @@ def read_keys(path: Path | None) -> list[_Key] | None:
 
 
 def read_key_file(path: Path) -> list[_Key]:
-    """The keys of a file. Raises ConfigError, which says what is wrong where and never repeats a hash or a salt."""
+    """The keys of a file. Raises ConfigError, which says where the fault is and never repeats a hash or a salt."""
     text = read_own_file(path, "the key file", MAX_FILE_BYTES)
     try:
         parsed = tomllib.loads(text)
@@ -185,13 +187,15 @@ def _checked(keys: list[_Key], path: Path) -> list[_Key]:
     if not keys:
         raise ConfigError(f"the key file {path} has no [[key]]: add one with `pd key new NAME --append {path}`")
     if len(keys) > MAX_KEYS:
-        raise ConfigError(f"the key file {path} has {len(keys)} keys, at most {MAX_KEYS} are allowed")
+        raise ConfigError(f"the key file {path} has {len(keys)} keys; at most {MAX_KEYS} are allowed")
     names = [key.name for key in keys]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"the key file {path} has two keys named {name!r}: give each a name of its own")
+            raise ConfigError(f"the key file {path} has two keys named {name!r}: names must be unique")
     if ANONYMOUS in names:
-        raise ConfigError(f"the key file {path} has a key named {ANONYMOUS!r}, which stands for clients without a key")
+        raise ConfigError(
+            f"the key file {path} has a key named {ANONYMOUS!r}, which is reserved for clients without a key"
+        )
     hashes = [key.hash for key in keys]
     for key in keys:
         try:
@@ -199,12 +203,12 @@ def _checked(keys: list[_Key], path: Path) -> list[_Key]:
         except ConfigError as error:
             raise ConfigError(f"the key file {path}: kv_quota of the key {key.name!r}: {error}") from None
         if hashes.count(key.hash) > 1:
-            raise ConfigError(f"the key file {path} has the hash of the key {key.name!r} twice")
+            raise ConfigError(f"the key file {path} has the hash of key {key.name!r} twice")
     return keys
 
 
 def _read_quota(quota: str | int | None) -> int | None:
-    """Bytes. Raises ConfigError for what is no size."""
+    """A quota in bytes. Raises ConfigError for an invalid size."""
     size = None if quota is None else parse_size(str(quota))
     if size is not None and size > MAX_KV_QUOTA_BYTES:
         raise ConfigError(f"a size of at most {MAX_KV_QUOTA_BYTES} bytes was expected, got {quota!r}")
@@ -212,7 +216,7 @@ def _read_quota(quota: str | int | None) -> int | None:
 
 
 def make_key(name: str, *, admin: bool = False) -> tuple[str, str]:
-    """A new key, and the lines of the key file that make it known.
+    """A new key, and the lines that enter it in a key file.
 
     Raises:
         ConfigError: no such name.

@@ -1,11 +1,11 @@
-"""Who is next: by priority, then fairly between tenants by tokens, then fairly between one tenant's requests.
+"""Chooses the next item: by priority, then fairly between tenants by tokens, then fairly between one tenant's requests.
 
 Between tenants it is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): each has a virtual time that rises
-by cost / weight with what is taken of it, the lowest is next, and who was idle begins at the time of the one that was
-taken last, so that idleness earns nothing. What a request turns out to cost is settled afterwards, as in "Fairness in
-Serving Large Language Models" (Sheng et al., OSDI 2024). Within a tenant each request is a flow of its own, and the
-lowest finish tag is next (self-clocked fair queueing, Golestani, INFOCOM 1994): a short one passes a long one that came
-a little earlier, and a long one waits at most for its own cost's worth of those that came later.
+by cost / weight for each item taken, and the lowest is next. A tenant that was idle starts at the time of the one taken
+last, so that idleness earns nothing. The actual cost of a request is settled afterwards, as in "Fairness in Serving
+Large Language Models" (Sheng et al., OSDI 2024). Within a tenant each request is a flow of its own, and the lowest
+finish tag is next (self-clocked fair queueing, Golestani, INFOCOM 1994): a short one overtakes a long one that came a
+little earlier, and a long one waits for later ones up to its own cost at most.
 """
 
 import heapq
@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 class Flow:
-    """A tenant's place in one priority, as long as anybody waits there."""
+    """A tenant's place in one priority, while it has items waiting there."""
 
     __slots__ = ("clock", "heap", "num_waiting", "virtual")
 
     def __init__(self, virtual: float) -> None:
         self.virtual = virtual
-        self.clock = 0.0  # cost of all that was taken
+        self.clock = 0.0  # cost of everything taken
         self.num_waiting = 0
         self.heap: list[tuple[float, int, Waiting[object]]] = []
 
 
 class Turns:
-    """What one request has had of its tenant's flow; its items wait one behind the other."""
+    """One request's share of its tenant's flow; its items wait one behind the other."""
 
     __slots__ = ("flow", "tag")
 
@@ -39,7 +39,7 @@ class Turns:
 
 
 class Waiting(Generic[T]):
-    """An item that waits; `item` is None once it was taken or removed."""
+    """An item that waits; `item` is None once it has been taken or removed."""
 
     __slots__ = ("cost", "flow", "item", "priority", "weight")
 
@@ -52,7 +52,7 @@ class Waiting(Generic[T]):
 
 
 class _Class:
-    """One priority."""
+    """The queue of one priority."""
 
     def __init__(self) -> None:
         self.flows: dict[str, Flow] = {}
@@ -61,14 +61,14 @@ class _Class:
 
 
 class FairQueue(Generic[T]):
-    """A queue of items. `push` and `pop` cost O(log waiting + tenants that wait), `remove` O(1), amortized.
+    """A fair queue. `push` and `pop` cost O(log waiting + tenants that wait), `remove` O(1), amortized.
 
-    The last one of a priority costs O(log priorities) more.
+    Taking the last item of a priority costs O(log priorities) more.
     """
 
     def __init__(self) -> None:
         self._classes: dict[int, _Class] = {}
-        self._priorities: list[int] = []  # a heap of theirs, and of some that are gone; the first one is not
+        self._priorities: list[int] = []  # a heap of priorities, some of which may be empty, but not the first
         self._numbers = itertools.count()
         self._num_waiting = 0
 
@@ -77,13 +77,13 @@ class FairQueue(Generic[T]):
 
     @property
     def best_priority(self) -> int | None:
-        """The most urgent priority that anybody waits with; lower is more urgent."""
+        """The most urgent priority in the queue; lower is more urgent."""
         return self._priorities[0] if self._priorities else None
 
     def push(
         self, item: T, *, tenant: str, turns: Turns, priority: int, cost: float, weight: float = 1.0
     ) -> Waiting[T]:
-        """Let an item wait. `cost` in tokens; `turns` are those of the request that it belongs to."""
+        """Add an item. `cost` is in tokens; `turns` belong to its request."""
         assert cost > 0
         level = self._classes.get(priority)
         if level is None:
@@ -104,7 +104,7 @@ class FairQueue(Generic[T]):
         return waiting
 
     def has_next(self, held_back: Collection[str] = ()) -> bool:
-        """Whether there is an item to `pop`: of the most urgent priority, of a tenant that is not held back."""
+        """Whether there is an item to `pop`: one of the most urgent priority whose tenant is not held back."""
         return any(True for _ in self._flows(held_back))
 
     def _flows(self, held_back: Collection[str]) -> Iterator[Flow]:
@@ -127,17 +127,17 @@ class FairQueue(Generic[T]):
         return item
 
     def remove(self, waiting: Waiting[T]) -> None:
-        """Take an item out that waits no more. Idempotent, and harmless once it was taken."""
+        """Remove an item that no longer waits. Idempotent, and harmless once the item has been taken."""
         if waiting.item is not None:
             self._left(waiting)
 
     def settle(self, turns: Turns, num_tokens: float, weight: float) -> None:
-        """What was taken for a request came to so many tokens more, or fewer, than it was taken to cost."""
+        """Correct a request's cost by the difference between actual and expected tokens."""
         if turns.flow is not None:
             turns.flow.virtual += num_tokens / weight
 
     def charge(self, tenant: str, priority: int, num_tokens: float, weight: float) -> None:
-        """A tenant used tokens that were taken for nothing here. Where nobody waits, nobody is the worse for it."""
+        """Charge a tenant for tokens that did not pass through this queue. If nothing waits, it costs nothing."""
         level = self._classes.get(priority)
         if level is not None:
             flow = level.flows.setdefault(tenant, Flow(level.virtual))
@@ -149,16 +149,16 @@ class FairQueue(Generic[T]):
         flow.num_waiting -= 1
         level.num_waiting -= 1
         self._num_waiting -= 1
-        assert flow.num_waiting >= 0, "more left a flow than waited in it"
+        assert flow.num_waiting >= 0, "more items left a flow than were waiting in it"
         if not level.num_waiting:
             self._drop_class(waiting.priority)
-        elif len(flow.heap) > 2 * flow.num_waiting + 16:  # those that were removed must not pile up
+        elif len(flow.heap) > 2 * flow.num_waiting + 16:  # removed items must not pile up
             flow.heap = [entry for entry in flow.heap if entry[2].item is not None]
             heapq.heapify(flow.heap)
 
     def _drop_class(self, priority: int) -> None:
         del self._classes[priority]
-        if len(self._priorities) > 2 * len(self._classes) + 16:  # clients choose them: they must not pile up
+        if len(self._priorities) > 2 * len(self._classes) + 16:  # clients choose the priorities: they must not pile up
             self._priorities = sorted(self._classes)
         while self._priorities and self._priorities[0] not in self._classes:
             heapq.heappop(self._priorities)

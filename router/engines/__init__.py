@@ -1,1 +1,1 @@
-"""The engines as the router sees them: who they are, how they do, what they are asked."""
+"""The engines as the router sees them: which exist, how they are doing, and how to reach them."""

@@ -1,4 +1,4 @@
-"""Where engines listen: what a launcher tells the router, at the start and later."""
+"""Addresses of engines, which a launcher tells the router at the start and later."""
 
 from pathlib import Path
 from typing import Literal
@@ -14,4 +14,4 @@ class EngineAddress(msgspec.Struct, frozen=True):
     name: str  # unique, such as "prefill-0"
     role: Role
     endpoint: str  # ipc:// or tcp://
-    refusal: Path | None = None  # where a launcher says why it keeps the engine out (RefusalNote)
+    refusal: Path | None = None  # where a launcher writes why it keeps the engine out (RefusalNote)

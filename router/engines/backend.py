@@ -1,7 +1,7 @@
-"""What the router knows of an engine's kind: something that takes messages and answers with messages.
+"""The interface of an engine to the router: it takes messages and answers with messages.
 
-pdkv's engines are one kind (`engine_client.py`). Another translates: it answers a Submit by asking an HTTP
-server, and what streams from there becomes Tokens and Finished. What an engine can do is said by its card.
+pdkv's engines are one kind (`engine_client.py`). Another could translate: it would answer a Submit by asking an HTTP
+server and turn the stream into Tokens and Finished. An engine's card says what it can do.
 """
 
 from typing import Protocol
@@ -11,16 +11,18 @@ from pdkv.wire.messages import RouterToEngine
 
 
 class Backend(Protocol):
-    """One engine, as dispatch sees it. All calls come from the event loop's thread and return at once."""
+    """One engine, as dispatch sees it. Every call is made on the event loop's thread and returns at once."""
 
     name: str
-    num_dropped: int  # messages of the engine, or frames of them, that could not be read
+    num_dropped: int  # unreadable messages or frames from the engine
 
     def connect(self, listener: EngineListener) -> None:
-        """Begin. The listener hears when the engine is up, what it says, and when it is gone, over and over."""
+        """Begin to connect. The listener is told, each time, when the engine comes up, what it says, and when it is
+        gone.
+        """
 
     def send(self, message: RouterToEngine) -> None:
         """Pass a message on. Only called between engine_up and engine_down."""
 
     def close(self) -> None:
-        """End for good; the listener hears nothing more. Idempotent."""
+        """Disconnect for good; the listener is told nothing more. Idempotent."""

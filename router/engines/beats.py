@@ -12,13 +12,13 @@ from pdkv.wire.messages import Beat
 
 _MAX_BEAT_BYTES = 64 * 1024
 _MAX_UNREAD_BEATS = 16
-_CONNECT_TIMEOUT_MS = 2000  # between hosts; the kernel's own is minutes
+_CONNECT_TIMEOUT_MS = 2000  # between hosts; the kernel's own timeout is minutes
 
 
 def beats_endpoint(endpoint: str, told: str) -> str:
-    """Where an engine's beats are, for a router that finds the engine itself at `endpoint`.
+    """The endpoint of an engine's beats, for a router that reaches the engine at `endpoint`.
 
-    What it has told of another host may be any address of that host's: only the port counts.
+    An engine on another host may have given any address of that host: only the port counts.
     """
     if not told.startswith("tcp://"):
         return told
@@ -26,7 +26,7 @@ def beats_endpoint(endpoint: str, told: str) -> str:
 
 
 class BeatReader:
-    """Hands over the Beats of one incarnation of an engine until `close`. Lives in one event loop."""
+    """Hands over the Beats of one incarnation of an engine until closed. Lives in one event loop."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class BeatReader:
         on_beat: Callable[[Beat], None],
         key: ClusterKey | None = None,
     ) -> None:
-        """Raises zmq.ZMQError or OSError: there can be no such endpoint, or no descriptor is left."""
-        self.num_dropped = 0  # what is no Beat of that incarnation
+        """Raises zmq.ZMQError or OSError if the endpoint is not valid or no descriptor is left."""
+        self.num_dropped = 0  # frames that are not Beats of that incarnation
         self._epoch = epoch
         self._on_beat = on_beat
         self._loop = asyncio.get_running_loop()
@@ -59,13 +59,13 @@ class BeatReader:
         self._loop.call_soon(self._read)
 
     def close(self) -> None:
-        """No beat comes any more. Idempotent."""
+        """Stop: no more beats arrive. Idempotent."""
         if not self._socket.closed:
             self._loop.remove_reader(self._fd)
             self._socket.close(linger=0)
 
     def _read(self) -> None:
-        """ZeroMQ signals changes of state only: read all that is there."""
+        """Read everything available, since ZeroMQ signals only changes of state."""
         while not self._socket.closed:
             try:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)

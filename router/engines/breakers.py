@@ -1,6 +1,7 @@
-"""Breakers: which engines, and which (prefill, decode) pairs, fail so often that others are asked first.
+"""Circuit breakers for engines and (prefill, decode) pairs that fail so often that others are preferred.
 
-They only re-rank: where nothing else is left, what is open is asked all the same. No clock: `now` is in seconds.
+They only re-rank: if nothing else is left, engines with an open breaker are used all the same. No clock: `now` is in
+seconds.
 """
 
 from collections import Counter, deque
@@ -8,30 +9,30 @@ from itertools import islice
 from typing import Literal
 
 WINDOW_S = 30.0
-"""How long an event counts."""
+"""Seconds for which an event counts."""
 
 MIN_EVENTS, PAIR_MIN_EVENTS = 5, 1
-"""Events in the window before a breaker opens. A pair of which nothing good is known opens with its first failed load:
-another way costs nothing, and a second failure a recomputed prompt.
+"""Events in the window before a breaker opens. A pair without any known success opens at its first failed load: another
+route costs nothing, and a second failure a recomputed prompt.
 """
 
 FAILURE_RATE = 0.5
-"""Share of failures, of the events in the window, from which on a breaker is open."""
+"""Share of failures among the events in the window at which a breaker opens."""
 
 OPEN_S = 10.0
-"""How long it stays open. Then it is half open: one request or probe at a time shows how it goes on."""
+"""Seconds that it stays open. Then it is half open: one request or probe at a time decides what comes next."""
 
 TRIAL_S = 10.0
-"""How long a trial keeps others away if nothing is heard of it."""
+"""Seconds that a trial keeps others away if no result arrives."""
 
 CRASH_WINDOW_S, CRASHES = 60.0, 3
-"""So many deaths in so short a time are a crash loop: a success in between closes nothing."""
+"""Number of deaths within a time that make a crash loop, in which a success closes nothing."""
 
 BreakerState = Literal["closed", "open", "half_open"]
 
 
 class Breaker:
-    """Counts the failures and successes of one thing in a window, by the second. Outlives an engine's incarnations."""
+    """Counts the successes and failures of one engine or pair per second. Outlives an engine's incarnations."""
 
     __slots__ = ("_counts", "_deaths", "_min_events", "_open_until", "_trial_until")
 
@@ -43,13 +44,15 @@ class Breaker:
         self._trial_until = 0.0
 
     def state(self, now: float) -> BreakerState:
-        """How it stands."""
+        """The current state."""
         if self._open_until is None:
             return "closed"
         return "open" if now < self._open_until else "half_open"
 
     def passes(self, now: float) -> bool:
-        """Whether a request may be given to it while there are others: closed, or half open and nothing under trial."""
+        """Whether requests may go there although there are alternatives: closed, or half open without a running
+        trial.
+        """
         if self._open_until is None:
             return True
         return now >= self._open_until and now >= self._trial_until
@@ -59,12 +62,12 @@ class Breaker:
         return not self._counts or self._counts[-1][0] <= now - WINDOW_S
 
     def begin_trial(self, now: float) -> None:
-        """A request or probe goes there. While the breaker is half open, no other one does."""
+        """Record that a request or probe goes there. While the breaker is half open, no other one does."""
         if self.state(now) == "half_open":
             self._trial_until = now + TRIAL_S
 
     def succeeded(self, now: float) -> None:
-        """Something went well. Half open: it closes, or in a crash loop is open for another while."""
+        """Record a success. A half-open breaker closes, or in a crash loop reopens."""
         self._note(now, 1)
         if self.state(now) == "half_open":
             self._trial_until = 0.0
@@ -75,7 +78,7 @@ class Breaker:
                 self._counts.clear()
 
     def failed(self, now: float) -> None:
-        """Something failed by its fault. Half open: it is open again."""
+        """Record a failure that it caused. A half-open breaker reopens."""
         self._note(now, 2)
         state = self.state(now)
         successes, failures = self._totals(now)
@@ -84,7 +87,9 @@ class Breaker:
             self._open(now)
 
     def died(self, now: float) -> None:
-        """The engine's process ended: one failure, however many requests it had; the third in a minute opens."""
+        """Record the death of the engine's process: one failure, however many requests it had; the third in a minute
+        opens.
+        """
         self._deaths.append(now)
         self.failed(now)
         if self._crashes(now):
@@ -121,7 +126,7 @@ class PairBreakers:
         self._failing: set[tuple[str, str]] = set()  # those that are not closed
 
     def loaded(self, prefill: str, decode: str, ok: bool, now: float) -> None:
-        """A KV load from `prefill` to `decode` ended."""
+        """Record that a KV load from `prefill` to `decode` ended."""
         pair = (prefill, decode)
         breaker = self._pairs.pop(pair) if pair in self._pairs else Breaker(PAIR_MIN_EVENTS)
         self._pairs[pair] = breaker
@@ -140,20 +145,20 @@ class PairBreakers:
                 del self._pairs[oldest]
 
     def begin_trial(self, prefill: str, decode: str, now: float) -> None:
-        """A request goes from one to the other."""
+        """Record that a request goes from one to the other."""
         if (breaker := self._pairs.get((prefill, decode))) is not None:
             breaker.begin_trial(now)
 
     def avoided(self, now: float) -> frozenset[tuple[str, str]]:
-        """Pairs that are passed over now."""
+        """Pairs that are avoided now."""
         return frozenset(pair for pair in self._failing if not self._pairs[pair].passes(now))
 
     def states(self, now: float) -> dict[tuple[str, str], BreakerState]:
-        """Of the pairs that are not closed."""
+        """States of the pairs that are not closed."""
         return {pair: self._pairs[pair].state(now) for pair in self._failing}
 
     def forget(self, name: str) -> None:
-        """The engine is gone for good."""
+        """Forget an engine that is gone for good."""
         self._pairs = {pair: breaker for pair, breaker in self._pairs.items() if name not in pair}
         self._failing &= self._pairs.keys()
 

@@ -1,4 +1,4 @@
-"""Operators' orders about caches, on their way to engines: who was asked, and who has answered."""
+"""Operators' orders about caches on their way to engines: which were asked, and which have answered."""
 
 import asyncio
 import secrets
@@ -10,7 +10,7 @@ from pdkv.errors import EngineDied, TransferTimeout
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
 
 SLACK_S = 1.0
-"""An engine says itself which tiers are late; one that says nothing by then does not answer."""
+"""Extra seconds before an engine counts as not answering; until then it reports late tiers itself."""
 
 
 class _Asked:
@@ -28,10 +28,10 @@ class _Asked:
 
 
 class CacheOrders:
-    """Lives in the dispatcher's event loop, which tells it what engines say.
+    """Sends orders to engines and gathers their answers. Lives in the dispatcher's event loop.
 
     Args:
-        send: to an engine that is ready.
+        send: sends a message to an engine that is ready.
         is_ready: whether an engine is.
     """
 
@@ -41,8 +41,8 @@ class CacheOrders:
         self._asked: dict[str, _Asked] = {}
 
     async def ask(self, names: Sequence[str], order: CacheOrder) -> dict[str, CacheAnswer]:
-        """What these engines answer; for one that does not, or is gone or goes meanwhile, a TierAnswer without a tier's
-        name says why.
+        """The answers of these engines; for one that does not answer or is gone, a TierAnswer without a tier's name
+        says why.
         """
         order = msgspec.structs.replace(order, order_id=secrets.token_hex(8))
         asked = self._asked[order.order_id] = _Asked(names)
@@ -63,17 +63,17 @@ class CacheOrders:
         return {name: answer for name, answer in asked.answers.items() if answer is not None}
 
     def answered(self, name: str, answer: CacheAnswer) -> bool:
-        """An engine says what became of an order; False: nobody waits for that."""
+        """Take an engine's answer to an order; False: nothing waits for it."""
         asked = self._asked.get(answer.order_id)
         if asked is not None:
             asked.answer(name, answer)
         return asked is not None
 
     def engine_down(self, name: str) -> None:
-        """It will not answer any more."""
+        """Note that an engine will not answer any more."""
         for order_id, asked in self._asked.items():
             asked.answer(name, _gone(order_id))
 
 
 def _gone(order_id: str) -> CacheAnswer:
-    return CacheAnswer(order_id, [TierAnswer("", code=EngineDied.code, problem="the engine went away")])
+    return CacheAnswer(order_id, [TierAnswer("", code=EngineDied.code, problem="the engine is gone")])

@@ -1,4 +1,4 @@
-"""What each tier of KV holds and gave, as operators see it: engines' pools, and the tiers of stores below them."""
+"""The contents and hits of each tier of KV, as operators see them: engines' pools, and the stores below them."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

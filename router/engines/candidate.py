@@ -1,4 +1,4 @@
-"""What policies choose from."""
+"""The view of an engine that routing policies choose from."""
 
 from typing import Literal, NamedTuple
 

@@ -1,6 +1,8 @@
-"""How much the engines are given at once: enough that none of them ever idles, and not so much that they keep a queue.
+"""Limits the work that engines are given at once: enough that none of them ever idles, but not so much that they keep a
+queue.
 
-What waits, waits in the router's queue, where it can still be put in order, told a time to come back, or given up.
+Requests wait in the router's queue instead, where they can still be reordered, refused with a time to retry, or
+dropped.
 """
 
 from collections.abc import Callable, Collection
@@ -12,16 +14,16 @@ from pdkv.router.engines.fleet import EngineState, Fleet
 from pdkv.wire.kv import EngineCard
 
 STEPS_AHEAD = 2
-"""Largest steps' worth of prompt tokens for one prefill engine: one is computed while the next is at hand."""
+"""Prompt tokens for one prefill engine, in multiples of its largest step: one step runs while the next is at hand."""
 
 UNKNOWN_STEP = 8192
-"""Tokens of an engine's largest step where its card does not say."""
+"""Tokens of an engine's largest step if its card does not say."""
 
 SEQS_AHEAD = 2
-"""Generations for each place in the decode engines' batches: as many again are in prefill, or on their way."""
+"""Generations per place in the decode engines' batches: as many again are in prefill or on their way."""
 
 LATELY_S = 10.0
-"""A tenant's places are kept free for so long after it had them."""
+"""Seconds for which a tenant's places are kept free after it had them."""
 
 
 @dataclass(slots=True)
@@ -29,12 +31,12 @@ class _Places:
     """Generations of one tenant."""
 
     running: int = 0
-    most: int = 0  # lately
+    most: int = 0  # recently
     most_at: float = 0.0
 
 
 class Capacity:
-    """What all generations of one router hold together, against what the fleet can hold."""
+    """All that the generations of one router hold together, compared with what the fleet can hold."""
 
     def __init__(self, fleet: Fleet, *, take_over: bool = False, clock: Callable[[], float] = MONOTONIC.now) -> None:
         """`take_over`: engines of one role do the other's work where that has none."""
@@ -46,7 +48,7 @@ class Capacity:
         self._places: dict[str, _Places] = {}  # by tenant
 
     def enter(self, kv_tokens: int, tenant: str = "") -> None:
-        """A generation begins; `tenant`: of a client with a key. Probes have none."""
+        """Count a generation that begins; `tenant`: of a client with a key. Probes have none."""
         self.kv_tokens += kv_tokens
         self.num_generations += 1
         if tenant:
@@ -56,21 +58,21 @@ class Capacity:
                 places.most, places.most_at = places.running, self._clock()
 
     def leave(self, kv_tokens: int, tenant: str = "") -> None:
-        """It is over."""
+        """Count a generation that is over."""
         if tenant:
             self._places[tenant].running -= 1
         self.kv_tokens -= kv_tokens
         self.num_generations -= 1
-        assert self.num_generations >= 0, "more generations are over than began"
-        assert self.num_generations or not self.kv_tokens, "KV that is no generation's"
+        assert self.num_generations >= 0, "more generations ended than began"
+        assert self.num_generations or not self.kv_tokens, "KV that belongs to no generation"
 
     @property
     def free(self) -> bool:
-        """Whether one more generation may begin, however large: so none is too large for ever.
+        """Whether one more generation may begin, whatever its size, so that none is ever too large.
 
-        A prefill engine must have less to compute than STEPS_AHEAD, and all generations together must need less KV than
-        the decode engines' pools have, or one of these must say that they do: prompts may share what they need. False
-        while a role has no engine that is ready.
+        Some prefill engine must have less than STEPS_AHEAD to compute. All generations together must need less KV than
+        the decode engines' pools have, unless one of these engines reports that it has slack: prompts may share KV.
+        False while a role has no engine that is ready.
         """
         prefill, decode = self._engines("prefill"), self._engines("decode")
         if self._take_over:
@@ -86,10 +88,10 @@ class Capacity:
         return self.kv_tokens < sum(map(_kv_capacity, decode)) or any(map(_has_slack, decode))
 
     def held_back(self) -> Collection[str]:
-        """Tenants that may not begin another generation now, because others are to find a place in a batch at once.
+        """Tenants that may not begin another generation now, because places in batches are kept free for others.
 
-        A tenant that lately had at most an equal share of the decode engines' places has as many kept free, and the
-        rest is for all that had more: beyond the batches generations wait in the engines, where no turns are taken.
+        A tenant that recently had at most an equal share of the decode engines' places has as many kept free; the
+        others share the rest. Generations beyond the batches wait in the engines, where turns are not fair.
         """
         if len(self._places) < 2:
             return ()
@@ -105,7 +107,7 @@ class Capacity:
         return large if num_kept and sum(p.running for p in large.values()) >= num_seqs - num_kept else ()
 
     def _engines(self, side: Side) -> list[EngineState]:
-        """Those that can be asked; suspects only where there are no others."""
+        """Engines that can be used; suspects only if there are no others."""
         engines = self._fleet.engines.values()
         ready = [e for e in engines if e.life == "ready" and e.role in (side, "any") and not e.draining]
         return [e for e in ready if not e.suspicion] or ready
@@ -125,12 +127,12 @@ def _step_tokens(engine: EngineState) -> int:
 
 
 def _has_slack(engine: EngineState) -> bool:
-    """Whether it says that nobody waits there, and that half of its pool is in nobody's use."""
+    """Whether the engine reports that nothing waits there and half of its pool is unused."""
     load = engine.load
     return load is not None and not load.waiting and 2 * (load.blocks.free + load.blocks.cached) > load.blocks.total
 
 
 def _kv_capacity(engine: EngineState) -> int:
-    """Tokens whose KV its pool holds."""
+    """Tokens of KV that its pool holds."""
     layout, blocks = _card(engine).layout, engine.blocks
     return max(blocks.total - blocks.quarantined, 0) * layout.block_size // layout.num_groups

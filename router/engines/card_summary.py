@@ -1,4 +1,4 @@
-"""What an engine is, for people: its card, without what only its peers can use."""
+"""An engine's card for operators, without what only its peers can use."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from pdkv.wire.reports import LoadReport
 
 
 def describe_card(card: EngineCard | None, load: LoadReport | None = None) -> dict[str, Any]:
-    """JSON-ready; of the incarnation that came last, and empty before the first.
+    """The card of the latest incarnation, JSON-ready; empty before the first.
 
-    `connector_parts` are the children, transports and tiers that the engine counts by themselves; `kv_paths` says of
-    those that have several ways to read a peer's KV which one is taken, by part and peer.
+    `connector_parts` are the children, transports and tiers that the engine counts separately. For those that have
+    several ways to read a peer's KV, `kv_paths` says which one is used, by part and peer.
     """
     if card is None:
         return {}

@@ -47,26 +47,27 @@ from pdkv.wire.types import RequestKey
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 2.0
-"""Between hosts: after so long without an answer connecting begins anew. The kernel asks ever more rarely, and
-would not find a host that can be reached again for half a minute."""
+"""Between hosts: seconds without an answer after which the connection attempt starts over. The kernel retries ever more
+rarely, and would take half a minute to find a host that is reachable again.
+"""
 
 RECONNECT_S = 0.05
-"""Pause before a lost engine is connected anew; while nobody listens there, ZeroMQ tries again by itself."""
+"""Pause before a lost engine is connected again; while nothing listens there, ZeroMQ retries by itself."""
 
 HEARTBEAT_S, HEARTBEAT_TIMEOUT_S = 5.0, 20.0
-"""Between hosts: how often a connection is tried out, and how long an engine may be silent then."""
+"""Between hosts: how often a connection is checked, and how long an engine may be silent then."""
 
 _REFUSALS = (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _WATCHED_EVENTS = zmq.EVENT_DISCONNECTED | _REFUSALS[0] | _REFUSALS[1] | _REFUSALS[2]
 
 LAST_WORDS_MS = 100
-"""How long ZeroMQ may take to pass on what was sent before a connection is closed on purpose."""
+"""How long ZeroMQ may take to deliver queued messages before a connection is closed on purpose."""
 
 FRAMES_PER_TURN = 64
-"""Frames that a client hands over before other callbacks of the event loop have their turn."""
+"""The most frames that a client hands over before other callbacks of the event loop run."""
 
 BYTES_PER_TURN = PIECE_BYTES
-"""And bytes, after which it takes no further frame, nor a further piece of a long one, in that turn."""
+"""The most bytes after which it takes no further frame, nor a further piece of a long one, in that turn."""
 
 
 def _descriptor(socket: "zmq.Socket[bytes]") -> int:
@@ -74,15 +75,15 @@ def _descriptor(socket: "zmq.Socket[bytes]") -> int:
 
 
 class EngineListener(Protocol):
-    """Who hears of engines. Calls come from the event loop's thread, never from inside `send`."""
+    """Receives events of engines. Calls are made on the event loop's thread, never from inside `send`."""
 
     def engine_up(self, name: str, card: EngineCard) -> None:
         """The engine is connected; a new incarnation has a new card.epoch."""
 
     def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
-        """The engine that was up is gone: nothing that was asked of it will be answered.
+        """The engine that was up is gone: nothing sent to it will be answered.
 
-        `suspects`: requests of which it had just begun to handle a message. One of them may have ended it.
+        `suspects`: requests with a message that it had just begun to handle. One of them may have killed it.
         """
 
     def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
@@ -90,17 +91,17 @@ class EngineListener(Protocol):
 
 
 class _SentFrame(NamedTuple):
-    """A frame that the engine has not said to have handled."""
+    """A frame that the engine has not acknowledged as handled."""
 
     number: int
     keys: list[RequestKey]
 
 
 class EngineClient:
-    """A router's connection to one engine: connects, says Hello, and connects anew whenever it is lost.
+    """A router's connection to one engine: connects, says Hello, and reconnects whenever the connection is lost.
 
-    Death is seen by the connection's end, by a gap in the frame numbers and by a Disconnect. Every connection has a
-    fresh epoch and a fresh socket, so nothing that was meant for one incarnation can reach the next.
+    An engine's death shows as the end of the connection, a gap in the frame numbers or a Disconnect. Every connection
+    has a new epoch and a new socket, so nothing meant for one incarnation can reach the next.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class EngineClient:
         context: "zmq.Context[zmq.Socket[bytes]]",
         key: ClusterKey | None = None,
     ) -> None:
-        """`key`: what the engine must have, too; None: it asks for none."""
+        """`key`: the cluster key, which the engine must have, too; None: the engine asks for none."""
         self.name = name
         self.endpoint = endpoint
         self._key = key
@@ -128,21 +129,21 @@ class EngineClient:
         self._beats: BeatReader | None = None
         self._next_sent = 0
         self._next_received = 0
-        self._pieces: Iterator[ReceivedFrame] | None = None  # what is left of the frame that was received last
-        self._has_ended = False  # the connection has; what had come before still counts
+        self._pieces: Iterator[ReceivedFrame] | None = None  # the rest of the frame that was received last
+        self._has_ended = False  # the connection has failed; frames that arrived before still count
         self._num_begun = 0  # frames that the engine has begun to handle
         self._unhandled: deque[_SentFrame] = deque()
         self._reconnect: asyncio.TimerHandle | None = None
         self._resubscribe: asyncio.TimerHandle | None = None
 
     def connect(self, listener: EngineListener) -> None:
-        """Begin, in the running event loop; the engine may come later. Returns at once."""
+        """Begin, in the running event loop; the engine may come up later. Returns at once."""
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._open()
 
     def send(self, message: RouterToEngine) -> None:
-        """Queue a message for an engine that is up; what one turn of the event loop queues leaves together.
+        """Queue a message for an engine that is up; messages queued in one turn of the event loop leave together.
 
         Raises:
             UnsendableMessage: no frame can carry it; nothing is queued.
@@ -154,7 +155,7 @@ class EngineClient:
         self._outbox.append((encoded, key_of(message)))
 
     def close(self) -> None:
-        """Disconnect for good, without a word to the listener; what was queued still leaves. Idempotent."""
+        """Disconnect for good without telling the listener; queued messages still leave. Idempotent."""
         self._listener = None
         if self._reconnect is not None:
             self._reconnect.cancel()
@@ -162,7 +163,7 @@ class EngineClient:
         self._shut(linger_ms=LAST_WORDS_MS if self.card is not None else 0)
 
     def _open(self) -> None:
-        """Begin to connect; where that fails, as it does without descriptors, try again later."""
+        """Begin to connect; if that fails, as it does without free descriptors, try again later."""
         self._reconnect = None
         try:
             self._connect()
@@ -183,7 +184,7 @@ class EngineClient:
         configure_socket(socket)
         remote = self.endpoint.startswith("tcp://")
         socket.setsockopt(zmq.RECONNECT_IVL, 10)  # ms, doubled up to:
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000 if remote else 40)  # a local try costs one system call
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000 if remote else 40)  # a local attempt costs one system call
         if remote:
             socket.setsockopt(zmq.HEARTBEAT_IVL, int(HEARTBEAT_S * 1000))  # a host that vanishes says no goodbye
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(HEARTBEAT_TIMEOUT_S * 1000))
@@ -198,7 +199,7 @@ class EngineClient:
         self._watch(socket, self._drain)
 
     def _watch(self, socket: "zmq.Socket[bytes]", callback: Callable[[], None]) -> None:
-        """ZeroMQ's descriptor signals changes of state only: also look once now, and after every send."""
+        """Watch ZeroMQ's descriptor. It signals only changes of state, so also look once now and after every send."""
         self._loop.add_reader(_descriptor(socket), callback)
         self._loop.call_soon(callback)
 
@@ -220,7 +221,7 @@ class EngineClient:
         self._socket = self._monitor = None
 
     def _lost(self, reason: str) -> None:
-        """Give the connection up and make another one."""
+        """Give the connection up and make a new one."""
         if self._socket is None:
             return
         was_up = self.card is not None
@@ -262,7 +263,7 @@ class EngineClient:
             )  # fmt: skip
 
     def _drain(self) -> None:
-        """Deliver as much as one turn of the event loop may, and see to it that there is another for the rest."""
+        """Deliver what one turn of the event loop allows, and schedule another turn for the rest."""
         socket, is_empty, size = self._socket, False, 0
         try:
             for _ in range(FRAMES_PER_TURN):
@@ -271,7 +272,7 @@ class EngineClient:
                 if not received or size >= BYTES_PER_TURN:
                     is_empty = not received and self._socket is socket
                     return
-        finally:  # after an exception of the listener, too, the next frame must be read
+        finally:  # the next frame must be read even after an exception in the listener
             if self._socket is not None:
                 if not is_empty and (self._pieces is not None or is_readable(self._socket)):
                     self._loop.call_soon(self._drain)
@@ -279,7 +280,9 @@ class EngineClient:
                     self._lost("the connection ended")
 
     def _receive(self) -> int:
-        """Read and deliver a frame, or a piece of a long one. Returns about its bytes, at least 1; 0: there is none."""
+        """Read and deliver a frame, or a piece of a long one. Returns roughly its bytes, at least 1; 0: there
+        is none.
+        """
         if self._socket is None:
             return 0
         if self._pieces is not None:
@@ -320,13 +323,13 @@ class EngineClient:
             self._deliver(messages)
 
     def _note_progress(self, frame: ReceivedFrame) -> None:
-        """What the engine says that it has handled cannot have ended it."""
+        """Drop suspicion of messages that the engine has handled: they cannot have killed it."""
         self._num_begun = max(self._num_begun, frame.begun)
         while self._unhandled and self._unhandled[0].number < frame.handled:
             self._unhandled.popleft()
 
     def _checked(self, message: RouterToEngine | EngineToRouter | BadMessage) -> RouterToEngine | EngineToRouter | None:
-        """The message; instead of a bad one the failure of what it was about."""
+        """The message, or in place of an invalid one the failure of the request that it was about."""
         if not isinstance(message, BadMessage):
             return message
         if self.card is None and message.protocol is not None and self._is_too_old(message.protocol):
@@ -363,7 +366,7 @@ class EngineClient:
             self._listener.engine_messages(self.name, messages)
 
     def _is_too_old(self, protocol: int) -> bool:
-        """Refuse an engine of a version that is no longer spoken."""
+        """Refuse an engine whose protocol version is no longer supported."""
         if protocol >= OLDEST_PROTOCOL:
             return False
         self.num_dropped += 1
@@ -373,7 +376,7 @@ class EngineClient:
         return True
 
     def _listen(self, card: EngineCard) -> None:
-        """Hear the engine's beats, if it sends any."""
+        """Subscribe to the engine's beats, if it sends any."""
         if not card.beats or self._socket is None:
             return
         endpoint = beats_endpoint(self.endpoint, card.beats)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 EngineLife = Literal["starting", "ready", "dead"]
 
 ORDERS: tuple[Order, ...] = ("prefill_first", "needs_peer_first", "concurrent")
-"""Hand-off orders by preference; decode_first is taken only where it is asked for."""
+"""Hand-off orders by preference; decode_first is used only if requested."""
 
 
 @dataclass(slots=True)
@@ -35,22 +35,22 @@ class EngineState:
     name: str
     role: str  # as configured; its card repeats it
     life: EngineLife = "starting"
-    card: EngineCard | None = None  # of the last incarnation
-    load: LoadReport | None = None  # the last report of this incarnation
-    answered: int = 0  # the last AskReport that it has answered
-    books: Books = field(default_factory=Books)  # what this router has given this incarnation
+    card: EngineCard | None = None  # of the latest incarnation
+    load: LoadReport | None = None  # the latest report of this incarnation
+    answered: int = 0  # the latest AskReport that it has answered
+    books: Books = field(default_factory=Books)  # work that this router has given to this incarnation
     num_deaths: int = 0
-    health: EngineHealth = field(default_factory=EngineHealth)  # of the last incarnation
-    breaker: Breaker = field(default_factory=Breaker)  # of all incarnations
-    refusal: str | None = None  # why the incarnation that came last stays out
-    refused_card: EngineCard | None = None  # of that incarnation, while it is connected
-    draining: bool = False  # an operator wants it to be given nothing more; outlives its incarnations
-    assigned: str | None = None  # the role that an operator gave it; outlives its incarnations, too
-    note: RefusalNote | None = None  # where a launcher says why it keeps the engine out
+    health: EngineHealth = field(default_factory=EngineHealth)  # of the latest incarnation
+    breaker: Breaker = field(default_factory=Breaker)  # of all its incarnations
+    refusal: str | None = None  # why the latest incarnation is refused
+    refused_card: EngineCard | None = None  # card of that incarnation, while it is connected
+    draining: bool = False  # an operator has drained it; outlives its incarnations
+    assigned: str | None = None  # the role that an operator gave it; outlives its incarnations
+    note: RefusalNote | None = None  # where a launcher writes why it keeps the engine out
 
     @property
     def blocks(self) -> BlockCounts:
-        """The ownership equation as reported; before the first report all blocks are free."""
+        """Blocks by class as last reported; before the first report, all blocks are free."""
         if self.load is not None:
             return self.load.blocks
         total = self.card.num_blocks if self.card is not None else 0
@@ -58,17 +58,17 @@ class EngineState:
 
     @property
     def has_work(self) -> bool:
-        """Whether it should be at something for this router."""
+        """Whether it should be working on something for this router."""
         return self.books.requests > 0
 
     def succeeded(self, now: float) -> None:
-        """A request went well there."""
+        """Record that a request succeeded there."""
         self.breaker.succeeded(now)
         self.health.answered(now)
 
     @property
     def serves(self) -> bool:
-        """Whether new requests are meant for it: it is ready, no suspect, and not drained."""
+        """Whether it may get new requests: it is ready, not a suspect, and not drained."""
         return self.life == "ready" and not self.suspicion and not self.draining
 
     def takes(self, num_tokens: int) -> bool:
@@ -77,24 +77,24 @@ class EngineState:
 
     @property
     def suspicion(self) -> str:
-        """Why an engine that is ready seems to be stopped or stuck; it may go on. Empty: it does not seem so."""
+        """Why a ready engine seems to be stopped or stuck; it may still recover. Empty if it does not."""
         return self.health.suspicion if self.life == "ready" else ""
 
     @property
     def is_silent(self) -> bool:
-        """Whether it is ready, and its process seems to be stopped: what is sent there is answered by nobody."""
+        """Whether it is ready but its process seems to be stopped, so that nothing sent there is answered."""
         return self.life == "ready" and self.health.silent
 
     @property
     def condition(self) -> str:
-        """For people: "is ready", or why it cannot answer now."""
+        """State for messages to people: "is ready", or why it cannot answer now."""
         if self.life == "ready" and self.draining:
             return "is draining"
         return self.suspicion or f"is {self.life if self._reason() is None else 'refused'}"
 
     @property
     def connector_problem(self) -> str | None:
-        """Why the connector of the engine cannot be used now, as it said last: it computes what it misses."""
+        """Why the engine's connector cannot be used now, as last reported; meanwhile it computes what it would load."""
         return self.load.connector_problem or None if self.load is not None and self.life == "ready" else None
 
     @property
@@ -104,15 +104,15 @@ class EngineState:
 
     @property
     def pid(self) -> int | None:
-        """Of the incarnation that is ready."""
+        """Process id of the incarnation that is ready."""
         return self.card.pid if self.card is not None and self.life == "ready" else None
 
     def describe(self, now: float, num_requests: int = 0) -> dict[str, Any]:
-        """JSON-ready: what the engine is and does; load, steps and blocks as it said last.
+        """The engine's description, JSON-ready; load, steps and blocks as last reported.
 
-        `num_requests` of this router are not done with it. One that is draining and has none is drained.
+        `num_requests` of this router still use it. A draining engine without any is drained.
 
-        State "refused" has a reason: the engine cannot work with the others, and gets no request.
+        State "refused" comes with a reason: the engine cannot work with the others, and gets no requests.
         """
         load, reason = self.load, self._reason()
         return {
@@ -150,7 +150,7 @@ class EngineState:
         return self.refusal or (self.note.read() if self.note is not None else None)
 
     def view(self, side: Side) -> EngineView:
-        """What a policy sees of it as a candidate for one side; an aggregated engine's work is one."""
+        """The engine as a candidate for one side; an aggregated engine has one amount of work for both."""
         books = self.books
         if self.role == "any":
             weight = CONTEXT_WEIGHT if side == "prefill" else 1.0
@@ -159,16 +159,16 @@ class EngineState:
 
 
 class Counters:
-    """What dispatch counted since start."""
+    """Counts of what dispatch has done since the start."""
 
     def __init__(self) -> None:
         self.started = 0
         self.finished = 0
         self.aborted = 0
-        self.retried = 0  # begun again on other engines before the first token
-        self.migrated = 0  # gone on on other engines behind it
+        self.retried = 0  # started again on other engines before the first token
+        self.migrated = 0  # continued on other engines after the first token
         self.failed: Counter[str] = Counter()  # by error code
-        self.dropped_messages = 0  # of requests or attempts that had ended, or that nobody knows
+        self.dropped_messages = 0  # about requests or attempts that had ended or are unknown
         self.duplicate_tokens = 0
         self.load_failures = 0
         self.loans: Counter[str] = Counter()  # by how they ended: "ok" or a code
@@ -178,32 +178,32 @@ class Fleet:
     """All engines by name. Incarnations come and go."""
 
     def __init__(self, *, complete_once: bool = False, identity: str = "") -> None:
-        """`identity`: of the model that engines must have; empty: that of the first one that comes up."""
+        """`identity`: of the model that engines must have; empty: that of the first engine to come up."""
         self.engines: dict[str, EngineState] = {}
         self.complete_once = complete_once  # every engine has been ready at the same time
         self._identity = identity
         self._shortest = math.inf  # of all lengths that engines ever had
         self.pairs = PairBreakers()
         self.speeds = Speeds()
-        self._foreign: frozenset[tuple[str, str]] = frozenset()  # ready engines that no KV can pass between
+        self._foreign: frozenset[tuple[str, str]] = frozenset()  # pairs of ready engines that cannot exchange KV
 
     def add(self, name: str, role: str, note: RefusalNote | None = None) -> EngineState:
-        """Make an engine known that has yet to start."""
+        """Add an engine that has yet to start."""
         assert name not in self.engines, f"two engines are named {name}"
         state = self.engines[name] = EngineState(name, role, note=note)
         return state
 
     def remove(self, name: str) -> None:
-        """Forget an engine that is down or never was up."""
+        """Remove an engine that is down or never came up."""
         del self.engines[name]
         self.pairs.forget(name)
 
     def came_up(self, name: str, card: EngineCard) -> EngineState:
-        """An incarnation of the engine is ready.
+        """Note that an incarnation of the engine is ready.
 
         Raises:
             IncompatiblePeers: it cannot exchange KV with the engines that are ready, or has another model than the
-                deployment started with; it stays out.
+                deployment started with; it is refused.
         """
         state = self.engines[name]
         try:
@@ -216,7 +216,7 @@ class Fleet:
         state.refusal = state.refused_card = None
         state.life, state.card, state.load, state.books = "ready", card, None, Books()
         state.role = state.assigned or card.role
-        state.health = EngineHealth(beats=card.beats.startswith("ipc://"))  # of others the port may be out of reach
+        state.health = EngineHealth(beats=card.beats.startswith("ipc://"))  # the port of others may be out of reach
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
         self._compare_versions(card)
         return state
@@ -232,7 +232,7 @@ class Fleet:
         self._foreign = frozenset(foreign | {pair for other in gaps for pair in ((name, other), (other, name))})
 
     def can_hand_over(self, prefill: str, decode: str) -> bool:
-        """Whether KV can pass between the two, as far as their cards tell."""
+        """Whether KV can be passed between the two, as far as their cards tell."""
         return (prefill, decode) not in self._foreign
 
     def _check(self, name: str, card: EngineCard) -> None:
@@ -245,7 +245,7 @@ class Fleet:
             )
 
     def no_longer_refused(self) -> Iterator[EngineCard]:
-        """Cards of engines that were refused, are still connected, and may come up now, one after the other."""
+        """Cards of refused engines that are still connected and may come up now, one after the other."""
         for engine in list(self.engines.values()):
             if engine.refused_card is not None:
                 try:
@@ -256,25 +256,25 @@ class Fleet:
                 yield engine.refused_card
 
     def left(self, name: str) -> None:
-        """The connection to an engine has ended: if it was refused, it cannot come up any more."""
+        """Note that the connection to an engine has ended; a refused one can no longer come up."""
         if name in self.engines:
             self.engines[name].refused_card = None
 
     def reported(self, name: str, load: LoadReport) -> None:
-        """An engine that is up says how it does."""
+        """Take a report of an engine that is up."""
         state = self.engines[name]
         self.speeds.reported(name, load)
         state.load = load
         state.answered = max(state.answered, load.answers)
 
     def went_down(self, name: str, now: float) -> None:
-        """The incarnation that was ready is gone."""
+        """Note that the incarnation that was ready is gone."""
         state = self.engines[name]
         state.life, state.load, state.books = "dead", None, Books()
         state.num_deaths += 1
         self.speeds.forget(name)
         state.health = EngineHealth()
-        if not state.draining:  # else it was to end
+        if not state.draining:  # else its end was expected
             state.breaker.died(now)
 
     def cards(self) -> list[EngineCard]:
@@ -282,17 +282,15 @@ class Fleet:
         return [e.card for e in self.engines.values() if e.life == "ready" and e.card is not None]
 
     def is_ready(self, name: str) -> bool:
-        """Whether messages to the engine can be answered; not those to one that was removed."""
+        """Whether the engine can answer messages; False for one that was removed."""
         state = self.engines.get(name)
         return state is not None and state.life == "ready"
 
     def candidates(self, side: Side, now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
-        """Ready engines that can be this side of a request, without those that are draining or silent: nobody would
-        answer there.
+        """Ready engines that can be this side of a request, except draining and silent ones, which would not answer.
 
-        Engines in `without`, then suspects, then those without a partner that understands them, then those whose pairs
-        fail, then those with an open breaker are left out
-        if others are left.
+        As long as others remain, these are left out, in this order: engines in `without`, suspects, those without a
+        compatible partner, those whose pairs fail, and those with an open breaker.
         """
         able = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any")]
         ready = [e for e in able if not (e.draining or e.is_silent)]
@@ -321,7 +319,7 @@ class Fleet:
     def can_lend(self, lender: str, borrower: str, avoided: Collection[tuple[str, str]]) -> bool:
         """Whether `borrower` may be told to read what `lender` has cached. One that is draining still lends.
 
-        `avoided`: pairs that are passed over now.
+        `avoided`: pairs to be avoided now.
         """
         one, other = self.engines[lender], self.engines[borrower]
         if not (one.life == other.life == "ready" and one.card is not None and one.card.lends) or one.suspicion:
@@ -329,7 +327,7 @@ class Fleet:
         return (lender, borrower) not in avoided
 
     def avoided_pairs(self, now: float) -> frozenset[tuple[str, str]]:
-        """(prefill, decode) pairs that are passed over now."""
+        """(prefill, decode) pairs that are avoided now."""
         return self.pairs.avoided(now) | self._foreign
 
     def _without_partner(self, side: Side, pairs: Collection[tuple[str, str]]) -> frozenset[str]:
@@ -342,13 +340,15 @@ class Fleet:
         return frozenset(name for name, count in counts.items() if count == len(partners))
 
     def begin_trial(self, engine: str, route: Route, now: float) -> None:
-        """A request of that route goes to the engine: of what is half open there, it is the trial."""
+        """Note that a request of that route goes to the engine: it is the trial of breakers that are half open
+        there.
+        """
         self.engines[engine].breaker.begin_trial(now)
         if engine == route.decode:
             self.pairs.begin_trial(route.prefill, engine, now)
 
     def tick(self) -> None:
-        """TICK_S have passed; who speaks sets its own count back."""
+        """Count one tick of TICK_S; engines that speak reset their own count."""
         for engine in self.engines.values():
             engine.health.tick(engine.has_work)
 
@@ -359,16 +359,16 @@ class Fleet:
 
     @property
     def fault(self) -> str:
-        """Why no prompt can be run and decoded now, for people; empty where one can be."""
+        """Why no prompt can be run and decoded now, in words; empty if one can be."""
         live = {e.role for e in self.engines.values() if e.serves}
         for role in ("prefill", "decode"):
             if "any" not in live and role not in live:
                 engines = [f"{e.name} {e.condition}" for e in self.engines.values() if e.role in (role, "any")]
-                return f"no {role} engine is live: {', '.join(engines) or 'there is none'}"
+                return f"no {role} engine is live: {', '.join(engines) or 'none is configured'}"
         return ""
 
     def order(self, prefill: str, decode: str, preferred: Sequence[Order]) -> Order:
-        """The first preferred order that both cards allow.
+        """The first preferred hand-off order that both cards allow.
 
         Raises:
             IncompatiblePeers: there is none.
@@ -391,7 +391,7 @@ def _less(engines: list[EngineState], names: Collection[str]) -> list[EngineStat
 
 
 def _version_gap(mine: EngineCard, theirs: EngineCard) -> str:
-    """Which connector of both speaks different versions, with both; empty: none does, as far as is known."""
+    """The connector whose versions differ between the two, with both versions; empty if none is known to differ."""
     versions = theirs.wire_versions
     gaps = [(name, own, versions[name]) for name, own in mine.wire_versions.items() if versions.get(name, own) != own]
     return ", ".join(f"connector {name} speaks version {own} and version {other}" for name, own, other in gaps)

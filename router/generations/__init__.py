@@ -1,1 +1,1 @@
-"""One generation from its request to its end, over whatever engines it takes."""
+"""Follows one generation from its request to its end, over as many engines as it takes."""

@@ -1,17 +1,17 @@
-"""Waiting until something is true of the engines and of what they have to do."""
+"""Waiting until some condition on the engines and their work is true."""
 
 import asyncio
 from collections.abc import Callable
 
 
 class Changes:
-    """Says that something has changed to whoever waits for it. Lives in one event loop."""
+    """Notifies waiters that something has changed. Lives in one event loop."""
 
     def __init__(self) -> None:
         self._waiters: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
-        """Something has changed; costs nothing where nobody waits."""
+        """Wake the waiters; costs nothing if there are none."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

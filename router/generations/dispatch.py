@@ -1,6 +1,6 @@
-"""Dispatch: engines are added and looked after, requests begin on them and are moved off them.
+"""Dispatch: adds and monitors engines, starts requests on them and moves requests off them.
 
-`listener.py` hears what engines say, `driver.py` sees requests through.
+`listener.py` receives engines' messages, `driver.py` takes requests to their end.
 """
 
 import asyncio
@@ -48,7 +48,9 @@ NO_PROBES = HealthConfig(probe_interval_s=0.0)
 
 
 class Dispatcher(Listener):
-    """A router's engines, and what begins on them. Lives in one event loop; an `EngineListener` of its backends."""
+    """A router's engines and the requests that run on them. Lives in one event loop; the `EngineListener` of its
+    backends.
+    """
 
     def __init__(
         self,
@@ -63,12 +65,12 @@ class Dispatcher(Listener):
         clock: Callable[[], float] = MONOTONIC.now,
         rng: random.Random | None = None,
     ) -> None:
-        """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is taken.
+        """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is used.
 
-        `await_all`: not ready before all engines have been; else as soon as a prompt can be run and decoded.
+        `await_all`: ready only once every engine has been ready; otherwise as soon as a prompt can be run and decoded.
 
         Raises:
-            ConfigError: no such policy.
+            ConfigError: unknown policy.
         """
         limits = recovery or RecoveryConfig()
         fleet, counters = Fleet(complete_once=not await_all, identity=identity), Counters()
@@ -94,25 +96,25 @@ class Dispatcher(Listener):
         )
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self._mover = Mover(fleet, self.move, take_over=limits.take_over)
-        self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and so no candidate
+        self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and therefore no candidate
         self._ticker: asyncio.TimerHandle | None = None
         self._connected = False
 
     # --- engines --------------------------------------------------------------------------------------------------
 
     def add_backend(self, backend: Backend, role: str, refusal: Path | None = None) -> None:
-        """Make an engine known, at any time. `refusal`: where a launcher says why it keeps the engine out."""
+        """Add an engine, at any time. `refusal`: where a launcher writes why it keeps the engine out."""
         self._backends[backend.name] = backend
         self.fleet.add(backend.name, role, RefusalNote(refusal) if refusal is not None else None)
         if self._connected:
             backend.connect(self)
 
     def remove_backend(self, name: str) -> None:
-        """Disconnect from an engine for good: what it works on ends or goes elsewhere, as if it had died."""
+        """Disconnect from an engine for good: its work ends or continues elsewhere, as if it had died."""
         self.engine_down(name, "it was removed")
         self._backends.pop(name).close()
         self.fleet.remove(name)
-        self._place_parked_soon()  # nobody waits for its return
+        self._place_parked_soon()  # nothing waits for its return
         self.changes.notify()
 
     def connect(self) -> None:
@@ -132,12 +134,12 @@ class Dispatcher(Listener):
             self._advance(generation, end, "the shutdown")
         for backend in self._backends.values():
             backend.close()
-        self.on_room()  # who waits is told by `start`
+        self.on_room()  # `start` tells the waiters
         self.changes.notify()
 
     @property
     def fault(self) -> str:
-        """Why no request can be answered now, for people; empty where one can be."""
+        """Why no request can be answered now, in words; empty if one can be."""
         if self.closed:
             return "the router is shutting down"
         if not self.fleet.complete_once:
@@ -146,18 +148,18 @@ class Dispatcher(Listener):
         return self.fleet.fault
 
     def _tick(self) -> None:
-        """Once per TICK_S of this loop: while it is held up, nobody grows older."""
+        """Called once per TICK_S of this loop: while the loop is blocked, no engine's silence grows."""
         try:
             self.look_after_engines()
         except Exception:
             if self._log_limit.passes():
-                logger.exception("an error while looking after the engines; the next look is in %g s", TICK_S)
+                logger.exception("an error while looking after the engines; trying again in %g s", TICK_S)
         finally:
             if not self.closed:
                 self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def look_after_engines(self) -> None:
-        """TICK_S have passed: the silent grow older, requests leave suspects, the idle are probed."""
+        """One tick of TICK_S: count silence, move requests off suspects, probe idle engines."""
         self.fleet.tick()
         suspects = self.fleet.suspects
         self._mover.tick(suspects, self._generations.values())
@@ -191,12 +193,14 @@ class Dispatcher(Listener):
 
     @property
     def connector_problems(self) -> dict[str, str]:
-        """Engines whose connector cannot be used now, and why: they serve, and compute what they would have loaded."""
+        """Engines whose connector cannot be used now, and why: they still serve, but compute what they would have
+        loaded.
+        """
         engines = self.fleet.engines.values()
         return {e.name: e.connector_problem for e in engines if e.connector_problem is not None}
 
     def topology(self) -> dict[str, Any]:
-        """JSON-ready: what `describe_fleet` says, and "router": {…}."""
+        """The topology, JSON-ready: the result of `describe_fleet`, and "router": {…}."""
         num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
         router = self._described | {"indexed_keys": self.index.num_keys, "tiers": self.tiers.describe()}
         return describe_fleet(self.fleet, num_requests, self._clock()) | {"router": router}
@@ -206,7 +210,7 @@ class Dispatcher(Listener):
         return describe_engine(self.fleet.engines[name], self.num_requests_on(name), self._clock())
 
     def health(self) -> HealthSnapshot:
-        """What the router thinks of its engines now."""
+        """The router's current judgement of its engines."""
         return snapshot_health(self.fleet, self.prober, self._mover.num_moved, self._clock())
 
     # --- generations ----------------------------------------------------------------------------------------------
@@ -217,20 +221,20 @@ class Dispatcher(Listener):
         return self.room.num_generations
 
     def has_room(self) -> bool:
-        """Whether a generation should begin now. Where none can run at all, `start` is to say so."""
+        """Whether a generation should begin now. Also True if none can run at all: `start` then reports that."""
         return self.closed or not self.fleet.complete_once or self.room.free
 
     def held_back(self) -> Collection[str]:
-        """Digests of the tenants whose generations are to wait for their others to end, though there is room."""
+        """Digests of the tenants whose generations must wait for their earlier ones to end, although there is room."""
         return self.room.held_back()
 
     def start(self, request: GenerateRequest) -> Generation:
-        """Send a request to engines, also where there is no room: who calls has asked, or has a reason not to. Where a
-        fleet that was ready has no engine now, it waits for one, or for its deadline.
+        """Send a request to engines even if there is no room: the caller has checked, or has a reason not to. If a
+        fleet that was ready has no engine now, the request waits for one until its deadline.
 
         Raises:
-            EngineUnavailable: none can take it now.
-            GrammarGivenUp: an engine gave its grammar up a moment ago.
+            EngineUnavailable: no engine can take it now.
+            GrammarGivenUp: an engine recently gave its grammar up.
         """
         if self.closed:
             raise EngineUnavailable("the router is shutting down")
@@ -248,7 +252,7 @@ class Dispatcher(Listener):
         return self._launch(prompt, route, now)
 
     def start_on(self, name: str, request: GenerateRequest) -> Generation:
-        """Send a request to this engine, which is ready and does all of it, whatever its role."""
+        """Send a request to this engine, which must be ready and does all of it, whatever its role."""
         self.counters.started += 1
         now = self._clock()
         return self._launch(self._holdings.of(request, now), Route(name, name), now)
@@ -273,16 +277,16 @@ class Dispatcher(Listener):
     def move(
         self, generation: Generation, reason: str, *, away_from: str = "", spared: bool = False, alone: bool = False
     ) -> bool:
-        """Take a generation off an engine that lives, and go on on another one; it counts as a migration.
+        """Move a generation from a live engine to another one, which counts as a migration.
 
         Args:
-            away_from: absent: the engine that decodes, or else the one that runs the prompt.
-            spared: it counts for no limit: nothing is wrong with the engine, nor with the generation.
-            alone: it may be why the engine is late, and is tried alone on the next one.
+            away_from: default: the engine that decodes, or else the one that runs the prompt.
+            spared: the move counts towards no limit: nothing is wrong with the engine or the generation.
+            alone: it may be the reason why the engine is late, and runs alone on the next one at first.
 
         Returns:
-            False: it stays where it is. It has ended, does not depend on that engine, has gone on elsewhere too often,
-            or there is no other engine.
+            False if it stays where it is: it has ended, does not depend on that engine, has been moved too often, or
+            there is no other engine.
         """
         flow = generation.flow
         engine = away_from or (flow.route.decode if flow.runs_on(flow.route.decode) else flow.route.prefill)
@@ -295,11 +299,13 @@ class Dispatcher(Listener):
             self.recovery.spare(generation)
         error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
         with self.recovery.leaving(generation, engine, alone=alone):
-            self._advance(generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move off {engine}")
+            self._advance(
+                generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move away from {engine}"
+            )
         return True
 
     def _can_leave(self, generation: Generation, engine: str) -> bool:
-        """Whether others can do what the engine does for it; where it does all of it, both sides' part."""
+        """Whether other engines can take over the engine's part of it; if it does all of it, both sides' parts."""
         route = generation.flow.route
         one: tuple[Side, ...] = ("decode",) if engine == route.decode else ("prefill",)
         sides = self.recovery.sides_needed(generation) if route.aggregated else one
@@ -309,5 +315,5 @@ class Dispatcher(Listener):
 
     @property
     def num_local_turns(self) -> int:
-        """Generations that began on a decode engine that had nearly all of the prompt."""
+        """Generations that began on a decode engine because it had nearly all of the prompt."""
         return self._routes.num_local_turns

@@ -1,4 +1,4 @@
-"""Drives the flows of all generations of one router: hands them what engines say, and does what follows from it."""
+"""Drives the flows of all generations of one router: passes engines' messages to them, and carries out the effects."""
 
 import asyncio
 import logging
@@ -43,22 +43,24 @@ from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, Release, Route
 logger = logging.getLogger(__name__)
 
 TIMER_SLACK_S = 0.01
-"""By so much may the event loop's clock be ahead of the dispatcher's."""
+"""Seconds by which the event loop's clock may be ahead of the dispatcher's."""
 
 CACHE_MISSES = (KVNotFound.code, StaleGeneration.code)
-"""How a load ends whose KV was evicted meanwhile, from a lender's cache or a store: nothing is wrong with the two
-engines.
+"""How a load ends if its KV was evicted in the meantime from a lender's cache or a store: neither engine is at
+fault.
 """
 
 TELLING_TIMEOUT_S = 5.0
-"""A deadline that passes sooner behind an engine's last word says more about the client than about the engine."""
+"""Seconds: a deadline that passes sooner after an engine's last message says more about the client than the engine."""
 
 PROVEN_S = 5.0
-"""An engine where something went well within this time is not blamed for a request that another one failed, too."""
+"""Seconds: an engine where something succeeded within this time is not blamed for a request that another one failed,
+too.
+"""
 
 
 class Driver:
-    """The generations under way. What they need of engines is sent; their ends are counted. Lives in one event loop."""
+    """The running generations. Sends their messages to engines and counts their ends. Lives in one event loop."""
 
     def __init__(
         self,
@@ -75,10 +77,10 @@ class Driver:
         self.counters = counters
         self.room = room
         self.on_room: Callable[[], None] = lambda: None
-        """Called when there may be room for more generations than before."""
+        """Called when there may be more room for generations than before."""
         self.recovery = recovery
         self.prober = prober
-        self.changes = Changes()  # of engines, and of what they have to do; not told token by token
+        self.changes = Changes()  # of engines and their work; not notified token by token
         self.delays = Delays()
         self.given_up = GivenUpGrammars()
         self._placing = placing
@@ -88,8 +90,10 @@ class Driver:
         self._transfers: dict[str, Generation] = {}  # by transfer_id
         self._loans: dict[str, Generation] = {}  # by loan_id
         self._request_log = RequestLog()
-        self._cut: deque[str] = deque(maxlen=512)  # ids of what readers finished of late: more may come of it
-        self._parked_are_due = False  # they are about to be looked at
+        self._cut: deque[str] = deque(
+            maxlen=512
+        )  # ids of generations that readers recently finished: engines may still report on them
+        self._parked_are_due = False  # about to be placed again
         self._log_limit = LogLimit()
 
     @property
@@ -103,27 +107,27 @@ class Driver:
         return self.recovery.num_parked
 
     def generations_on(self, name: str) -> list[Generation]:
-        """Those for which the engine has work, will have some, or holds KV."""
+        """Generations for which the engine has or will have work, or holds KV."""
         return [generation for generation in self._generations.values() if name in generation.flow.engines]
 
     def num_requests_on(self, name: str) -> int:
-        """How many those are."""
+        """Number of those generations."""
         return sum(name in generation.flow.engines for generation in self._generations.values())
 
     def find_requests(self, name: str) -> list[dict[str, Any]]:
-        """What is known of the generations of a client's, a generation's or a trace's id, as JSON-ready data."""
+        """Descriptions of the generations with a client's, a generation's or a trace's id, as JSON-ready data."""
         return self._request_log.find(name, self._generations.values(), self._clock())
 
     def engines_changed(self) -> None:
-        """What engines may be asked for is another than before."""
+        """Note that the set of usable engines has changed."""
         self.changes.notify()
         self.on_room()
         self._place_parked_soon()
 
-    # --- what engines say -----------------------------------------------------------------------------------------
+    # --- messages of engines --------------------------------------------------------------------------------------
 
     def _take_tokens(self, engine: str, message: Tokens, now: float) -> None:
-        """Hand tokens on. This is the hot path: nothing else changes with them."""
+        """Pass tokens on. This is the hot path: nothing else changes with them."""
         generation = self._generations.get(message.request_id)
         if generation is None or not generation.flow.accepts(engine, message):
             self._drop(message.request_id)
@@ -142,7 +146,9 @@ class Driver:
             self._send(receiver, answer)
         failures = generation.failures
         if failures is not None:
-            if failures.doubted and len(flow.output_token_ids) > failures.doubted_at:  # another engine gets on with it
+            if (
+                failures.doubted and len(flow.output_token_ids) > failures.doubted_at
+            ):  # another engine is making progress with it
                 if (doubted := self.fleet.engines.get(failures.doubted)) is not None:
                     doubted.breaker.failed(now)
                 failures.doubted = ""
@@ -151,7 +157,7 @@ class Driver:
         generation.wake()
 
     def _handle_loan(self, engine: str, message: LenderMessage, now: float) -> None:
-        """A lender says something about what it was asked for, or has lent."""
+        """Take a lender's message about a loan."""
         generation = self._loans[message.request_id]
         if not generation.flow.accepts_loan(engine, message):
             self._drop(message.request_id)
@@ -167,25 +173,27 @@ class Driver:
         self._apply(generation, sends)
 
     def _loan_is_late(self, generation: Generation, attempt: int) -> None:
-        """A lender has had its time; if it has not answered, it is done without."""
+        """End the wait for a lender that has not answered in time; the generation continues without it."""
         flow = generation.flow
         if flow.loan.state == "asked" and flow.prefill_attempt == attempt:
-            logger.info("request %s goes on without what %s may have", flow.name, flow.loan.lender)
+            logger.info(
+                "request %s continues without the loan of %s, which has not answered", flow.name, flow.loan.lender
+            )
             self._go_without_loan(generation, TransferTimeout.code)
 
     def _go_without_loan(self, generation: Generation, code: str) -> None:
-        """Its lender is gone, or silent."""
+        """Continue without a loan whose lender is gone or silent."""
 
         def go_on() -> Sends:
             flow, now = generation.flow, self._clock()
-            if flow.loan.state == "asked":  # else its load says how it ended
+            if flow.loan.state == "asked":  # else its load reports how it ended
                 self._loan_failed(flow, code, now - generation.loan_asked_at)
             return flow.go_without_loan(code, now)
 
         self._advance(generation, go_on, f"a loan's end ({code})")
 
     def _loan_failed(self, flow: RequestFlow, code: str, seconds: float) -> None:
-        """What was asked for, or lent, is computed after all."""
+        """Count a loan that failed: its KV is computed after all."""
         self.counters.loans[code] += 1
         self.fleet.speeds.lost(seconds + flow.loan.compute_s)
 
@@ -205,17 +213,19 @@ class Driver:
         self._apply(generation, sends)
 
     def _drop(self, name: str) -> None:
-        """A message is about what is over; that is remarkable unless the router has just finished it by itself."""
+        """Drop a message about something that has ended; that is remarkable unless the router itself has just finished
+        it.
+        """
         self.counters.dropped_messages += name not in self._cut
 
     def _note_prompt(self, generation: Generation) -> None:
-        """Its prompt has been run: that is nobody's work any more."""
+        """Note that its prompt has been run, and is no engine's work any more."""
         if generation.prompt_run_in != generation.flow.attempt:
             generation.prompt_run_in = generation.flow.attempt
             self._enter(generation)
 
     def _note_load(self, flow: RequestFlow, reader: str, loaded: Loaded, now: float) -> None:
-        """A KV load ended: the pair's breaker hears of it, unless its source is gone, which says it all."""
+        """Count the end of a KV load for the pair's breaker, unless its source is gone, which explains it."""
         source, is_loan = flow.source_of(reader), reader != flow.route.decode
         is_gone = not self.fleet.is_ready(source) if is_loan else flow.prefill_gone
         card = self.fleet.engines[reader].card
@@ -225,7 +235,7 @@ class Driver:
         if is_loan and loaded.ok:
             self.counters.loans["ok"] += 1
             self.fleet.speeds.lent()
-        elif is_loan:  # an engine that stops waiting does not say how long it has
+        elif is_loan:  # an engine that stops waiting does not say how long it waited
             is_late = loaded.code == TransferTimeout.code
             self._loan_failed(flow, loaded.code, flow.loan.load_timeout_s if is_late else loaded.seconds)
         if loaded.ok:
@@ -236,12 +246,12 @@ class Driver:
             logger.warning("KV load from %s to %s for request %s failed: %s", source, reader, flow.name, loaded.code)
 
     def _generation_of(self, message: RouterToEngine | EngineToRouter) -> Generation | None:
-        """What a message is about, if that is under way."""
+        """The running generation that a message is about."""
         key = key_of(message)
         return self._generations.get(key[0]) or self._loans.get(key[0]) if key is not None else None
 
     def _mishandled(self, name: str, message: RouterToEngine | EngineToRouter, error: Exception) -> None:
-        """A message that this code cannot stand costs its own request and nothing else."""
+        """Contain a message that this code cannot handle: it costs its own request and nothing else."""
         self.counters.dropped_messages += 1
         generation = self._generation_of(message)
         if self._log_limit.passes():
@@ -251,27 +261,27 @@ class Driver:
             self._fail_by_error(generation, f"a {type(message).__name__} of {name}", error)
 
     def _expire(self, generation: Generation) -> None:
-        """Its time is up, unless tokens came meanwhile."""
+        """End a generation whose time is up, unless tokens have come since the timer was set."""
         now = self._clock()
         left_s = generation.expires_at - now
         if left_s > TIMER_SLACK_S and not generation.flow.ended:
             generation.timer = asyncio.get_running_loop().call_later(left_s, self._expire, generation)
         else:
-            self._apply(generation, generation.flow.expire(max(now, generation.expires_at)))  # it may ring early
+            self._apply(generation, generation.flow.expire(max(now, generation.expires_at)))  # the timer may fire early
 
     # --- effects --------------------------------------------------------------------------------------------------
 
     def _advance(self, generation: Generation, step: Callable[[], Sends], cause: str) -> None:
-        """Make a step of one of several generations: an error in it costs that generation and nothing else."""
+        """Advance one of several generations; an error costs that generation and nothing else."""
         try:
             self._apply(generation, step())
         except Exception as error:
             if self._log_limit.passes():
-                logger.exception("request %s ends: %s caused an error", generation.flow.name, cause)
+                logger.exception("request %s ends: an error in %s", generation.flow.name, cause)
             self._fail_by_error(generation, cause, error)
 
     def _apply(self, generation: Generation, sends: Sends) -> None:
-        """Send, then keep the books: a generation that was failed goes on elsewhere, one that ended is forgotten."""
+        """Send, then update the books: a failed generation continues elsewhere, an ended one is forgotten."""
         flow = generation.flow
         self._send_all(sends)
         if flow.failure is not None and flow.request_id in self._generations:
@@ -288,13 +298,13 @@ class Driver:
         self.changes.notify()
 
     def _fail_by_error(self, generation: Generation, cause: str, error: Exception) -> None:
-        """End a generation that this code could not handle, even if it cannot end it in order."""
+        """End a generation that this code could not handle, even if it cannot end in order."""
         flow = generation.flow
         text = f"{cause} caused an error in the router: {type(error).__name__}"
         failure = RequestFailed(text, request_id=flow.request_id)
         try:
             sends = flow.fail(failure)
-            if flow.failure is not None and flow.retryable:  # the error came while it was to go on elsewhere
+            if flow.failure is not None and flow.retryable:  # the error came while it was being moved elsewhere
                 flow.failure, flow.retryable = failure, False
                 sends = flow.give_up()
             self._apply(generation, sends)
@@ -305,7 +315,7 @@ class Driver:
             self._forget(generation)
 
     def _blame(self, generation: Generation) -> None:
-        """An attempt failed: note by whose fault, if it can be told. A death is noted once, by the fleet."""
+        """Note whose fault a failed attempt was, if that is known. The fleet notes each death once."""
         flow, now = generation.flow, self._clock()
         name, failures = flow.failed_engine, generation.failures
         if flow.request.probe or name is None or not self.fleet.is_ready(name):
@@ -331,7 +341,7 @@ class Driver:
         self.on_room()
 
     def _forget(self, generation: Generation) -> None:
-        """Count the end, once."""
+        """Count its end, once."""
         flow, counters = generation.flow, self.counters
         if self._generations.pop(flow.request_id, None) is None:
             return
@@ -363,14 +373,14 @@ class Driver:
                 self.given_up.add(flow.request.params.grammar, flow.failure, self._clock())
 
     def _place_parked_soon(self) -> None:
-        """An engine came, or came free: those that wait are looked at in order, in a turn of their own."""
+        """Place waiting generations, in order, in a later turn: an engine came up or became free."""
         if self.recovery.num_parked and not self._parked_are_due:
             self._parked_are_due = True
             asyncio.get_running_loop().call_soon(self._place_parked)
 
     def _place_parked(self) -> None:
         self._parked_are_due = False
-        in_vain: set[object] = set()  # for one of a kind as for all: thousands may wait
+        in_vain: set[object] = set()  # the same for one of a kind as for all: thousands may wait
         for generation in self.recovery.parked():
             kind = self.recovery.kind_of(generation)
             if kind not in in_vain and not generation.flow.ended:
@@ -383,12 +393,12 @@ class Driver:
             self._send(engine, message)
 
     def _expect_loan(self, generation: Generation, attempt: int) -> None:
-        """A lender is asked."""
+        """Note that a lender has been asked."""
         generation.loan_asked_at = self._clock()
         asyncio.get_running_loop().call_later(LOAN_TIMEOUT_S, self._loan_is_late, generation, attempt)
 
     def _send(self, engine: str, message: RouterToEngine) -> None:
-        """Pass a message on; a request that no frame can carry ends here."""
+        """Send a message; a request that fits no frame ends here."""
         if not self.fleet.is_ready(engine):
             return
         if isinstance(message, Submit) and (generation := self._loans.get(message.request_id)) is not None:

@@ -1,7 +1,7 @@
 """One generation as a state machine: messages in, messages and deltas out. No socket, no clock, no event loop.
 
-docs/request-states.md draws the states. Whoever drives it sends what the methods return and takes the deltas. After a
-failure that other engines may mend (`retryable`) the driver calls one of `resume`, `reset` and `give_up`.
+docs/request-states.md draws the states. The driver sends what the methods return and takes the deltas. After a failure
+that other engines may mend (`retryable`) the driver calls one of `resume`, `reset` and `give_up`.
 """
 
 from collections.abc import Sequence
@@ -40,13 +40,13 @@ from pdkv.wire.messages import (
 )
 
 Sends = Sequence[tuple[str, RouterToEngine]]
-"""(engine, message) in the order in which they must leave."""
+"""Pairs of (engine, message), in the order in which they must be sent."""
 
 _NOTHING: Sends = ()
 
 
 class RequestFlow(FlowState):
-    """One generation from its first Submit to its end. Only here is `attempt` raised."""
+    """One generation from its first Submit to its end. `attempt` is raised only here."""
 
     def start(self, now: float) -> Sends:
         """The first messages of the route."""
@@ -64,19 +64,19 @@ class RequestFlow(FlowState):
                 return [self._submit_decode(now)]
 
     def begin(self, route: Route, now: float) -> Sends:
-        """Engines are there for a flow that awaits them."""
+        """Start a flow that awaited engines."""
         assert self.awaits_route
         self._take_route(route)
         return self.start(now)
 
     def bind_decode(self, engine: str, now: float) -> Sends:
-        """The decode engine is chosen: it gets the hand-off and the tokens so far."""
+        """Set the decode engine, which gets the hand-off and the tokens so far."""
         assert self.awaits_decode
         self.route = self.route._replace(decode=engine)
         return self._hand_over(now)
 
     def resume(self) -> Sends:
-        """After a failure of decode: what prefill has done, or is doing, is for another decode engine."""
+        """Continue after a failure of decode: another decode engine gets what prefill has done, or is doing."""
         assert self.can_resume
         sends = self._abort_decode()
         self._recovered()
@@ -87,11 +87,11 @@ class RequestFlow(FlowState):
             self._ticket, self._kv_ready, self._pushes = None, None, True
             self._ticket_number += 1
         if self.prefill == "running":
-            self._released = False  # what was said before there was a lease
+            self._released = False  # said before there was a lease
         return sends
 
     def reset(self) -> Sends:
-        """Nothing is left of this attempt but its tokens, and the flow awaits another route."""
+        """Drop everything of this attempt but its tokens; the flow then awaits another route."""
         assert self.failure is not None or self.awaits_decode
         sends = self._close()
         self.attempt += 1
@@ -104,16 +104,16 @@ class RequestFlow(FlowState):
         return sends
 
     def restart(self, route: Route, now: float) -> Sends:
-        """Begin again on other engines after a failure, behind the tokens that are out; raises `attempt`."""
+        """Start again on other engines after a failure, continuing after the tokens so far; raises `attempt`."""
         return [*self.reset(), *self.begin(route, now)]
 
     def give_up(self) -> Sends:
-        """After a failure: nobody goes on with it."""
+        """End the generation after a failure."""
         assert self.failure is not None
         return self._close()
 
     def handle(self, engine: str, message: FlowMessage, now: float) -> Sends:
-        """A message that it `accepts` from `engine`."""
+        """Handle a message from `engine` that `accepts` allows."""
         if self.ended:
             return _NOTHING
         match message:
@@ -140,20 +140,20 @@ class RequestFlow(FlowState):
                 return self._on_failed(engine, message)
 
     def handle_loan(self, message: LenderMessage, now: float) -> Sends:
-        """What a lender says, if `accepts_loan`."""
+        """Handle a lender's message, if `accepts_loan`."""
         if self.ended:
             return _NOTHING
         match message:
             case HandedOff() if self.loan.grant(message):
                 return self._ask_prefill(now)
-            case HandedOff() if self.loan.state == "asked":  # what it names is not what was asked for
+            case HandedOff() if self.loan.state == "asked":  # it names something other than was asked for
                 return self.go_without_loan(MalformedMessage.code, now)
             case Failed(code=code) | KVReady(ok=False, code=code):
                 return self.go_without_loan(code, now)
         return _NOTHING
 
     def go_without_loan(self, code: str, now: float) -> Sends:
-        """The lender has nothing, is gone, or takes too long: what it was to lend is computed. Idempotent."""
+        """Compute what was to be lent: the lender has nothing, is gone, or takes too long. Idempotent."""
         state, sends = self.loan.state, self.loan.end()
         if self.ended or state in ("wanted", "over"):
             return sends
@@ -162,15 +162,15 @@ class RequestFlow(FlowState):
         return [*sends, (self.route.prefill, KVReady(self.request_id, self.prefill_attempt, ok=False, code=code))]
 
     def engine_died(self, engine: str) -> Sends:
-        """An engine of the route is gone; nothing more will come from it."""
+        """Note that an engine of the route is gone; nothing more will come from it."""
         route = self.route
         if self.ended:
-            if engine == route.prefill:  # whoever goes on with it must not go back there
+            if engine == route.prefill:  # the generation must not return to it
                 self.prefill, self._released, self.prefill_gone = "done", True, True
             return _NOTHING
         if engine == route.prefill and not route.aggregated and (self.prefill == "done" or self.declined):
-            # Its part was over. Decode finds out about the KV by its peers, but only a prefill engine that writes into
-            # decode's blocks can say that nothing will come any more, and it cannot say so now.
+            # Its part was over. Decode learns about the KV from its peers. But only a prefill engine that writes into
+            # decode's blocks can say that nothing more will come, and it can no longer do so.
             self.prefill, self._released, self.prefill_gone = "done", True, True
             return self._never() if self._ticket is not None else _NOTHING
         if engine == route.prefill:
@@ -181,32 +181,32 @@ class RequestFlow(FlowState):
         return self.fail(error, retryable=True, engine=engine)
 
     def finish(self) -> Sends:
-        """The client has all that it wants: a stop string, or a tool call, has ended its text. Idempotent."""
+        """End it because the client has everything: a stop string, or a tool call, ended its text. Idempotent."""
         if self.ended:
             return _NOTHING
         self.finish_reason, self.is_cut = "stop", True
         return self._close()
 
     def abort(self) -> Sends:
-        """The client gave up. Idempotent."""
+        """End it because the client gave up. Idempotent."""
         return self.fail(RequestAborted("the request was aborted", request_id=self.request_id))
 
     def expire(self, now: float) -> Sends:
-        """The time is up: its own, or no token has come for too long. Idempotent."""
+        """End it because the time is up: its own, or no token has come for too long. Idempotent."""
         message = f"the request took longer than {self.request.timeout_s:g} s"
         if now < self.deadline:
             message = f"no token came for {self.request.stall_timeout_s:g} s"
         if self.awaits_route or self.awaits_decode:
-            message += "; at last it waited for an engine that was gone"
-        # The engine that had the word is the one that was too slow.
+            message += "; it was last waiting for an engine that was gone"
+        # The engine whose turn it was is the one that was too slow.
         engine = self.route.prefill if self.prefill == "running" and not self.output.token_ids else self.route.decode
         return self.fail(RequestTimeout(message, request_id=self.request_id), engine=engine or None)
 
     def fail(self, error: PdkvError, *, retryable: bool = False, engine: str | None = None) -> Sends:
-        """End the generation with an error, by the fault of `engine` if one is named. Idempotent.
+        """End the generation with an error, through the fault of `engine` if one is named. Idempotent.
 
-        If it is retryable, the driver says next whether and how it goes on: also if the engine calls it final, since
-        that may be its own fault.
+        If the error is retryable, the driver decides next whether and how it continues, even if the engine calls it
+        final, since that may be the engine's own fault.
         """
         if self.ended:
             return _NOTHING
@@ -229,7 +229,7 @@ class RequestFlow(FlowState):
         if engine == self.route.decode:
             return self._give_up_prefill() if self.declined else _NOTHING
         self._num_before_decode = len(output.token_ids)
-        sends = self.loan.end()  # it has what it wanted of it
+        sends = self.loan.end()  # it has all it wanted of it
         if self.decode == "running" and not self.declined and not output.is_last(len(output.token_ids)):
             sends.append((self.route.decode, Continue(self.request_id, self.attempt, list(token_ids))))
         return sends
@@ -250,7 +250,7 @@ class RequestFlow(FlowState):
 
     def _on_handed_off(self, message: HandedOff, now: float) -> Sends:
         self.prefill = "done"
-        if self.declined or self._released:  # nobody wants the KV; a Release before the lease has ended nothing
+        if self.declined or self._released:  # the KV is not needed; a Release before the lease has ended nothing
             self._released = False
             return self._release()
         if not self._sources_known:
@@ -261,7 +261,7 @@ class RequestFlow(FlowState):
         return self._hand_over(now) if self.route.decode else _NOTHING
 
     def _hand_over(self, now: float) -> Sends:
-        """The hand-off and the tokens so far, to the decode engine."""
+        """Send the hand-off and the tokens so far to the decode engine."""
         sends = [self._submit_decode(now)]
         if self._kv_ready is not None:
             sends.append((self.route.decode, self._forwarded(self._kv_ready)))
@@ -270,8 +270,8 @@ class RequestFlow(FlowState):
     def _on_allocated(self, message: Allocated, now: float) -> Sends:
         if self.route.aggregated:
             return _NOTHING
-        # An empty range says that nothing is needed from prefill, except the first token where the hit is the whole
-        # prompt: what comes behind it cannot be computed without it.
+        # An empty range says that nothing is needed from prefill, except the first token if the hit is the whole
+        # prompt: the tokens after it cannot be computed without it.
         whole_prompt = message.stop >= len(self.request.prompt_token_ids)
         if message.start == message.stop and (self.output.token_ids or not whole_prompt):
             self.declined = True
@@ -291,7 +291,7 @@ class RequestFlow(FlowState):
 
     def _on_kv_ready(self, message: KVReady) -> Sends:
         if (self._pushes and self._ticket is None) or message.ticket not in (None, self._ticket_number):
-            return _NOTHING  # about a ticket of a decode engine that has no part any more
+            return _NOTHING  # for a ticket of a decode engine that no longer takes part
         self._kv_ready = message
         if self.decode == "running" and not self.declined:
             return [(self.route.decode, self._forwarded(message))]
@@ -307,13 +307,13 @@ class RequestFlow(FlowState):
         error = error_of(message)
         if isinstance(error, InvalidRequest):
             return self.fail(error)
-        is_over = isinstance(error, RequestTimeout | RequestAborted)  # whatever another engine could do
+        is_over = isinstance(error, RequestTimeout | RequestAborted)  # whatever another engine might do
         return self.fail(error, retryable=message.retryable or not is_over, engine=engine)
 
     # --- parts ----------------------------------------------------------------------------------------------------
 
     def _submit_prefill(self, now: float) -> Sends:
-        """Prefill's part begins: where another engine lends what prefill lacks, that one is asked first."""
+        """Start prefill's part; if another engine lends what prefill lacks, that engine is asked first."""
         self.prefill = "running"
         offer = self.route.offer
         if offer is None or self.loan.state != "wanted":
@@ -360,24 +360,24 @@ class RequestFlow(FlowState):
         )
 
     def _forwarded(self, message: KVReady) -> KVReady:
-        """As decode's attempt knows it."""
+        """The hand-off under the attempt of the decode engine."""
         return message if message.attempt == self.attempt else msgspec.structs.replace(message, attempt=self.attempt)
 
     def _never(self) -> Sends:
-        """The KV that decode gave a ticket for will not come, unless it was said to be there."""
+        """Tell decode that the KV of its ticket will not come, unless it was said to be there."""
         if self._kv_ready is not None or self.declined:
             return _NOTHING
         return self._on_kv_ready(KVReady(self.request_id, self.attempt, ok=False, code="peer_gone"))
 
     def _release(self) -> Sends:
-        """The lease may end, if there is one and it was not said already."""
+        """Allow the lease to end, if there is one and this was not done already."""
         if self._released or self.route.aggregated or self.prefill == "idle":
             return _NOTHING
         self._released = True
         return [(self.route.prefill, Release(self.transfer_id, self.prefill_attempt))]
 
     def _give_up_prefill(self) -> Sends:
-        """Nothing is wanted from prefill any more."""
+        """Stop prefill's part: nothing more is needed from it."""
         returned = self.loan.end()
         if self.prefill != "running":
             return [*returned, *self._release()]
@@ -391,5 +391,5 @@ class RequestFlow(FlowState):
         return [(self.route.decode, Abort(self.request_id, self.attempt))]
 
     def _close(self) -> Sends:
-        """The attempt is over: whoever still works on it stops, and the lease ends."""
+        """End the attempt: engines that still work on it stop, and the lease ends."""
         return [*self._give_up_prefill(), *self._abort_decode()]

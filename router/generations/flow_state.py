@@ -1,4 +1,4 @@
-"""What one generation has come to, for whoever drives it, and for whoever wants to know."""
+"""The state of one generation, for its driver and for anything that asks about it."""
 
 from typing import Literal
 
@@ -12,17 +12,17 @@ from pdkv.wire.messages import Allocated, Failed, Finished, FinishReason, Handed
 from pdkv.wire.reports import SourceCounts
 
 FlowMessage = Tokens | Finished | HandedOff | Allocated | KVReady | Loaded | Failed | Release
-"""What an engine says about one request."""
+"""A message of an engine about one request."""
 
 LenderMessage = HandedOff | Failed | KVReady
-"""What an engine says that is asked for a loan."""
+"""A message of an engine that was asked for a loan."""
 
 SideState = Literal["idle", "running", "done"]
-"""Of one engine's part: not submitted, submitted, over (it said its last word, or it is gone)."""
+"""State of one engine's part: not submitted, submitted, or over (it sent its last message, or is gone)."""
 
 
 class FlowState:
-    """What a flow has come to. `RequestFlow` changes it; all others read it."""
+    """The state of a flow. Only `RequestFlow` changes it."""
 
     def __init__(
         self, request: GenerateRequest, route: Route, *, request_id: str, transfer_id: str, loan_id: str, now: float
@@ -35,23 +35,25 @@ class FlowState:
         self.transfer_id = transfer_id
         self.loan_id = loan_id
         self.deadline = now + request.timeout_s
-        self.attempt = 0  # of what is submitted next, and of the decode part
+        self.attempt = 0  # of the next Submit, and of the decode part
         self.prefill_attempt = 0  # of the prefill part and of its lease
         self.output = Output(request)
-        self.prompt_engine: str | None = None  # the one that ran the prompt, once a token or a hand-off came of it
-        self.sources: SourceCounts | None = None  # of that engine, as it said last
+        self.prompt_engine: str | None = (
+            None  # the engine that ran the prompt, once a token or a hand-off has come of it
+        )
+        self.sources: SourceCounts | None = None  # of that engine, as last reported
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
-        self.is_cut = False  # it was finished by its reader: engines may say more of it for a moment
-        self.trial_tokens = 0  # new tokens that engines asked from now on let it get alone
-        self._sources_known = False  # an earlier attempt brought tokens: the prompt's sources are what it said
+        self.is_cut = False  # its reader finished it: engines may still send messages about it for a moment
+        self.trial_tokens = 0  # new tokens that it must produce alone on the engines asked from now on
+        self._sources_known = False  # an earlier attempt brought tokens: its prompt sources count
         self._begin(route)
 
     def _begin(self, route: Route) -> None:
         self._take_route(route)
         self.prefill: SideState = "idle"
         self.decode: SideState = "idle"
-        self.declined = False  # decode prefills by itself
+        self.declined = False  # decode runs the prompt itself
         self.decode_sources: SourceCounts | None = None
         self.load: Loaded | None = None  # how decode's remote load ended
         self._num_before_decode = 0  # tokens that did not come from the decode part
@@ -60,7 +62,7 @@ class FlowState:
         self.prefill_gone = False  # the prefill engine died after its part was over
         self._pushes = False  # an earlier decode part gave a ticket
         self._ticket: bytes | None = None
-        self._ticket_number = 0  # of the ticket that came, or will come, last
+        self._ticket_number = 0  # of the latest ticket, or the next one if none has come yet
         self._handoff: KVHandoff | None = None
         self._kv_ready: KVReady | None = None
 
@@ -77,7 +79,7 @@ class FlowState:
 
     @property
     def name(self) -> RequestName:
-        """What log lines call it."""
+        """Its name in log lines."""
         request = self.request
         return RequestName(self.request_id, self.attempt, label=request.label, traceparent=request.traceparent)
 
@@ -88,27 +90,27 @@ class FlowState:
 
     @property
     def num_duplicates(self) -> int:
-        """Tokens that came more than once."""
+        """Tokens that arrived more than once."""
         return self.output.num_duplicates
 
     @property
     def ended(self) -> bool:
-        """Whether all has been said: `finish_reason` or `failure` tells how."""
+        """Whether it is over: `finish_reason` or `failure` tells how."""
         return self.finish_reason is not None or self.failure is not None
 
     @property
     def awaits_route(self) -> bool:
-        """Whether `begin` must name its engines."""
+        """Whether `begin` must be called with its engines."""
         return self.route is NOWHERE and not self.ended
 
     @property
     def awaits_decode(self) -> bool:
-        """Whether the prompt is handed off, and `bind_decode` must say to whom."""
+        """Whether the prompt is handed off, and `bind_decode` must say to which engine."""
         return self._handoff is not None and not self.route.decode and not self.ended
 
     @property
     def can_resume(self) -> bool:
-        """Whether, after a failure, the prefill part goes on, or what it has handed off can still be read."""
+        """Whether, after a failure, the prefill part continues, or its hand-off can still be read."""
         if self.route.aggregated or self.declined or self.failed_engine == self.route.prefill:
             return False
         if self.prefill == "running":
@@ -128,22 +130,22 @@ class FlowState:
         return (*prefill, route.decode) if self.decode == "running" else prefill
 
     def runs_on(self, engine: str) -> bool:
-        """Whether the engine has been asked for a part that is not over."""
+        """Whether the engine has been given a part that is not over."""
         route = self.route
         return (engine == route.decode and self.decode == "running") or (
             engine == route.prefill and self.prefill == "running"
         )
 
     def attempt_on(self, engine: str) -> int:
-        """Under which attempt the engine knows its part."""
+        """The attempt under which the engine knows its part."""
         return self.attempt if engine == self.route.decode else self.prefill_attempt
 
     def depends_on(self, engine: str) -> bool:
-        """Whether it cannot go on without this engine: it runs a part there, or reads KV from there."""
+        """Whether it cannot continue without this engine: a part runs there, or KV is read from there."""
         return engine != "" and engine in self.engines
 
     def is_new_on(self, engine: str) -> bool:
-        """Whether no token has come of the part that this engine runs."""
+        """Whether this engine's part has produced no token yet."""
         if engine == self.route.decode:
             return len(self.output.token_ids) <= self._num_before_decode
         return True
@@ -162,13 +164,15 @@ class FlowState:
         return engine == self.loan.lender and message.attempt == self.prefill_attempt
 
     def source_of(self, reader: str) -> str:
-        """The engine that `reader` has its KV from, or will."""
+        """The engine from which `reader` has its KV, or will."""
         borrows = reader == self.route.prefill and not self.route.aggregated
         return self.loan.lender if borrows else self.route.prefill
 
     @property
     def awaits_kv(self) -> bool:
-        """Whether a hand-off is made, and decode has neither loaded its KV nor gone on without; at the end: had."""
+        """Whether a hand-off was made and decode has neither loaded its KV nor continued without it; at the end:
+        whether that was so.
+        """
         return self._handoff is not None and not self.declined and self.load is None and len(self.output_token_ids) < 2
 
     @property
@@ -180,5 +184,5 @@ class FlowState:
         return (self.route.decode,) if over else (self.route.prefill, self.route.decode)
 
     def take_delta(self) -> Delta | None:
-        """What piled up since the last call (`Output.take`)."""
+        """Everything that has piled up since the last call (`Output.take`)."""
         return self.output.take(self.finish_reason, self.stop_token_id)

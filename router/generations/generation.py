@@ -1,4 +1,4 @@
-"""One running generation, as the HTTP front reads it."""
+"""One running generation, as the HTTP front end reads it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -16,17 +16,17 @@ class Generation:
     """One running generation: an asynchronous iterator of deltas, for one reader."""
 
     def __init__(self, flow: RequestFlow, on_end: Callable[["Generation", Sends], None], began: float = 0.0) -> None:
-        """`on_end` gets what is to be sent when the reader ends it; `began`: now, by the dispatcher's clock."""
+        """`on_end` gets the messages to send when the reader ends it; `began`: now, by the dispatcher's clock."""
         self.flow = flow
         self.timeline = Timeline(began)
-        self.entries: list[Entry] = []  # in the books of the engines that it is under way on
+        self.entries: list[Entry] = []  # its entries in the books of the engines that it runs on
         self.num_uncached = 0  # prompt tokens that this attempt computes
-        self.has_lossy_store = False  # an engine of it keeps KV in a codec with errors
-        self.prompt_run_in = -1  # the last attempt in which the prompt was run
-        self.loan_asked_at = began  # of the lender that was asked last
-        self.asked_at = began  # when an engine got a part of it last
+        self.has_lossy_store = False  # one of its engines keeps KV in a lossy codec
+        self.prompt_run_in = -1  # the latest attempt in which the prompt was run
+        self.loan_asked_at = began  # of the last lender asked
+        self.asked_at = began  # when an engine was last given a part of it
         self.timer: asyncio.TimerHandle | None = None
-        self.failures: FailureRecord | None = None  # what has gone wrong so far
+        self.failures: FailureRecord | None = None  # its failures so far
         self._on_end = on_end
         self._waiter: asyncio.Future[None] | None = None
         self._has_news = True
@@ -57,12 +57,12 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether there is nothing to take, and never will be."""
+        """Whether there is nothing left to take, now or later."""
         return self.flow.ended and not self._has_news
 
     @property
     def num_attempts(self) -> int:
-        """How often engines were asked for it, the first time included."""
+        """How often engines were given it, the first time included."""
         return self.flow.attempt + 1
 
     @property
@@ -73,9 +73,9 @@ class Generation:
 
     @property
     def num_lossy_tokens(self) -> int | None:
-        """Prompt tokens whose KV may have gone through a codec with errors; None: no engine of it has one.
+        """Prompt tokens whose KV may have gone through a lossy codec; None: none of its engines has one.
 
-        All of them where another engine decodes: they may have been handed over through the store.
+        All of them if another engine decodes, since they may have been handed over through the store.
         """
         if not self.has_lossy_store:
             return None
@@ -85,17 +85,17 @@ class Generation:
 
     @property
     def expires_at(self) -> float:
-        """When its time is up, if no token comes before, by the dispatcher's clock."""
+        """When its time is up unless a token comes first, by the dispatcher's clock."""
         return min(self.flow.deadline, self._last_token_at + self.flow.request.stall_timeout_s)
 
     def is_overdue(self, now: float, least_s: float) -> bool:
-        """Whether nothing came from the engine that was asked last for so long, and for five usual gaps."""
+        """Whether the engine asked last has sent nothing for this long, and for five usual gaps."""
         first, num_gaps = self.timeline.first_token, len(self.flow.output_token_ids) - 1
         gap_s = (self._last_token_at - first) / num_gaps if first is not None and num_gaps > 0 else 0.0
         return now - max(self._last_token_at, self.asked_at) >= max(least_s, 5 * gap_s)
 
     def enter(self, fleet: Fleet) -> None:
-        """Enter it in the books of the engines that it is under way on, and of no other."""
+        """Enter it in the books of the engines that it runs on, and of no others."""
         flow = self.flow
         for entry in self.entries:
             entry.strike()
@@ -117,7 +117,9 @@ class Generation:
             self._on_end(self, self.flow.abort())
 
     def finish(self) -> None:
-        """The reader has all that it wants: the engines stop, and what they did went well. Idempotent, as `abort`."""
+        """End it because the reader has everything: the engines stop, and their work counts as successful. Idempotent,
+        as `abort`.
+        """
         if not self.flow.ended:
             self._on_end(self, self.flow.finish())
 
@@ -125,10 +127,10 @@ class Generation:
         return self
 
     async def __anext__(self) -> Delta:
-        """The next delta; what piled up since the last is in it, or as much of it as a delta may hold.
+        """The next delta, with everything since the last one, up to what a delta may hold.
 
         Raises:
-            RequestFailed: and its kinds; also InvalidRequest where an engine refuses the request.
+            RequestFailed: and its subclasses; also InvalidRequest where an engine refuses the request.
         """
         while (delta := self.take()) is None:
             if self.ended:
@@ -137,10 +139,10 @@ class Generation:
         return delta
 
     def take(self) -> Delta | None:
-        """What piled up since the last delta; None: nothing, for now or, where it has `ended`, for ever.
+        """Everything since the last delta; None: nothing for now, or ever if it has `ended`.
 
         Raises:
-            RequestFailed, InvalidRequest: as of an iteration.
+            RequestFailed, InvalidRequest: as when iterating.
         """
         if self._pauses:
             return None
@@ -149,14 +151,16 @@ class Generation:
             delta = self.flow.take_delta()
             if delta is not None:
                 if self.flow.output.piles_up:
-                    self._has_news = self._pauses = True  # between the parts of a long pile, others have their turn
+                    self._has_news = self._pauses = (
+                        True  # between the parts of a long pile, other tasks have their turn
+                    )
                 return delta
         if self.flow.failure is not None:
             raise self.flow.failure
         return None
 
     def news(self) -> "asyncio.Future[None]":
-        """Done when there may be something to take; for one reader, who has just found nothing."""
+        """Return when there may be something to take; for one reader, which has just found nothing."""
         loop = asyncio.get_running_loop()
         waiter = self._waiter = loop.create_future()
         if self._pauses:
@@ -165,17 +169,17 @@ class Generation:
         return waiter
 
     def arrived(self, now: float) -> None:
-        """Tokens have come from an engine."""
+        """Note that tokens have come from an engine."""
         self._arrivals.append(now)
         self._last_token_at = now
 
     def take_arrivals(self) -> list[float]:
-        """When tokens came since the last call, whenever the reader takes them."""
+        """When tokens arrived since the last call, whenever the reader takes them."""
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 
     def wake(self) -> None:
-        """Something is new for the reader."""
+        """Wake the reader: there is something new."""
         self._has_news = True
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():

@@ -1,20 +1,20 @@
-"""Grammars that engines gave up, since they cost too much, are refused by their digest before any engine is asked."""
+"""Refuses grammars that engines gave up as too costly, by their digest, before any engine is asked."""
 
 from pdkv.errors import GrammarGivenUp
 from pdkv.sampling.shape import Grammar
 
 REFUSED_S, MAX_GIVEN_UP = 60.0, 1024
-"""How long a grammar that was given up is refused, and how many are remembered: the latest."""
+"""Seconds for which a given-up grammar is refused, and the number remembered (the latest)."""
 
 
 class GivenUpGrammars:
-    """Of one router. No clock: `now` is in seconds."""
+    """The given-up grammars of one router. No clock: `now` is in seconds."""
 
     def __init__(self) -> None:
         self._given_up: dict[bytes, tuple[float, GrammarGivenUp]] = {}  # by digest: until when, and why; oldest first
 
     def add(self, grammar: Grammar, error: GrammarGivenUp, now: float) -> None:
-        """An engine gave it up."""
+        """Note that an engine gave the grammar up."""
         digest = grammar.digest
         self._given_up.pop(digest, None)
         self._given_up[digest] = (now + REFUSED_S, error.anew())

@@ -1,4 +1,4 @@
-"""What engines say: they come and go, and report; every message finds what it is about."""
+"""Receives engines' messages: engines come, go and report; every message is passed to what it is about."""
 
 import asyncio
 import logging
@@ -46,7 +46,7 @@ REPORT_TIMEOUT_S = 2.0
 
 
 class Listener(Driver):
-    """An `EngineListener` that drives generations, and keeps the indexes of what engines hold."""
+    """An `EngineListener` that drives generations and keeps the indexes of engines' caches."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Listener(Driver):
         prober: Prober,
         clock: Callable[[], float],
     ) -> None:
-        """`index` calls `work_on_index_soon` where it puts something off."""
+        """`index` calls `work_on_index_soon` when it defers work."""
         super().__init__(
             fleet=fleet, counters=counters, room=room, recovery=recovery, placing=placing, prober=prober, clock=clock
         )
@@ -69,9 +69,9 @@ class Listener(Driver):
         self.tiers = tiers
         self.cache_orders = CacheOrders(self._send, fleet.is_ready)
         self._report_number = 0
-        self._settled = asyncio.Event()  # it is known whether this start succeeds
-        self._refusal: IncompatiblePeers | None = None  # why it does not
-        self.closed = False  # whether `close` was called
+        self._settled = asyncio.Event()  # whether this start succeeds or fails is known
+        self._refusal: IncompatiblePeers | None = None  # why it fails
+        self.closed = False  # `close` was called
 
     @property
     def ready(self) -> bool:
@@ -80,20 +80,20 @@ class Listener(Driver):
         return self.fleet.complete_once and not self.closed and ("any" in roles or {"prefill", "decode"} <= roles)
 
     async def wait_ready(self) -> None:
-        """Return when it has been ready for the first time.
+        """Wait until it has been ready for the first time.
 
         Raises:
-            IncompatiblePeers: it will never be: an engine of the first start cannot work with the others.
+            IncompatiblePeers: it never will be, since an engine of the first start cannot work with the others.
         """
         await self._settled.wait()
         if self._refusal is not None:
             raise self._refusal
 
     async def fresh_reports(self, timeout_s: float = REPORT_TIMEOUT_S) -> bool:
-        """Ask all engines that are ready and not silent how they are; return when each has said so, or is gone.
+        """Ask all engines that are ready and not silent for a report; return when each has sent one, or is gone.
 
         Returns:
-            False: one did not within `timeout_s`; what it said before is still there.
+            False: one did not within `timeout_s`; its earlier report remains.
         """
         self._report_number += 1
         number = self._report_number
@@ -110,22 +110,22 @@ class Listener(Driver):
         return await self.changes.wait_for(are_there, timeout_s)
 
     def work_on_index_soon(self) -> None:
-        """In a turn of the event loop of its own."""
+        """Work on the index in a separate turn of the event loop."""
         asyncio.get_running_loop().call_soon(self._work_on_index)
 
     def _work_on_index(self) -> None:
-        """A slice of what the index has put off; other callbacks have their turn before the next."""
+        """Do a slice of the index's deferred work; other callbacks have their turn before the next."""
         if not self.closed and self.index.work():
             self.work_on_index_soon()
 
-    # --- what engines say (EngineListener) ------------------------------------------------------------------------
+    # --- messages of engines (EngineListener) ---------------------------------------------------------------------
 
     def engine_up(self, name: str, card: EngineCard) -> None:
-        """An incarnation is ready: its peers hear of it."""
+        """Take a ready incarnation into use; its peers are told."""
         try:
             self.fleet.came_up(name, card)
         except IncompatiblePeers as error:
-            logger.error("%s stays out: %s", name, error)
+            logger.error("%s is refused: %s", name, error)
             if not self.fleet.complete_once:
                 self._refusal = error
                 self._settled.set()
@@ -143,9 +143,9 @@ class Listener(Driver):
         self._place_parked_soon()
 
     def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
-        """An incarnation is gone: what it worked on goes on elsewhere, and its peers hear of it.
+        """Note that an incarnation is gone: its work continues elsewhere, and its peers are told.
 
-        One of the `suspects` may have ended it.
+        One of the `suspects` may have killed it.
         """
         self.fleet.left(name)
         if not self.fleet.is_ready(name):
@@ -171,7 +171,7 @@ class Listener(Driver):
             self.engine_up(card.engine, card)
 
     def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
-        """One frame of an engine that is up."""
+        """Take one frame of an engine that is up."""
         if not self.fleet.is_ready(name):
             self.counters.dropped_messages += sum(not isinstance(m, Beat) for m in messages)
             return
@@ -188,7 +188,7 @@ class Listener(Driver):
                 self._mishandled(name, message, error)
 
     def _take(self, name: str, message: RouterToEngine | EngineToRouter, now: float) -> None:
-        """Act on one message of an engine that brings no tokens."""
+        """Act on a message that brings no tokens."""
         match message:
             case HandedOff() | KVReady() | Failed() if message.request_id in self._loans:
                 self._handle_loan(name, message, now)

@@ -1,5 +1,5 @@
-"""What another engine lends a prompt out of its cache: asked for before the prompt's engine is, read by that one, and
-returned when that has it, or goes on without (docs/kv-hierarchy.md).
+"""Loans of KV out of another engine's cache for a prompt. The lender is asked before the prompt's engine, which reads
+the KV; the loan ends when that engine has it, or continues without it (docs/kv-hierarchy.md).
 """
 
 from typing import Literal, NamedTuple
@@ -12,16 +12,17 @@ from pdkv.wire.messages import HandedOff, KVTicket, Release, RouterToEngine, Sub
 LoanState = Literal["wanted", "asked", "granted", "over"]
 
 LOAN_TIMEOUT_S = 1.0
-"""A lender that has not answered by then is done without. It answers between two of its steps."""
+"""Seconds after which a lender that has not answered is given up. It answers between two of its steps."""
 
 
 LEASE_S = 10.0
-"""What is lent is leased for so long: a lender needs its blocks for its own requests. A borrower that comes later reads
-what is still there, where it reads by itself, and else computes."""
+"""Seconds for which lent KV is leased: a lender needs its blocks for its own requests. A borrower that comes later
+reads what is still there if it pulls, and otherwise computes.
+"""
 
 
 class LoanKey(NamedTuple):
-    """The names of a loan. Its request is one of its own: lender and decode engine are often the same."""
+    """The ids of a loan. It has a request id of its own: lender and decode engine are often the same."""
 
     request_id: str
     transfer_id: str
@@ -29,7 +30,7 @@ class LoanKey(NamedTuple):
 
 
 class Loan:
-    """One attempt's: wanted → asked → granted → over, or over from any of them, or from the beginning."""
+    """The loan of one attempt: wanted → asked → granted → over, or over from any state."""
 
     __slots__ = ("compute_s", "handoff", "key", "lender", "load_timeout_s", "state")
 
@@ -37,19 +38,21 @@ class Loan:
         offer = Offer("", 0) if route.offer is None else route.offer
         self.lender = offer.lender
         self.compute_s = offer.compute_s
-        self.load_timeout_s = min(offer.load_timeout_s or LEASE_S, LEASE_S)  # nothing is sent after its lease
+        self.load_timeout_s = min(offer.load_timeout_s or LEASE_S, LEASE_S)  # nothing is sent once its lease has ended
         self.key = key
         self.state: LoanState = "over" if route.offer is None else "wanted"
-        self.handoff: KVHandoff | None = None  # what the borrower is told, while it is granted
+        self.handoff: KVHandoff | None = None  # told to the borrower while granted
 
     def ask(self, request: GenerateRequest, num_tokens: int, timeout_s: float) -> Submit:
-        """The question for the lender, which has so many of the prompt's first tokens as far as is known."""
+        """The question to the lender, which has this many of the prompt's first tokens as far as is known."""
         self.state = "asked"
         return Submit(
             request_id=self.key.request_id,
             transfer_id=self.key.transfer_id,
             attempt=self.key.attempt,
-            prompt_token_ids=request.prompt_token_ids[: num_tokens + 1],  # a hit leaves one token to be computed
+            prompt_token_ids=request.prompt_token_ids[
+                : num_tokens + 1
+            ],  # a hit leaves at least one token to be computed
             params=SamplingParams(temperature=0.0),
             cache_salt=request.cache_salt,
             timeout_s=min(max(timeout_s, 0.001), LEASE_S),
@@ -61,7 +64,7 @@ class Loan:
         )
 
     def grant(self, message: HandedOff) -> bool:
-        """The lender says that it has it; False: that is too late, or about something else than was asked for."""
+        """Take the lender's consent; False: it comes too late, or names something other than was asked for."""
         handoff = message.handoff
         named = (handoff.engine, handoff.transfer_id, handoff.attempt, handoff.lent)
         if self.state != "asked" or named != (self.lender, *self.key[1:], True):
@@ -70,12 +73,12 @@ class Loan:
         return True
 
     def forward(self, ticket: bytes) -> list[tuple[str, RouterToEngine]]:
-        """The borrower says where it wants it: a lender that pushes is told."""
+        """The ticket of the borrower, for a lender that pushes."""
         if self.state != "granted":
             return []
         return [(self.lender, KVTicket(self.key.request_id, self.key.attempt, ticket))]
 
     def end(self) -> list[tuple[str, RouterToEngine]]:
-        """Nobody needs it any more: the lender's lease ends, also one that it is about to grant. Idempotent."""
+        """End the loan: the lender's lease ends, even one that it is about to grant. Idempotent."""
         held, self.state, self.handoff = self.state in ("asked", "granted"), "over", None
         return [(self.lender, Release(*self.key[1:], lent=True))] if held else []

@@ -1,4 +1,4 @@
-"""Takes requests off engines that are suspects: a few at a time, and only where there is room. No clock, no socket."""
+"""Moves requests off suspect engines: a few at a time, and only if there is room. No clock, no socket."""
 
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -10,44 +10,45 @@ from pdkv.router.engines.health import TICK_S
 from pdkv.router.generations.generation import Generation
 
 MOVED_SHARE, MIN_MOVES_PER_S = 0.1, 10.0
-"""Share of all running requests that may be moved in a second, and how many may be moved where those are few."""
+"""Share of all running requests that may be moved per second, and a minimum for when few are running."""
 
 SIDES: tuple[Side, ...] = ("prefill", "decode")
 
 MAX_TRIES = 64
-"""Requests that are looked at closely in one tick."""
+"""Requests examined closely in one tick."""
 
 STAY_TICKS = 30
-"""How long a request that could not be moved is left where it is, unless other engines can take requests before."""
+"""Seconds for which a request that could not be moved stays, unless other engines have room sooner."""
 
 
 HELD_UP_S = 60.0
-"""A grammar that seems to hold up an engine leaves it only then: no grammar takes as long, within its limits."""
+"""Seconds before a grammar that seems to hold up an engine is moved: within its limits, no grammar takes as long."""
 
 
 class Move(Protocol):
-    """`Dispatcher.move`."""
+    """The signature of `Dispatcher.move`."""
 
     def __call__(self, generation: Generation, reason: str, *, away_from: str, alone: bool) -> bool:
-        """Take a generation off an engine and go on on another one, `alone` at first. False: it stays where it is."""
+        """Move a generation from an engine to another one, `alone` at first. False: it stays where it is."""
 
 
 class Mover:
-    """Looks once per tick for requests that depend on suspects."""
+    """Looks for requests that depend on suspects, once per tick."""
 
     def __init__(self, fleet: Fleet, move: Move, *, take_over: bool = False) -> None:
-        """`take_over`: where no engine can be asked for one side, those of the other do its work, too."""
+        """`take_over`: if no engine can be used for one side, those of the other do its work, too."""
         self.num_moved = 0
         self._take_over = take_over
         self._fleet = fleet
         self._move = move
         self._allowance = MIN_MOVES_PER_S
         self._num_ticks = 0
-        self._staying: dict[str, int] = {}  # requests that could not be moved -> the tick in which they are tried again
-        self._takers: frozenset[tuple[str, str, str]] = frozenset()  # which engines could not take them
+        self._staying: dict[str, int] = {}  # requests that could not be moved -> the tick in which to try again
+        self._takers: frozenset[tuple[str, str, str]] = frozenset()  # the engines that had no room for them
 
     def tick(self, suspects: Mapping[str, str], generations: Collection[Generation]) -> None:
-        """TICK_S have passed. Of the requests that depend on suspects those go first whose deadlines are nearest.
+        """One tick of TICK_S. Of the requests that depend on suspects, those with the nearest deadlines are moved
+        first.
 
         `suspects`: engine -> why. `generations`: all that have not ended.
         """
@@ -69,7 +70,7 @@ class Mover:
                 self._try(item, suspects[item.engine], rooms)
 
     def _review_staying(self, takers: Iterable[EngineState], generations: Collection[Generation]) -> None:
-        """Where other engines can take requests than before, all may be moved; those that ended are forgotten."""
+        """If engines have become free, allow all requests to be tried again; forget those that ended."""
         known = frozenset((e.name, e.role, e.card.epoch) for e in takers if e.card is not None)
         if known != self._takers:
             self._takers = known
@@ -81,7 +82,7 @@ class Mover:
     def _find_movable(
         self, suspects: Collection[str], generations: Collection[Generation], rooms: "_Rooms"
     ) -> Iterator["_Stuck"]:
-        """Those for which there is room. One that could not be moved before does not hold up the others."""
+        """The requests for which there is room. One that could not be moved before does not hold up the others."""
         most = {side: max((r.num_tokens for r in rooms[side]), default=0) for side in SIDES}
         held_up = [name for name in suspects if (s := self._fleet.engines[name].health.late_s) and s < HELD_UP_S]
         grammars = {n: {g.flow.request.params.grammar for g in generations if n in g.flow.engines} for n in held_up}
@@ -92,7 +93,7 @@ class Mover:
             if stuck.has_grammar and stuck.engine in grammars:
                 failures = generation.failures
                 if len(grammars[stuck.engine] - {None}) == 1 or (failures is not None and failures.is_suspect):
-                    continue  # it is why the engine is late, and would hold up the next one, too
+                    continue  # it is the reason why the engine is late, and would hold up the next one, too
             next_try = self._staying.get(stuck.request_id)
             if next_try is None:
                 yield stuck
@@ -116,29 +117,29 @@ class Mover:
 
 
 class _Stuck(NamedTuple):
-    """A request that cannot go on without a suspect; the nearest deadline is the smallest."""
+    """A request that cannot continue without a suspect; ordered by deadline."""
 
     stayed: bool  # it could not be moved before
     deadline: float
     request_id: str
     engine: str
-    sides: tuple[Side, ...]  # what the engine is to it, whatever role that has by now
+    sides: tuple[Side, ...]  # the engine's part in it, whatever its role is by now
     generation: Generation
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar of it may be why its engine is late."""
+        """Whether its grammar may be the reason why its engine is late."""
         return self.generation.flow.request.params.grammar is not None
 
     @property
     def num_tokens(self) -> int:
-        """What is to be computed, or sent, again."""
+        """Tokens that would have to be computed, or sent, again."""
         flow = self.generation.flow
         return len(flow.request.prompt_token_ids) + len(flow.output_token_ids)
 
 
 def _find_stuck(generation: Generation, suspects: Collection[str]) -> _Stuck | None:
-    """Of two suspects the one that decodes."""
+    """Requests that depend on suspects; if two engines of one are suspects, the decode engine counts."""
     flow = generation.flow
     for name in (flow.route.decode, flow.route.prefill):
         if name in suspects and flow.depends_on(name) and not flow.request.probe:
@@ -149,7 +150,7 @@ def _find_stuck(generation: Generation, suspects: Collection[str]) -> _Stuck | N
 
 
 class _Room:
-    """Blocks that an engine can give, less those that this tick has promised."""
+    """Blocks that an engine can give, less those already promised in this tick."""
 
     def __init__(self, engine: EngineState) -> None:
         self.role = engine.role
@@ -158,19 +159,19 @@ class _Room:
 
     @property
     def num_tokens(self) -> int:
-        """How many a request may have that comes here: it gets a block more to go on in."""
+        """The most tokens of a request that fits; it gets one block more to continue in."""
         return (self.num_free - 1) * self.block_size - 1
 
     def take(self, num_tokens: int) -> None:
-        """A request of so many tokens may come here."""
+        """Reserve room for a request of this many tokens."""
         self.num_free -= num_tokens // self.block_size + 2
 
 
 _Rooms = Mapping[Side, Sequence[_Room]]
-"""By side, of the engines that can be asked for it."""
+"""Room by side, on the engines that can be used for it."""
 
 
 def _find_room(rooms: Iterable[_Room], num_tokens: int) -> _Room | None:
-    """The engine with most room, if it is enough for the request."""
+    """The engine with the most room, if it is enough for the request."""
     fitting = [room for room in rooms if room.num_tokens >= num_tokens]
     return max(fitting, key=lambda room: room.num_free, default=None)

@@ -1,4 +1,4 @@
-"""What an operator does to the engines of a running router: drain, resume, another role, one more, one less."""
+"""What an operator does to the engines of a running router: drain, resume, change a role, add, remove."""
 
 import logging
 import os
@@ -25,25 +25,26 @@ logger = logging.getLogger(__name__)
 
 
 class _Mark(msgspec.Struct, omit_defaults=True):
-    """What an operator said about one engine."""
+    """An operator's settings for one engine."""
 
     draining: bool = False
     role: Role | None = None
 
 
 class Operations:
-    """Lives in the dispatcher's event loop. All errors are InvalidRequest, with 404 or 409 where that says more.
+    """Operators' actions on engines. Lives in the dispatcher's event loop. All errors are InvalidRequest, with status
+    404 or 409 where that says more.
 
-    What was said about engines is kept in a file, so that a router which is started again knows it.
+    Settings of engines are kept in a file, so that a restarted router knows them.
     """
 
     def __init__(
         self, dispatcher: Dispatcher, connect: Callable[[str, str], Backend], marks_file: Path | None = None
     ) -> None:
-        """`connect(name, endpoint)` makes the backend of a new engine. Takes over what `marks_file` says."""
+        """`connect(name, endpoint)` makes the backend of a new engine. Restores the settings in `marks_file`."""
         self._dispatcher = dispatcher
         self._connect = connect
-        self._endpoints: dict[str, str] = {}  # of the engines that were added here
+        self._endpoints: dict[str, str] = {}  # of engines that were added here
         self._marks_file = marks_file
         for name, mark in self._read_marks().items():
             if name in dispatcher.fleet.engines:
@@ -51,57 +52,59 @@ class Operations:
                 engine.draining, engine.assigned, engine.role = mark.draining, mark.role, mark.role or engine.role
 
     def describe(self, name: str) -> dict[str, Any]:
-        """The engine as `/topology` has it."""
+        """The engine as `/topology` shows it."""
         return self._dispatcher.describe_engine(self._engine(name).name)
 
     def drain(self, name: str, *, force: bool = False) -> None:
-        """Give the engine nothing new; what it has goes on. Idempotent.
+        """Stop giving the engine new requests; those it has continue. Idempotent.
 
-        `force`: also where nobody is left then who can take requests.
+        `force`: even if no engine is left that can take requests.
         """
         engine = self._engine(name)
         if not force and not engine.draining:
             self._check_rest("draining", engine, None)
         engine.draining = True
-        self._changed(f"{name} is drained: {self._dispatcher.num_requests_on(name)} requests go on")
+        self._changed(f"{name} is drained: {self._dispatcher.num_requests_on(name)} requests continue")
 
     def move_away(self, name: str) -> None:
-        """What a drained engine still has goes on elsewhere at once, as far as it can (`Dispatcher.move`)."""
+        """Move the requests of a drained engine elsewhere at once, as far as possible (`Dispatcher.move`)."""
         generations = self._dispatcher.generations_on(self._engine(name).name)
         moved = sum(self._dispatcher.move(g, "it is about to stop", away_from=name, spared=True) for g in generations)
         logger.info("%s: %d of %d requests that it still had go on elsewhere", name, moved, len(generations))
 
     def resume(self, name: str) -> None:
-        """Give the engine requests again. Idempotent."""
+        """Give the engine new requests again. Idempotent."""
         self._engine(name).draining = False
         self._changed(f"{name} takes requests again")
 
     def set_role(self, name: str, role: str, *, force: bool = False) -> None:
-        """New requests find the engine in this role; those that it has go on in the old one. Idempotent."""
+        """Give the engine this role for new requests; those it has finish in the old one. Idempotent."""
         if role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}, got {role!r}", param="role")
         engine = self._engine(name)
         if not force and engine.role != role:
             self._check_rest(f"the role {role} for", engine, role)
         engine.role = engine.assigned = role
-        self._changed(f"{name} has the role {role}: {self._dispatcher.num_requests_on(name)} requests go on in theirs")
+        self._changed(
+            f"{name} has the role {role}: {self._dispatcher.num_requests_on(name)} requests finish in the old one"
+        )
 
     def add(self, name: str, role: str, endpoint: str, refusal: Path | None = None) -> None:
-        """Make one more engine known. Idempotent."""
+        """Add an engine. Idempotent."""
         if role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}, got {role!r}", param="role")
         if name in self._dispatcher.fleet.engines:
             if self._endpoints.get(name, endpoint) != endpoint:
-                raise InvalidRequest(f"there is an engine {name} already, at another endpoint", status=_CONFLICT)
+                raise InvalidRequest(f"engine {name} already exists, at another endpoint", status=_CONFLICT)
             return
         self._endpoints[name] = endpoint
         self._dispatcher.add_backend(self._connect(name, endpoint), role, refusal)
         self._changed(f"{name} ({role}) was added")
 
     def remove(self, name: str, *, force: bool = False) -> None:
-        """Forget an engine. `force`: also one that still has requests, which end or go elsewhere.
+        """Remove an engine. `force`: even one that still has requests, which end or continue elsewhere.
 
-        An engine that nobody knows is no error: it may have been removed before.
+        An unknown engine is not an error: it may have been removed before.
         """
         if name not in self._dispatcher.fleet.engines:
             return
@@ -113,10 +116,7 @@ class Operations:
         self._changed(f"{name} was removed")
 
     async def wait(self, name: str, until: Until, timeout_s: float, pid: int | None = None) -> bool:
-        """Return True as soon as the engine is that far; False when it is not within `timeout_s`.
-
-        `pid`: of the incarnation that must be ready.
-        """
+        """Return True as soon as the engine is in that state; False if it is not within `timeout_s`."""
         dispatcher = self._dispatcher
 
         def is_so() -> bool:
@@ -135,14 +135,14 @@ class Operations:
         return engines[name]
 
     def _check_rest(self, what: str, engine: EngineState, role: str | None) -> None:
-        """Refuse what would leave nobody to run a prompt or to decode one, of those who can now."""
+        """Refuse an action that would leave no engine to run prompts or to decode, if there is one now."""
         others = [e for e in self._dispatcher.fleet.engines.values() if e is not engine]
         before = {e.role for e in [*others, engine] if e.serves}
         after = {e.role for e in others if e.serves} | ({role} if role is not None and engine.serves else set())
         for needed in ("prefill", "decode"):
             if before & {needed, "any"} and not after & {needed, "any"}:
                 raise InvalidRequest(
-                    f"{what} {engine.name} would leave no engine that can {needed}: add one or give one the role first",
+                    f"{what} {engine.name} would leave no engine that can {needed}: first add one or give one the role",
                     status=_CONFLICT,
                 )
 
@@ -163,7 +163,7 @@ class Operations:
             return {}
 
     def _write_marks(self) -> None:
-        """All at once. What cannot be written is lost with this process."""
+        """Write all settings at once. If they cannot be written, they are lost with this process."""
         if self._marks_file is None:
             return
         engines = self._dispatcher.fleet.engines.values()

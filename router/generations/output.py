@@ -1,4 +1,4 @@
-"""The output of one generation: each token once, whichever engine it came from, and what its reader has yet to take."""
+"""The output of one generation: each token once, whichever engine it came from, and the part still to be taken."""
 
 from collections.abc import Sequence
 
@@ -6,11 +6,11 @@ from pdkv.router.request import Delta, GenerateRequest
 from pdkv.wire.messages import FinishReason, PromptLogprobs, TokenLogprob, Tokens
 
 MAX_TAKEN = 512
-"""Tokens that a reader who was away gets at once: making text of them, with logprobs, takes some milliseconds."""
+"""The most tokens that a reader gets at once: turning them into text, with logprobs, takes some milliseconds."""
 
 
 class Output:
-    """Tokens by position. `token_ids` are all so far; any engine can go on behind them."""
+    """Tokens by position. `token_ids` are all so far; any engine can continue after them."""
 
     __slots__ = (
         *("_end_taken", "_max_tokens", "_num_prompt", "_pending", "_pending_logprobs", "_pending_prompt_logprobs"),
@@ -19,8 +19,8 @@ class Output:
 
     def __init__(self, request: GenerateRequest) -> None:
         self.token_ids: list[int] = []
-        self.num_duplicates = 0  # tokens that came more than once
-        self.prompt_logprobs_known = False  # they came, and need not be computed again
+        self.num_duplicates = 0  # tokens that arrived more than once
+        self.prompt_logprobs_known = False  # they arrived, and need not be computed again
         self._max_tokens = request.params.max_tokens
         self._num_prompt = len(request.prompt_token_ids)
         self._end_taken = False
@@ -29,7 +29,7 @@ class Output:
         self._pending_prompt_logprobs: PromptLogprobs | None = None
 
     def fault_of(self, message: Tokens) -> str:
-        """What is wrong with tokens that no engine in order would send; empty: nothing."""
+        """What is wrong with tokens that no correct engine would send; empty: nothing."""
         num_tokens = len(message.token_ids)
         if message.position > len(self.token_ids):
             return f"token {message.position} before {len(self.token_ids)}"
@@ -42,7 +42,7 @@ class Output:
         return ""
 
     def add(self, message: Tokens) -> Sequence[int]:
-        """Take what is new in a message without fault. Returns the new tokens."""
+        """Add the new part of a message without fault. Returns the new tokens."""
         token_ids, logprobs = message.token_ids, message.logprobs
         num_known = len(self.token_ids) - message.position
         if num_known:
@@ -63,8 +63,8 @@ class Output:
         return token_ids
 
     def take(self, reason: FinishReason | None, stop_token_id: int | None) -> Delta | None:
-        """What piled up since the last call, at most MAX_TAKEN tokens; None where nothing did. The end comes once, with
-        the last tokens or behind them.
+        """Everything since the last call, at most MAX_TAKEN tokens; None if there is nothing. The end comes once, with
+        or after the last tokens.
         """
         if not self._pending and (reason is None or self._end_taken):
             return None
@@ -83,9 +83,9 @@ class Output:
 
     @property
     def piles_up(self) -> bool:
-        """Whether there is something left that a call of `take` will give."""
+        """Whether there is something left for another call of `take`."""
         return bool(self._pending)
 
     def is_last(self, num_tokens: int) -> bool:
-        """Whether no token may follow so many."""
+        """Whether no token may follow this many."""
         return self._max_tokens is not None and num_tokens >= self._max_tokens

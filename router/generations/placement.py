@@ -1,4 +1,4 @@
-"""Gives generations the engines that they await, or lets them wait."""
+"""Gives engines to generations that wait for them, or lets them wait longer."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from pdkv.router.routing.route_chooser import RouteChooser
 
 
 class Placement:
-    """Routes for generations that have none, decode engines for prompts that are handed off."""
+    """Chooses routes for generations without one, and decode engines for prompts that are handed off."""
 
     def __init__(
         self, routes: RouteChooser, holdings: Holdings, recovery: Recovery, clock: Callable[[], float]
@@ -22,7 +22,7 @@ class Placement:
         self._clock = clock
 
     def place(self, generation: Generation) -> Sends:
-        """Choose engines for it; it is parked where one may yet come, else it fails with what happened to it last."""
+        """Choose its engines; it is parked if one may yet come, and otherwise fails with its last error."""
         try:
             sends = self._try(generation)
         except EngineUnavailable as error:
@@ -35,7 +35,7 @@ class Placement:
         return sends
 
     def _try(self, generation: Generation) -> Sends:
-        """Raises EngineUnavailable."""
+        """Choose its engines. Raises EngineUnavailable."""
         flow, now = generation.flow, self._clock()
         without = self._recovery.excluded(generation)
         flow.trial_tokens = self._recovery.trial_tokens(generation)

@@ -1,4 +1,4 @@
-"""Probes: real one-token generations on engines and pairs that nobody has used for a while. No clock, no socket."""
+"""Probes: real one-token generations on engines and pairs that have been idle for a while. No clock, no socket."""
 
 from collections.abc import Sequence
 
@@ -12,34 +12,36 @@ from pdkv.wire.kv import Order
 from pdkv.wire.messages import PROBE_SALT
 
 PROBE_TIMEOUT_S = 5.0
-"""An engine that has not answered its probe by then has failed it."""
+"""Seconds after which an unanswered probe has failed."""
 
 RETRY_S = 2.0
-"""How long after a failed probe the next one is sent."""
+"""Seconds from a failed probe to the next."""
 
 _MAX_PAIRS = 4096
 """Pairs that are known by when they were probed last."""
 
 _NUM_TOKENS = 8
-"""Of a probe's prompt. Less than a hash block: no cache and no index ever holds anything of it."""
+"""Tokens of a probe's prompt. Less than a hash block, so that no cache or index ever holds it."""
 
 
 class Prober:
-    """Says which route to probe next, and notes what came of it. At most one probe begins per tick, and one runs."""
+    """Chooses the next route to probe, and records the result. At most one probe starts per tick, and one runs at a
+    time.
+    """
 
     def __init__(self, fleet: Fleet, orders: Sequence[Order], interval_s: float) -> None:
-        """`interval_s`: how long an engine may do nothing before it is probed; 0: there are no probes."""
+        """`interval_s`: how long an engine may be idle before it is probed; 0: never."""
         self.num_ok = 0
         self.num_failed = 0
         self._fleet = fleet
         self._orders = orders
         self._interval_s = interval_s
-        self._since: dict[tuple[str, str], float] = {}  # (engine, epoch) -> when it was seen first
-        self._probed: dict[tuple[str, str], float] = {}  # pair -> when it was probed last
+        self._since: dict[tuple[str, str], float] = {}  # (engine, epoch) -> when it was first seen
+        self._probed: dict[tuple[str, str], float] = {}  # pair -> when it was last probed
         self._under_way: tuple[Route, float] | None = None
 
     def due(self, now: float) -> Route | None:
-        """What to probe now, if anything; it is under way from then on, until `ended`."""
+        """The next route to probe, if any; it counts as running until `ended`."""
         if not self._interval_s or self._under_way is not None:
             return None
         ready = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.is_silent and not e.draining]
@@ -56,7 +58,7 @@ class Prober:
         return route
 
     def ended(self, flow: RequestFlow, now: float) -> None:
-        """The probe is over."""
+        """Record that the probe is over."""
         assert self._under_way is not None
         (route, began), self._under_way = self._under_way, None
         seconds = round(now - began, 3)
@@ -68,7 +70,7 @@ class Prober:
                     self._fleet.engines[name].health.last_probe = ProbeResult(now, seconds)
             return
         if isinstance(flow.failure, RequestAborted | EngineDied) or not self._fleet.engines.keys() >= set(route[:2]):
-            return  # the router stops, or a death, which tells more, or an engine was removed
+            return  # the router stops, an engine was removed, or one died, which says more
         self.num_failed += 1
         if flow.awaits_kv and not self._fleet.suspects.keys() & set(route[:2]):
             self._fleet.pairs.loaded(route.prefill, route.decode, False, now)
@@ -78,7 +80,7 @@ class Prober:
             return  # it was removed
         late = isinstance(flow.failure, RequestTimeout)
         if late and engine.books.requests and not engine.health.explains_timeout():
-            return  # it has come to be busy
+            return  # it has become busy
         if engine.life == "ready":
             fault = f"no answer within {PROBE_TIMEOUT_S:g} s" if late else str(flow.failure)
             engine.health.last_probe = ProbeResult(now, seconds, fault)
@@ -106,7 +108,7 @@ class Prober:
         return self._fleet.pairs.avoided(now)
 
     def _route(self, engine: EngineState, ready: Sequence[EngineState], now: float) -> Route | None:
-        """The engine with the partner with which it was probed longest ago; suspects are no partners."""
+        """The engine with the partner that was probed with it longest ago; suspects are not partners."""
         if engine.role == "any":
             return Route(engine.name, engine.name)
         partners = [e.name for e in ready if e.role not in (engine.role, "any") and not e.suspicion]
@@ -132,7 +134,7 @@ def _probed_at(engine: EngineState) -> float:
 
 
 def probe_request(route: Route) -> GenerateRequest:
-    """What is asked of a route: one token of each side."""
+    """The request of a probe: one token from each side."""
     params = SamplingParams(max_tokens=1 if route.aggregated else 2, temperature=0.0, seed=0, ignore_eos=True)
     return GenerateRequest(
         prompt_token_ids=list(range(_NUM_TOKENS)),

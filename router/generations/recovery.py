@@ -1,4 +1,5 @@
-"""What becomes of generations that their engines failed: whether they go on, where not, and who waits for what.
+"""Decides about generations that their engines failed: whether they continue, which engines they avoid, and what they
+wait for.
 
 docs/failures.md is the table behind it.
 """
@@ -20,45 +21,46 @@ from pdkv.wire.types import RequestKey
 logger = logging.getLogger(__name__)
 
 MAX_DEATHS_ALONE = 2
-"""Engines that may die while they run nothing but this request, before it is given up."""
+"""Engines that may die while they run only this request before it is refused."""
 
 MAX_DEATHS = 6
-"""Engines that may die one after the other while they have a request that gets no further: an engine may also be ended
-before it can run the request alone, by its message or its KV.
+"""Engines that may die in turn while they have a request that makes no progress: an engine can also be killed before it
+runs the request alone, by its message or its KV.
 """
 
 
 class Recovery:
-    """Limits, suspects and waiting generations of one dispatcher."""
+    """The limits, suspects and waiting generations of one dispatcher."""
 
     def __init__(self, config: RecoveryConfig, fleet: Fleet, counters: Counters) -> None:
         self.config = config
         self._fleet = fleet
         self._counters = counters
-        self._parked: dict[str, Generation] = {}  # by request_id, in the order in which they came
+        self._parked: dict[str, Generation] = {}  # by request_id, in order of arrival
         self.trials = Trials()
 
-    # --- may it go on -------------------------------------------------------------------------------------------------
+    # --- may it continue ------------------------------------------------------------------------------------------
 
     def may_go_on(self, generation: Generation) -> bool:
-        """Whether its limits allow one more loss."""
+        """Whether its limits allow another loss."""
         failures = generation.failures or FailureRecord()
         num_lost = failures.num_migrations if generation.flow.output_token_ids else failures.num_retries
         return failures.spared or num_lost < self._limit(generation)
 
     def _limit(self, generation: Generation) -> int:
-        """How often a request that is as far as this one may be lost."""
+        """How many losses a request at this stage may have."""
         return self.config.migration_limit if generation.flow.output_token_ids else self.config.retry_limit
 
     def spare(self, generation: Generation) -> None:
-        """Its next loss counts for no limit."""
+        """Exempt its next loss from the limits."""
         self._failures_of(generation).spared = True
 
     @contextmanager
     def leaving(self, generation: Generation, engine: str, *, alone: bool) -> Iterator[None]:
-        """It is moved off an engine: it does not go back there now, nor while that is a suspect or draining.
+        """Note that it is being moved off an engine: it does not return there now, nor while that engine is a suspect
+        or draining.
 
-        `alone`: it may be why that is late, which counts like a death: it is tried alone.
+        `alone`: it may be the reason why the engine is late, which counts like a death: it runs alone next.
         """
         failures = self._failures_of(generation)
         if alone:
@@ -70,7 +72,7 @@ class Recovery:
             failures.leaving = ""
 
     def after_failure(self, generation: Generation) -> Sends:
-        """Keep what can be kept and let the flow await other engines, or give it up."""
+        """Keep what can be kept and let the flow await other engines, or end it."""
         flow = generation.flow
         error = self._refuse(generation)
         if error is not None:
@@ -84,7 +86,7 @@ class Recovery:
         return sends
 
     def _refuse(self, generation: Generation) -> PdkvError | None:
-        """The error that it ends with; None: it goes on, which is counted."""
+        """The error that it ends with; None: it continues, which is counted."""
         flow = generation.flow
         assert flow.failure is not None
         if not flow.retryable or flow.request.probe:
@@ -92,7 +94,7 @@ class Recovery:
         failures = self._failures_of(generation)
         for number, most, how in (
             (failures.num_deaths_alone, MAX_DEATHS_ALONE, "alone"),
-            (failures.num_deaths, MAX_DEATHS, "before it got on"),
+            (failures.num_deaths, MAX_DEATHS, "before it made progress"),
         ):
             if number >= most:
                 text = f"{number} engines died while they ran this request {how}; it is given up"
@@ -113,13 +115,13 @@ class Recovery:
         failures.error = flow.failure
         self.note_draws(generation)
         epoch = self._epoch(flow.failed_engine or "")
-        # An engine that died may be back unharmed; one that was left may get well.
+        # An engine that died may be back unharmed; one that it left may have recovered.
         if flow.failed_engine and epoch and not isinstance(flow.failure, EngineDied | EngineGivenUp):
             failures.failed[flow.failed_engine] = epoch
         self._counters.migrated += migrates
         self._counters.retried += not migrates
         logger.info(
-            "request %s goes on elsewhere behind %d tokens: %s", flow.name, len(flow.output_token_ids), flow.failure
+            "request %s continues elsewhere after %d tokens: %s", flow.name, len(flow.output_token_ids), flow.failure
         )
         return None
 
@@ -151,11 +153,11 @@ class Recovery:
     # --- requests that kill engines -----------------------------------------------------------------------------------
 
     def engine_died(self, engine: str, victims: Sequence[Generation], handling: Collection[RequestKey]) -> None:
-        """Find out who may have ended an engine. `handling`: whose messages it was taking in.
+        """Find the requests that may have killed an engine. `handling`: requests with messages that it was taking in.
 
-        If that was one request, or one ran there alone, that is the one. Else it may have been any request of which the
-        engine had yet to compute a token, or one that has been in a dying engine before: each of them is tried alone.
-        Where it had several, the loss counts against nobody's limits: it may be another's doing, and is found out.
+        If that was one request, or one ran there alone, it is the one. Otherwise any request may be to blame of which
+        the engine had yet to compute a token, or that was on a dying engine before: each of them is run alone. If there
+        are several, the loss counts towards no request's limits, since another may be to blame.
         """
         alone = self.trials.engine_died(engine)
         victims = [g for g in victims if g.flow.depends_on(engine)]  # a transfer from there is its work, too
@@ -176,7 +178,9 @@ class Recovery:
                     failures.suspect(len(flow.output_token_ids))
 
     def track(self, generation: Generation) -> bool:
-        """Note where a suspect runs, or that it is none any more. True: an engine came free for another suspect."""
+        """Note where a suspect runs, or that it no longer is one. True: an engine has become free for another
+        suspect.
+        """
         failures = generation.failures
         if failures is None:
             return False
@@ -185,11 +189,11 @@ class Recovery:
         return self.trials.track(generation)
 
     def trial_tokens(self, generation: Generation) -> int:
-        """So many new tokens it gets alone; 0: it is no suspect."""
+        """New tokens that it must produce alone; 0: it is not a suspect."""
         failures = generation.failures
         return 0 if failures is None else max(failures.clear_at - len(generation.flow.output_token_ids), 0)
 
-    # --- who waits ----------------------------------------------------------------------------------------------------
+    # --- waiting --------------------------------------------------------------------------------------------------
 
     @property
     def num_parked(self) -> int:
@@ -197,7 +201,7 @@ class Recovery:
         return len(self._parked)
 
     def may_wait(self, generation: Generation) -> bool:
-        """Whether an engine that it needs may come: back, or free of another suspect."""
+        """Whether an engine that it needs may come back, or become free of another suspect."""
         failures = generation.failures or FailureRecord()
         if is_final(failures.error):
             return False  # what may be its own fault waits for no second engine
@@ -225,13 +229,13 @@ class Recovery:
                 yield is_equal and has_room and failures.failed.get(engine.name) != engine.card.epoch
 
     def park(self, generation: Generation) -> None:
-        """It waits until an engine comes, or for its deadline."""
+        """Let it wait until an engine comes, or for its deadline."""
         if generation.request_id not in self._parked:
             logger.info("request %s waits for an engine", generation.flow.name)
             self._parked[generation.request_id] = generation
 
     def unpark(self, generation: Generation) -> None:
-        """It has its engines, or has ended. Idempotent."""
+        """Stop its wait: it has its engines, or has ended. Idempotent."""
         self._parked.pop(generation.request_id, None)
 
     def is_parked(self, generation: Generation) -> bool:
@@ -239,7 +243,7 @@ class Recovery:
         return generation.request_id in self._parked
 
     def kind_of(self, generation: Generation) -> object:
-        """Equal for generations for which the same engines are out of the question."""
+        """A key that is equal for generations excluded from the same engines."""
         failures, flow = generation.failures, generation.flow
         short = frozenset(self._too_short(generation))
         if failures is None:
@@ -248,16 +252,16 @@ class Recovery:
         return flow.awaits_decode, flow.route.prefill, short, failures.is_suspect, failed, left, failures.draws
 
     def parked(self) -> list[Generation]:
-        """Those that wait, in order."""
+        """The waiting generations, in order."""
         return list(self._parked.values())
 
     def _is_left(self, engine: str) -> bool:
-        """Whether requests that were moved off this engine had better stay away."""
+        """Whether requests that were moved off this engine should stay away."""
         state = self._fleet.engines.get(engine)
         return state is not None and (state.draining or bool(state.suspicion))
 
     def _epoch(self, engine: str) -> str:
-        """Of the engine's last incarnation; empty: it has none, or was removed."""
+        """The epoch of the engine's latest incarnation; empty if it has none, or was removed."""
         state = self._fleet.engines.get(engine)
         return state.card.epoch if state is not None and state.card is not None else ""
 

@@ -1,4 +1,4 @@
-"""What is known of single generations, for whoever asks: those that run, and the last ones that have ended."""
+"""Records of single generations, for queries: those that run, and the latest that have ended."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -11,27 +11,29 @@ from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.timeline import Leg, Timeline, Transfer
 
 NUM_ENDED = 512
-"""Generations that have ended and are still known."""
+"""Ended generations that are remembered."""
 
 MAX_SHOWN = 64
-"""Of one answer: a client may give all of its requests one id."""
+"""The most generations in one answer: a client may give all of its requests one id."""
 
 
 class RequestLog:
-    """The generations of one router by the client's id, the router's, or the trace's. Nothing of a prompt is in it."""
+    """The generations of one router by the client's id, the router's, or the trace's. Nothing of a prompt is kept."""
 
     def __init__(self) -> None:
         self._ended: deque[tuple[str, str, str, dict[str, Any], Timeline]] = deque(maxlen=NUM_ENDED)
 
     def ended(self, generation: Generation) -> None:
-        """Keep what will be asked about it; its tokens are not kept."""
+        """Keep the record of an ended generation, without its tokens."""
         flow = generation.flow
         names = flow.request.label, flow.request_id, trace_id_of(flow.request.traceparent)
         self._ended.append((*names, _state(generation), generation.timeline))
 
     def find(self, name: str, running: Iterable[Generation], now: float) -> list[dict[str, Any]]:
-        """JSON-ready, the running ones first, then the latest; at most MAX_SHOWN. `now`: the dispatcher's clock."""
-        if not name:  # what has no label or trace is not asked for by that
+        """Matching generations, JSON-ready, running ones first, then the latest; at most MAX_SHOWN. `now`: the
+        dispatcher's clock.
+        """
+        if not name:  # empty labels and traces match nothing
             return []
         found = []
         for generation in running:
@@ -71,7 +73,7 @@ def _state(generation: Generation) -> dict[str, Any]:
 
 
 def _times(timeline: Timeline, now: float) -> dict[str, Any]:
-    """Seconds since it began, of everything that happened."""
+    """Seconds since it began, for every event."""
     began = timeline.began
 
     def since(time: float | None) -> float | None:

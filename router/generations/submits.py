@@ -1,4 +1,4 @@
-"""What a flow says to engines, as values."""
+"""Messages of a flow to engines, as values."""
 
 from typing import Literal
 
@@ -26,7 +26,7 @@ def make_submit(
     trial_tokens: int = 0,
     load_timeout_s: float = 0.0,
 ) -> Submit:
-    """A request that begins, or goes on behind its output; `timeout_s`: what is left for it, or infinite."""
+    """The Submit of a request that starts, or continues after its output; `timeout_s`: what is left, or infinite."""
     params = request.params
     if not wants_prompt_logprobs and params.prompt_logprobs is not None:
         params = msgspec.structs.replace(params, prompt_logprobs=None)

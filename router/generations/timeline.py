@@ -1,7 +1,7 @@
-"""When what happened to a generation: one leg per Submit, with the durations that its engine reports itself.
+"""The timeline of a generation: one leg per Submit, with the durations that its engine reports.
 
 All times are the dispatcher's monotonic clock, in seconds. Access lines, spans, histograms and the admin endpoint read
-it; nothing that dispatch decides depends on it.
+it; dispatch decides nothing by it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pdkv.router.histogram import Histogram, bounds
 from pdkv.wire.messages import Failed, Finished, HandedOff, Loaded, Submit, Tokens
 
 MAX_LEGS = 64
-"""Legs of one generation that are kept: all that retries and migrations can make by default, and more."""
+"""Legs kept for one generation: all that retries and migrations can make by default, and more."""
 
 Part = Literal["prefill", "decode", "all"]
 
@@ -27,26 +27,28 @@ class Leg:
     attempt: int
     began: float
     ended: float | None = None
-    outcome: str = ""  # "handed_off", "stop", "length", or an error's code; "": it has not ended, or nobody heard
+    outcome: str = (
+        ""  # "handed_off", "stop", "length", or an error's code; "": it has not ended, or its end was not reported
+    )
     queued_s: float = 0.0  # by the engine's own clock: from its arrival to its first step
     ran_s: float = 0.0  # and from there to its end
 
 
 @dataclass(slots=True)
 class Transfer:
-    """KV that a decode engine loaded from a peer, or failed to."""
+    """KV that a decode engine loaded from a peer, or failed to load."""
 
     source: str
     target: str
     attempt: int
-    ended: float  # when the router heard of it
+    ended: float  # when the router was told
     seconds: float  # by the engine's own clock
     num_bytes: int
     code: str  # "": it went well
 
 
 class Timeline:
-    """Of one generation."""
+    """The timeline of one generation."""
 
     __slots__ = ("began", "ended", "first_token", "legs", "transfers")
 
@@ -58,13 +60,13 @@ class Timeline:
         self.transfers: list[Transfer] = []
 
     def sent(self, engine: str, submit: Submit, now: float) -> None:
-        """A Submit leaves for an engine."""
+        """Note a Submit that leaves for an engine."""
         if len(self.legs) < MAX_LEGS:
             part: Part = "all" if submit.kv == "local" else "prefill" if submit.until == "first_token" else "decode"
             self.legs.append(Leg(part, engine, submit.attempt, now))
 
     def heard(self, engine: str, message: FlowMessage, flow: RequestFlow, now: float) -> None:
-        """An engine's word about the generation; the time of its first Tokens counts."""
+        """Note an engine's message about the generation; the time of its first Tokens counts."""
         match message:
             case Tokens():
                 if self.first_token is None:
@@ -91,7 +93,7 @@ class Timeline:
                     )
 
     def close(self, now: float) -> None:
-        """The generation is over: nothing more is heard of any leg. Idempotent."""
+        """Close the timeline: no leg gets further messages. Idempotent."""
         if self.ended is None:
             self.ended = now
             for leg in self.legs:
@@ -100,7 +102,7 @@ class Timeline:
 
     @property
     def queued_s(self) -> float:
-        """Seconds in engines' queues; a decode engine's load of the KV is part of it."""
+        """Seconds in engines' queues; a decode engine's load of the KV is part of them."""
         return sum(leg.queued_s for leg in self.legs)
 
     def _end_leg(
@@ -118,14 +120,14 @@ PHASE_S = bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960
 SHORT_S = bounds(
     "0.00001 0.00002 0.00005 0.0001 0.0002 0.0005 0.001 0.002 0.005 0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 30 60"
 )
-"""From what a choice among a few engines takes to a wait in a queue."""
+"""Bounds from a choice among a few engines to a wait in a queue."""
 
 BYTES = tuple(float(4**n << 10) for n in range(12))
-"""1 KiB to 4 GiB."""
+"""Bounds from 1 KiB to 4 GiB."""
 
 
 class Delays:
-    """Where the generations of one router spend their time, and what their transfers carry."""
+    """Where the generations of one router spend their time, and how many bytes their transfers carry."""
 
     def __init__(self) -> None:
         self.balancing = Histogram(SHORT_S)
@@ -137,19 +139,21 @@ class Delays:
         self.inference = Histogram(PHASE_S)
 
     def transferred(self, message: Loaded) -> None:
-        """A load from a peer went well."""
+        """Record a load from a peer that went well."""
         self.transfer.observe(message.seconds)
         self.transfer_bytes.observe(message.num_bytes)
 
     def finished(self, timeline: Timeline) -> None:
-        """A generation ended well."""
+        """Record a generation that ended well."""
         if timeline.ended is None or timeline.first_token is None:
             return
         first = next((leg for leg in timeline.legs if leg.part != "decode"), None)
         queued_s = first.queued_s if first is not None else 0.0
         prefill_s = max(timeline.first_token - timeline.began - queued_s, 0.0)
         decode_s = timeline.ended - timeline.first_token
-        if first is not None and first.outcome:  # else a stop string ended it before its engine said how long it waited
+        if (
+            first is not None and first.outcome
+        ):  # else a stop string ended it before its engine reported how long it waited
             self.queue.observe(queued_s)
         self.prefill.observe(prefill_s)
         self.decode.observe(decode_s)

@@ -1,4 +1,4 @@
-"""Which suspect each engine has, and which of them runs alone there now (docs/failures.md)."""
+"""Which suspect each engine has, and which of them currently runs alone (docs/failures.md)."""
 
 from pdkv.router.generations.generation import Generation
 from pdkv.wire.messages import Trial
@@ -10,26 +10,28 @@ class Trials:
 
     def __init__(self) -> None:
         self.suspects: dict[str, Generation] = {}  # by engine
-        self._alone: dict[str, RequestKey] = {}  # by engine: nothing but this runs there
+        self._alone: dict[str, RequestKey] = {}  # by engine: runs there alone
 
     def engines_with_others(self, generation: Generation) -> set[str]:
         """Engines that have another suspect."""
         return {name for name, other in self.suspects.items() if other is not generation}
 
     def hear(self, engine: str, message: Trial) -> None:
-        """An engine begins or ends to run a suspect alone, and waits for the answer."""
+        """Note that an engine begins or ends running a suspect alone, and answer it."""
         if message.begins:
             self._alone[engine] = (message.request_id, message.attempt)
         else:
             self._alone.pop(engine, None)
 
     def engine_died(self, engine: str) -> RequestKey | None:
-        """Forget the engine. Returns what ran there alone."""
+        """Forget the engine. Returns the request that ran there alone."""
         self.suspects.pop(engine, None)
         return self._alone.pop(engine, None)
 
     def track(self, generation: Generation) -> bool:
-        """Note where it runs, or that it is no suspect any more. True: an engine came free for another suspect."""
+        """Note where it runs, or that it is no longer a suspect. True: an engine has become free for another
+        suspect.
+        """
         failures, flow = generation.failures, generation.flow
         had = {name for name, other in self.suspects.items() if other is generation}
         on_trial = failures is not None and failures.is_suspect and not flow.ended

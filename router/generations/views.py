@@ -1,4 +1,4 @@
-"""The engines as metrics and people see them: snapshots and JSON-ready descriptions of a fleet."""
+"""Snapshots and JSON-ready descriptions of a fleet, for metrics and operators."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from pdkv.router.generations.probes import Prober
 
 
 def snapshot_health(fleet: Fleet, prober: Prober, num_moved: int, now: float) -> HealthSnapshot:
-    """What the router thinks of its engines now."""
+    """The router's current judgement of its engines."""
     return HealthSnapshot(
         [name for name, engine in fleet.engines.items() if engine.breaker.state(now) != "closed"],
         num_pairs_open=len(fleet.pairs.states(now)),
@@ -21,12 +21,14 @@ def snapshot_health(fleet: Fleet, prober: Prober, num_moved: int, now: float) ->
 
 
 def describe_engine(engine: EngineState, num_requests: int, now: float) -> dict[str, Any]:
-    """JSON-ready: `EngineState.describe` and `describe_card`."""
+    """One engine, JSON-ready: `EngineState.describe` and `describe_card`."""
     return engine.describe(now, num_requests) | describe_card(engine.card, engine.load)
 
 
 def describe_fleet(fleet: Fleet, num_requests: Mapping[str, int], now: float) -> dict[str, Any]:
-    """JSON-ready: {"engines": [each], "pairs": [those whose breaker is not closed]}. `num_requests`: of each engine."""
+    """The fleet, JSON-ready: {"engines": [each], "pairs": [those whose breaker is not closed]}. `num_requests`: of each
+    engine.
+    """
     states = fleet.pairs.states(now)
     return {
         "engines": [describe_engine(e, num_requests.get(e.name, 0), now) for e in fleet.engines.values()],

@@ -94,7 +94,7 @@ def create_app(
     bodies = bodies or body_budget(limits)
     admission = admission or Admission(dispatcher, config.admission)
     drain = Drain(admission)
-    _ = tokenizer.max_token_chars  # of 150,000 tokens it takes a tenth of a second: not within the first request
+    _ = tokenizer.max_token_chars  # for 150,000 tokens it takes a tenth of a second: not within the first request
     metrics = Metrics(dispatcher, names[0], tracer=tracer, watchdog=watchdog, admission=admission)
     if keys is not None:
         metrics.register(lambda: key_metrics(keys.tenants))
@@ -117,7 +117,7 @@ def create_app(
 
     def held() -> Iterator[Metric]:
         """What requests hold: at rest each number is zero."""
-        text = "Requests to generate whose answers are not out, from their headers to their last byte."
+        text = "Requests to generate, from their headers to the last byte of their answers."
         yield gauge("pdkv_open_requests", text, drain.num_requests)
         yield gauge("pdkv_body_bytes", "Bodies that are read or worked on.", bodies.held)
         yield gauge("pdkv_waiting_bodies", "Bodies that wait for room to be read.", bodies.num_waiting)
@@ -199,7 +199,7 @@ class _App(FastAPI):
             title="pdkv",
             version=__version__,
             description="Disaggregated prefill/decode serving behind OpenAI's API with vLLM's extras.",
-            openapi_url=None,  # both are routes of our own
+            openapi_url=None,  # both are our own routes
             docs_url=None,
             redoc_url=None,
             redirect_slashes=False,  # to the host that the client names
@@ -238,13 +238,13 @@ class _App(FastAPI):
 
 
 def body_budget(limits: HttpLimits) -> ByteBudget:
-    """Of all bodies that are received or not yet tokenized."""
+    """The budget of all bodies that are being received or not yet tokenized."""
     memory = limits.max_body_memory
     return ByteBudget(memory, "the bodies (--max-body-memory)", largest=limits.max_body_bytes, unread=memory // 4)
 
 
 def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[], ServedModel]:
-    """The model as it is served now: engines that come up may allow less than was asked for."""
+    """A function that returns the served model: engines that come up may allow less than was asked for."""
     limit = model.max_model_len
     limited = functools.cache(lambda length: dataclasses.replace(model, max_model_len=length))
     return lambda: limited(min(limit, limit if dispatcher.max_model_len is None else dispatcher.max_model_len))

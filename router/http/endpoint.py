@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled, Tenant], Job]
-"""From a body to a checked request; raises InvalidRequest. Runs on any thread."""
+"""Turns a body into a checked request; raises InvalidRequest. Runs on any thread."""
 
 
 SERVER_SEND = "pdkv.send"
@@ -44,7 +44,7 @@ SERVER_SEND = "pdkv.send"
 
 
 class GenerateEndpoint:
-    """One of the endpoints that generate."""
+    """An endpoint that generates."""
 
     def __init__(self, name: Endpoint, prepare: Prepare, forms: ReplyForms, shared: Shared) -> None:
         self._name = name
@@ -73,7 +73,7 @@ class GenerateEndpoint:
             outcome = "disconnected"
         except PdkvError as error:
             outcome, param = error.code, error.param if isinstance(error, InvalidRequest) else None
-            if error.status >= 500 and not isinstance(error, ServerBusy):  # a log line each would be work, too
+            if error.status >= 500 and not isinstance(error, ServerBusy):  # log lines would cost as much work
                 logger.warning("request %s failed: %s: %s", exchange.name, error.code, error)
             await exchange.fail(error)
         except Exception:  # a defect: the server logs it
@@ -94,7 +94,7 @@ class GenerateEndpoint:
     async def _serve(
         self, scope: Scope, receive: Receive, exchange: Exchange, metrics: RequestMetrics, visit: Visit
     ) -> str:
-        """Serve one request and say how it ended."""
+        """Serve one request and report how it ended."""
         exchange.check_label()
         self._admission.check(visit.tenant)
         deadline = Deadline(_client_timeout(Headers(scope=scope)), self._shared.limits.request_timeout_s)
@@ -141,7 +141,7 @@ class GenerateEndpoint:
         return "ok"
 
     def _check_answer(self, job: Job) -> None:
-        """Whether an answer that is not streamed, and shows logprobs, may come to more than a client may ever hold."""
+        """Refuse a whole answer with logprobs that may need more memory than a client can ever hold."""
         logprobs, num_tokens = job.params.logprobs, len(job.prompts) * job.n * (job.params.max_tokens or 0)
         if job.stream or logprobs is None:
             return
@@ -153,13 +153,13 @@ class GenerateEndpoint:
             )
 
     def _admit(self, job: Job, visit: Visit) -> Job:
-        """The request as its tenant may have it. Raises InvalidRequest and TooManyRequests."""
+        """The request within its tenant's limits. Raises InvalidRequest and TooManyRequests."""
         tenant = visit.tenant
         tenant.check_priority(job.priority)
         if self._admission.config.require_cache_salt and not job.cache_salt:
             raise InvalidRequest(
-                "cache_salt is required here (--require-cache-salt): send a secret of whoever may share the cache, "
-                "such as a random text per user",
+                "cache_salt is required here (--require-cache-salt): send a secret common to those who may share the "
+                "cache, such as a random text per user",
                 param="cache_salt",
             )
         lengths = [len(prompt.token_ids) for prompt in job.prompts]
@@ -179,7 +179,9 @@ class GenerateEndpoint:
 
         def on_body() -> None:
             exchange.body_is_here = True
-            self._admission.check(visit.tenant)  # again: it may be full by now, and nothing is tokenized in vain
+            self._admission.check(
+                visit.tenant
+            )  # checked again: the queue may be full by now, and nothing should be tokenized in vain
 
         return await self._shared.intake.read(
             scope, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body
@@ -187,25 +189,25 @@ class GenerateEndpoint:
 
 
 def _given_trace(headers: Headers) -> TraceContext | None:
-    """The client's trace; None where it has none that is valid."""
+    """The client's trace; None if it sent no valid one."""
     given = headers.getlist("traceparent")
     return parse_traceparent(given[0]) if len(given) == 1 else None
 
 
 def _context_of(span: "Span") -> TraceContext:
-    """What goes to the engines as the span above their work."""
+    """The trace context sent to engines, of the span above their work."""
     context = span.get_span_context()
     return TraceContext(f"{context.trace_id:032x}", f"{context.span_id:016x}", bool(context.trace_flags.sampled))
 
 
 def _check_grammar_error(error: PdkvError, job: Job) -> None:
-    """Raises InvalidRequest for an engine's refusal of a grammar, by the field that asked for it."""
+    """Raise InvalidRequest for a grammar that an engine refused, naming the field that asked for it."""
     if isinstance(error, InvalidRequest) and error.param == "structured_outputs" and job.grammar_param:
         raise type(error)(f"{job.grammar_param}: {error}", param=job.grammar_param) from None
 
 
 def _client_timeout(headers: Headers) -> float:
-    """Seconds after which the client wants its request to fail; infinite where it does not say."""
+    """Seconds after which the client wants its request to fail; infinite if it does not say."""
     text = headers.get("x-pd-timeout-s")
     if text is None:
         return math.inf

@@ -1,4 +1,4 @@
-"""Plain numbers as metric families: they are counted as cheaply as can be, and formatted when somebody scrapes."""
+"""Turns plain numbers into metric families: counting is as cheap as possible, and formatting is left to a scrape."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -13,17 +13,17 @@ Labels = Mapping[str, str]
 NO_LABELS: Labels = {}
 
 Rows = Iterable[tuple[Sequence[str], float]]
-"""Values of labels, and the number that they have."""
+"""Values of labels, and the number for them."""
 
 
 class Scraped(Collector):
-    """Reads all numbers when it is scraped: they cost nothing in between."""
+    """Reads all numbers when scraped: they cost nothing in between."""
 
     def __init__(self, read: Callable[[], Iterable[Metric]]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Metric]:
-        """As they are now."""
+        """The current metric families."""
         return self._read()
 
 
@@ -33,11 +33,11 @@ class Exposed(NamedTuple):
     name: str
     help: str
     histogram: Histogram
-    bounds: Sequence[float]  # some of the histogram's own
+    bounds: Sequence[float]  # some of the histogram's own bounds
     labels: Labels = NO_LABELS
 
     def family(self) -> Metric:
-        """As it is now."""
+        """The current family."""
         family = HistogramMetricFamily(self.name, self.help, labels=list(self.labels))
         histogram = self.histogram
         counts = zip(self.bounds, histogram.cumulative(self.bounds), strict=True)
@@ -47,12 +47,12 @@ class Exposed(NamedTuple):
 
 
 def totals(name: str, help: str, labels: Sequence[str], rows: Rows) -> Metric:
-    """Numbers that only grow."""
+    """Numbers that only grow, as a family."""
     return _filled(CounterMetricFamily(name, help, labels=labels), rows)
 
 
 def gauges(name: str, help: str, labels: Sequence[str], rows: Rows) -> Metric:
-    """Numbers as they are now."""
+    """Current numbers, as a family."""
     return _filled(GaugeMetricFamily(name, help, labels=labels), rows)
 
 
@@ -78,5 +78,5 @@ def counters(name: str, help: str, label: str, values: Mapping[str, float], labe
 
 
 def families(exposed: Iterable[Exposed]) -> Iterator[Metric]:
-    """Of all of these histograms."""
+    """The families of all of these histograms."""
     return (item.family() for item in exposed)

@@ -1,4 +1,4 @@
-"""What each API key uses, as metrics: a label per key of the file, of which there are at most MAX_KEYS."""
+"""Metrics of each API key's usage: a label per key of the file, of which there are at most MAX_KEYS."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,11 +9,11 @@ from pdkv.router.metrics.exposition import gauges, totals
 
 
 def key_metrics(tenants: Sequence[Tenant]) -> Iterator[Metric]:
-    """In flight now; refused and used since the start. A key that leaves the file leaves the metrics."""
+    """Requests in flight now; refused requests and used tokens since the start. A removed key leaves the metrics."""
     table = [
-        (gauges, "requests_in_flight", "num_requests", "Requests of a key now."),
-        (gauges, "streams", "num_streams", "Those of them that stream."),
-        (totals, "refused", "num_refused", "Requests beyond a key's limits: 429."),
+        (gauges, "requests_in_flight", "num_requests", "Current requests of a key."),
+        (gauges, "streams", "num_streams", "Current streaming requests of a key."),
+        (totals, "refused", "num_refused", "Requests refused with 429 because of a key's limits."),
         (totals, "tokens", "num_tokens", "Tokens of prompts and outputs of a key."),
     ]
     for family, name, field, text in table:

@@ -1,8 +1,8 @@
-"""Counts and names what holds the event loop. Off by default: it costs two hundred wake-ups a second.
+"""Counts and names whatever blocks the event loop. Off by default: it costs two hundred wake-ups a second.
 
 The loop beats four times per threshold. A beat that is late by the threshold counts as a stall, and a thread that looks
-at the loop's stack while a beat is overdue gives it a name. Where another thread of the process kept the interpreter to
-itself, that thread cannot look either: then the late beat looks at what the other threads are at.
+at the loop's stack while a beat is overdue gives it a name. If another thread of the process kept the interpreter to
+itself, the watching thread could not look either; then the late beat looks at what the other threads are doing.
 """
 
 import asyncio
@@ -20,20 +20,20 @@ from pdkv.router.generations.timeline import SHORT_S
 from pdkv.router.histogram import Histogram
 
 MAX_PLACES = 64
-"""Different names that are counted apart."""
+"""The most different names that are counted separately."""
 
 _LOOP_MODULES = {"asyncio.runners", "asyncio.base_events", "asyncio.events", "selectors"}
-"""Whose frames are the loop's own; uvloop has none above asyncio.Runner's."""
+"""Modules whose frames belong to the loop itself; uvloop has none above asyncio.Runner's."""
 
 logger = logging.getLogger(__name__)
 
 
 class LoopWatchdog:
-    """Of one event loop. `stalls` counts by (place, kind).
+    """Watches one event loop. `stalls` counts by (place, kind).
 
     A place is the innermost function of pdkv that ran. Kinds: "busy": one callback that computed; "crowd": many
     callbacks in a row; "threads": other threads of this process computed instead, and the place is one of theirs;
-    "waiting": a callback waited for something else than the loop, or nobody here got a processor.
+    "waiting": a callback waited for something other than the loop, or the process got no processor.
     """
 
     def __init__(self, threshold_s: float, clock: Clock = MONOTONIC) -> None:
@@ -52,7 +52,7 @@ class LoopWatchdog:
         self._log_limit = LogLimit()
 
     def start(self) -> None:
-        """Watch the running event loop, whose thread this is."""
+        """Watch the running event loop, on whose thread this is called."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._beat_again()
@@ -79,7 +79,7 @@ class LoopWatchdog:
         self._beat_again()
 
     def _count(self, late_s: float, cpu_s: float, others_cpu_s: float = 0.0) -> None:
-        """A stall, in which the loop's thread and the other threads computed for so long."""
+        """Count a stall in which the loop's thread and the other threads computed for this long."""
         samples = list(self._samples)
         places = Counter(place for place, _ in samples)
         place = places.most_common(1)[0][0] if places else "unknown"
@@ -98,7 +98,7 @@ class LoopWatchdog:
             logger.warning(text, late_s * 1e3, cpu_s * 1e3, place, kind)
 
     def _other_place(self) -> str:
-        """Where a thread is that is neither the loop's nor this watchdog's."""
+        """The place of a thread that is neither the loop's nor this watchdog's."""
         own = (self._loop_thread, self._thread.ident)
         places = (_own_place(frame) for ident, frame in sys._current_frames().items() if ident not in own)
         return next(filter(None, places), "unknown")
@@ -113,13 +113,13 @@ class LoopWatchdog:
 
 
 def _place_of(innermost: FrameType) -> tuple[str, FrameType] | None:
-    """The innermost function of pdkv on a stack, and the frame of its callback, which while it is kept is no other's;
+    """The innermost function of pdkv on a stack, and the frame of its callback, which is unique as long as it is kept;
     None: the loop waits.
     """
     if _module(innermost) in _LOOP_MODULES:
         return None
     outermost = innermost
-    # Asked once each: the thread runs on meanwhile, and a frame that has returned has no caller any more.
+    # Asked once each: the thread runs on meanwhile, and a frame that has returned no longer has a caller.
     while (caller := outermost.f_back) is not None and _module(caller) not in _LOOP_MODULES:
         outermost = caller
     return _own_place(innermost) or innermost.f_code.co_qualname, outermost

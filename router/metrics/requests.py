@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 Endpoint = Literal["completions", "chat_completions", "responses"]
 
 MAX_OUTCOMES = 64
-"""Different ends of requests that are counted apart: an engine may name any error."""
+"""The most different outcomes of requests that are counted separately: an engine may report any error."""
 
 _TURN_BYTES = 8 * 1024
-"""Of the exposition text; so many take half a millisecond."""
+"""Bytes of exposition text formatted at once: half a millisecond."""
 
 _STEPS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -43,7 +43,7 @@ _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
 class Metrics:
-    """What one router counts. Labels come from fixed sets and names of engines, never from clients."""
+    """The counters of one router. Labels come from fixed sets and names of engines, never from clients."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Metrics:
         watchdog: LoopWatchdog | None = None,
         admission: "Admission | None" = None,
     ) -> None:
-        """`model_name`: as it is served; a label of vLLM's metrics."""
+        """`model_name`: the served name; a label of vLLM's metrics."""
         self._admission = admission
         self.queue_wait = Histogram(SHORT_S)
         if admission is not None:
@@ -81,12 +81,12 @@ class Metrics:
         ProcessCollector(registry=self._registry)
 
     def register(self, read: Callable[[], Iterable[Metric]]) -> None:
-        """Show what this finds, too."""
+        """Export this collector, too."""
         self._registry.register(Scraped(read))
 
     async def render(self) -> bytes:
-        """The exposition text, version 0.0.4; made family by family, between which others have their turn: with 1,024
-        keys it takes 24 ms.
+        """The exposition text, version 0.0.4, made family by family with other tasks in between: with 1,024 keys it
+        takes 24 ms.
         """
         texts: list[bytes] = []
         num_since = 0
@@ -100,12 +100,12 @@ class Metrics:
         return b"".join(texts)
 
     def figures(self) -> dict[str, float]:
-        """Those of the metrics that have no labels, by name."""
+        """The metrics without labels, by name."""
         samples = (sample for family in self._registry.collect() for sample in family.samples)
         return {sample.name: sample.value for sample in samples if not sample.labels}
 
     def collect(self) -> Iterator[Metric]:
-        """All of it, as it is now."""
+        """All metrics with their current values."""
         yield from self._requests()
         yield from self._dispatch()
         if self._admission is not None:
@@ -115,12 +115,16 @@ class Metrics:
         yield from families(self._vllm_histograms())
 
     def _requests(self) -> Iterator[Metric]:
-        text = "Requests by endpoint and how they ended."
+        text = "Requests by endpoint and outcome."
         yield totals("pdkv_requests", text, ["endpoint", "outcome"], self.requests.items())
         yield gauge("pdkv_requests_in_flight", "Requests that have not ended.", self.in_flight)
         prompts, generated = self.prompt_tokens, self.generated_tokens
         yield counter("pdkv_prompt_tokens", "Prompt tokens of finished requests.", prompts)
-        yield counter("pdkv_cached_prompt_tokens", "Those of them that were not computed.", self.cached_tokens)
+        yield counter(
+            "pdkv_cached_prompt_tokens",
+            "Prompt tokens of finished requests that were not computed.",
+            self.cached_tokens,
+        )
         yield counter("pdkv_generated_tokens", "Output tokens of finished requests.", generated)
         yield counter("vllm:prompt_tokens", "Number of prefill tokens processed.", prompts, self._labels)
         yield counter("vllm:generation_tokens", "Number of generation tokens processed.", generated, self._labels)
@@ -130,47 +134,47 @@ class Metrics:
 
     def _dispatch(self) -> Iterator[Metric]:
         dispatched = self._dispatcher.counters
-        yield counter("pdkv_retries", "Generations begun again elsewhere.", dispatched.retried)
+        yield counter("pdkv_retries", "Generations started again elsewhere.", dispatched.retried)
         yield counter("pdkv_migrations", "Generations gone on elsewhere, mid-stream.", dispatched.migrated)
         waiting = "Generations that wait for an engine to come back."
         yield gauge("pdkv_waiting_for_engines", waiting, self._dispatcher.num_parked)
-        yield counter("pdkv_dropped_messages", "Messages about what had ended.", dispatched.dropped_messages)
-        yield counter("pdkv_generations_started", "Choices that were given to engines.", dispatched.started)
+        yield counter("pdkv_dropped_messages", "Messages about something that had ended.", dispatched.dropped_messages)
+        yield counter("pdkv_generations_started", "Choices given to engines.", dispatched.started)
         ended = {"finished": dispatched.finished, "aborted": dispatched.aborted, **dispatched.failed}
-        yield counters("pdkv_generations", "Choices by how they ended.", "outcome", ended)
+        yield counters("pdkv_generations", "Choices by outcome.", "outcome", ended)
         yield counter(
-            "pdkv_duplicate_tokens", "Tokens that two engines computed, shown once.", dispatched.duplicate_tokens
+            "pdkv_duplicate_tokens", "Tokens computed by two engines and shown once.", dispatched.duplicate_tokens
         )
-        loans = "What other engines were asked to lend of their caches, by how that ended."
+        loans = "Loans requested from other engines' caches, by outcome."
         yield counters("pdkv_kv_loans", loans, "outcome", dispatched.loans)
-        turns = "Choices that a decode engine ran alone, since it had nearly all of the prompt."
+        turns = "Choices that a decode engine ran alone because it had nearly all of the prompt."
         yield counter("pdkv_local_turns", turns, self._dispatcher.num_local_turns)
-        yield counter("pdkv_kv_load_failures", "KV loads from peers that failed.", dispatched.load_failures)
+        yield counter("pdkv_kv_load_failures", "Failed KV loads from peers.", dispatched.load_failures)
 
     def _queue(self, admission: "Admission") -> Iterator[Metric]:
         yield gauge("pdkv_queue_choices", "Choices that wait in the router for engines.", admission.num_waiting)
-        pending = "Choices of requests that came and have not begun: they wait now, or will."
+        pending = "Choices of requests that have arrived but not begun."
         yield gauge("pdkv_queue_pending_choices", pending, admission.num_pending)
-        yield gauge("pdkv_queue_pending_tokens", "Tokens of their prompts.", admission.pending_tokens)
-        yield counter("pdkv_queue_full", "Requests that found the queue full: 429.", admission.num_full)
-        yield gauge("pdkv_draining", "Whether no new requests are taken.", bool(admission.draining))
-        waits = "What those waited that did not begin at once."
+        yield gauge("pdkv_queue_pending_tokens", "Prompt tokens of waiting choices.", admission.pending_tokens)
+        yield counter("pdkv_queue_full", "Requests refused with 429 because the queue was full.", admission.num_full)
+        yield gauge("pdkv_draining", "Whether new requests are refused.", bool(admission.draining))
+        waits = "Waiting times of choices that did not begin at once."
         yield Exposed("pdkv_queue_wait_seconds", waits, self.queue_wait, SHORT_S).family()
 
     def _looked_at(self) -> Iterator[Metric]:
         tracer, watchdog = self._tracer, self._watchdog
         if tracer is not None:
-            yield counters("pdkv_spans", "Spans by what became of them.", "outcome", tracer.counts)
+            yield counters("pdkv_spans", "Spans by outcome.", "outcome", tracer.counts)
         if watchdog is not None:
             text = "What held the event loop for longer than allowed."
             yield totals("pdkv_loop_stalls", text, ["where", "kind"], watchdog.stalls.items())
-            yield gauge("pdkv_loop_longest_stall_seconds", "The longest of them.", watchdog.longest_s)
-            yield Exposed("pdkv_loop_lag_seconds", "How late the event loop was.", watchdog.lag, SHORT_S).family()
+            yield gauge("pdkv_loop_longest_stall_seconds", "The longest such time.", watchdog.longest_s)
+            yield Exposed("pdkv_loop_lag_seconds", "Delay of the event loop.", watchdog.lag, SHORT_S).family()
 
     def _own_histograms(self) -> list[Exposed]:
         delays = self._dispatcher.delays
-        arrivals = "Between two arrivals of one choice's tokens from the engines."
-        stalls = "Tokens that waited for a client that did not read, 50 ms and more."
+        arrivals = "Time between two arrivals of one choice's tokens from the engines."
+        stalls = "Tokens that waited 50 ms or more for a client that did not read."
         to_engine = "From a request's checked tokens to its first message to an engine."
         sizes = delays.transfer_bytes
         return [
@@ -180,10 +184,10 @@ class Metrics:
             Exposed("pdkv_request_seconds", "From a request to its end.", self.duration, _STEPS[1:]),
             Exposed("pdkv_router_prepare_seconds", "From a request to its checked tokens.", self.preparing, SHORT_S),
             Exposed("pdkv_router_scheduling_delay_seconds", to_engine, self.scheduling, SHORT_S),
-            Exposed("pdkv_router_balancing_delay_seconds", "The choice of engines alone.", delays.balancing, SHORT_S),
+            Exposed("pdkv_router_balancing_delay_seconds", "Time to choose engines.", delays.balancing, SHORT_S),
             Exposed("pdkv_engine_queue_seconds", "A prompt's wait in its engine's queue.", delays.queue, SHORT_S),
-            Exposed("pdkv_kv_transfer_duration_seconds", "A KV load from a peer.", delays.transfer, SHORT_S),
-            Exposed("pdkv_kv_transfer_bytes", "What such a load carried.", sizes, sizes.bounds),
+            Exposed("pdkv_kv_transfer_duration_seconds", "Time of a KV load from a peer.", delays.transfer, SHORT_S),
+            Exposed("pdkv_kv_transfer_bytes", "Size of a KV load from a peer.", sizes, sizes.bounds),
         ]
 
     def _vllm_histograms(self) -> list[Exposed]:
@@ -214,12 +218,12 @@ class _Only(NamedTuple):
     family: Metric
 
     def collect(self) -> Iterable[Metric]:
-        """It."""
+        """The family."""
         return (self.family,)
 
 
 class RequestMetrics:
-    """The lifetime events of one request: latencies are differences of two of them, of the process's clock."""
+    """The lifetime events of one request, by the process's clock: latencies are differences of two of them."""
 
     def __init__(self, metrics: Metrics, endpoint: Endpoint) -> None:
         self._metrics = metrics
@@ -233,44 +237,44 @@ class RequestMetrics:
 
     @property
     def queue_s(self) -> float | None:
-        """From its checked tokens to its first message to an engine; None: that has not left."""
+        """Seconds from its checked tokens to its first message to an engine; None: none has been sent."""
         return round(self.dispatched_at - self.prepared_at, 6) if self.dispatched_at else None
 
     @property
     def ttft_s(self) -> float | None:
-        """To its first token; None: it has none."""
+        """Seconds to its first token; None: it has none."""
         return round(self.first_token_at - self.began, 6) if self.first_token_at else None
 
     @property
     def duration_s(self) -> float:
-        """From its beginning to its end, or to now."""
+        """Seconds from its beginning to its end, or to now."""
         return (self.ended_at or MONOTONIC.now()) - self.began
 
     def prepared(self, num_choices: int) -> None:
-        """It is read, checked and tokenized."""
+        """Note that it has been read, checked and tokenized."""
         self._num_choices = num_choices
         self.prepared_at = MONOTONIC.now()
         self._metrics.preparing.observe(self.prepared_at - self.began)
 
     def dispatched(self) -> None:
-        """A choice was given to engines; the first one counts."""
+        """Note that a choice was given to engines; the first one counts."""
         if not self.dispatched_at:
             self.dispatched_at = MONOTONIC.now()
             self._metrics.scheduling.observe(self.dispatched_at - self.prepared_at)
 
     def first_token(self, now: float) -> None:
-        """A choice's first tokens came from the engines at `now`; the request's first ones count."""
+        """Note that a choice's first tokens came from the engines at `now`; the request's first ones count."""
         if not self.first_token_at:
             self.first_token_at = now
             self._metrics.first_token.observe(now - self.began)
 
     def choice_ended(self, finish_reason: str) -> None:
-        """A choice has all of its tokens."""
+        """Note that a choice has all of its tokens."""
         self._num_ended += 1
         self._metrics.finished[finish_reason if finish_reason in _FINISH_REASONS else "stop"] += 1
 
     def served(self, *, num_prompt_tokens: int, num_cached_tokens: int, num_completion_tokens: int, n: int = 1) -> None:
-        """All that was asked for is generated."""
+        """Note that everything requested is generated."""
         metrics = self._metrics
         metrics.prompt_tokens += num_prompt_tokens
         metrics.cached_tokens += num_cached_tokens
@@ -283,7 +287,7 @@ class RequestMetrics:
             metrics.token_time.observe((MONOTONIC.now() - self.first_token_at) / (tokens_each - 1))
 
     def ended(self, outcome: str) -> None:
-        """The request is over: "ok", "disconnected" or an error's code."""
+        """Note that the request is over: "ok", "disconnected" or an error's code."""
         metrics = self._metrics
         self.ended_at = MONOTONIC.now()
         metrics.in_flight -= 1

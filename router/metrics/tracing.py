@@ -1,8 +1,8 @@
 """OpenTelemetry spans of requests: router, prefill, transfer, decode.
 
-The router makes all of them, at the end of a request, from times that are kept anyway and from what engines report of
-themselves; a thread of the SDK sends them. So an engine needs no exporter, and a request that is not sampled costs
-nothing. The SDK is an extra: `pdkv[otel]`.
+The router makes all of them, at the end of a request, from times that are recorded anyway and from engines' reports; a
+thread of the SDK sends them. So an engine needs no exporter, and a request that is not sampled costs nothing. The SDK
+is an extra: `pdkv[otel]`.
 """
 
 import importlib.util
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 EXPORT_TIMEOUT_S = 5.0
-"""Of one request to the collector, its retries included."""
+"""Seconds for one export to the collector, including retries."""
 
 CLOSE_S = 1.0
-"""How long the last spans may take to leave when the router ends."""
+"""Seconds for the last spans to be sent when the router ends."""
 
 MAX_GENERATIONS = 16
-"""Choices of one request that have spans of their own."""
+"""The most choices of one request that get their own spans."""
 
 _NEEDED = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
 
@@ -43,10 +43,10 @@ Attributes = Mapping[str, str | bool | int | float]
 
 
 class Served(NamedTuple):
-    """What a request's spans say of it. All times are CLOCK_MONOTONIC's: the clock of pdkv.base.clock."""
+    """The facts for a request's spans. All times are CLOCK_MONOTONIC's: the clock of pdkv.base.clock."""
 
     began: float
-    dispatched: float  # 0: it was not
+    dispatched: float  # 0: it was not dispatched
     first_token: float  # 0: there was none
     ended: float
     failed: bool  # by the server's fault
@@ -55,7 +55,7 @@ class Served(NamedTuple):
 
 
 def check_tracing() -> None:
-    """Raise ConfigError where the SDK is not installed."""
+    """Raise ConfigError if the SDK is not installed."""
     try:
         missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     except ModuleNotFoundError:
@@ -67,7 +67,7 @@ def check_tracing() -> None:
 class Tracer:
     """Makes spans and sends them, in batches, to one collector by OTLP over HTTP with protobuf.
 
-    The SDK's own variables hold (OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_BSP_*, …).
+    The SDK's own variables apply (OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME, OTEL_TRACES_SAMPLER, OTEL_BSP_*, …).
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -86,11 +86,11 @@ class Tracer:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Spans by what became of them: sent, or lost."""
+        """Numbers of spans that were sent and lost."""
         return {"sent": self._exporter.num_sent, "lost": self._exporter.num_lost}
 
     def begin(self, parent: TraceContext | None, began: float) -> "Span":
-        """The span of a request that came in with this trace, or without one. It is ended by `end`."""
+        """The span of a request that arrived with this trace, or without one. `end` ends it."""
         from opentelemetry import trace
 
         context = None
@@ -104,13 +104,13 @@ class Tracer:
         return span
 
     def end(self, span: "Span", served: Served) -> None:
-        """End a request's span, with those below it."""
-        begun_ns = getattr(span, "start_time", None)  # the SDK's; what is not sampled has none
+        """End a request's span and those below it."""
+        begun_ns = getattr(span, "start_time", None)  # the SDK's; unsampled spans have none
         if begun_ns is None:
             return
         from opentelemetry import trace
 
-        offset = begun_ns - int(served.began * 1e9)  # the first look at the clocks holds for all spans
+        offset = begun_ns - int(served.began * 1e9)  # one reading of the clocks serves all spans
         context = trace.set_span_in_context(span)
         self._child("pdkv.router", context, offset, served.began, served.dispatched or served.ended, {})
         for generation in served.generations[:MAX_GENERATIONS]:
@@ -123,7 +123,7 @@ class Tracer:
         span.end(offset + int(served.ended * 1e9))
 
     def close(self) -> None:
-        """Send what is left, for CLOSE_S at most. Idempotent."""
+        """Send the remaining spans, for CLOSE_S at most. Idempotent."""
         thread = threading.Thread(target=self._provider.shutdown, name="pdkv-otel-close", daemon=True)
         thread.start()
         thread.join(CLOSE_S)
@@ -157,9 +157,9 @@ class Tracer:
 
 
 class _Exporter:
-    """Around the SDK's exporter: counts, and says once in a while that the collector cannot be reached.
+    """Wraps the SDK's exporter: counts spans, and logs now and then that the collector cannot be reached.
 
-    By itself the SDK logs every batch that fails, with a traceback.
+    The SDK itself would log every failed batch with a traceback.
     """
 
     def __init__(self, exporter: Any) -> None:
@@ -169,11 +169,11 @@ class _Exporter:
         self._log_limit = LogLimit(60.0)
 
     def export(self, spans: Sequence["ReadableSpan"]) -> Any:
-        """Called by the SDK's thread."""
+        """Export a batch; called on the SDK's thread."""
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         try:
-            result, why = self._exporter.export(spans), "the collector refused them"
+            result, why = self._exporter.export(spans), "the collector refused the spans"
         except Exception as error:
             result, why = SpanExportResult.FAILURE, f"{type(error).__name__}: {error}"
         if result is SpanExportResult.SUCCESS:
@@ -189,18 +189,18 @@ class _Exporter:
         self._exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        """There is nothing that it keeps."""
+        """Nothing is buffered here."""
         return True
 
 
 def traces_url(endpoint: str) -> str:
-    """The whole URL that an endpoint means."""
+    """The complete URL for an endpoint."""
     host = endpoint.partition("://")[2]
     return f"{endpoint.rstrip('/')}/v1/traces" if "/" not in host.rstrip("/") else endpoint
 
 
 def _phases(leg: Leg, first_token: float | None, ended: float) -> Iterable[tuple[str, float, float]]:
-    """Names, begins and ends of a leg's spans."""
+    """Names, starts and ends of a leg's spans."""
     stop = leg.ended if leg.ended is not None else ended
     if leg.part != "all":
         return [(f"pdkv.{leg.part}", leg.began, stop)]

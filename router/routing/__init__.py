@@ -1,1 +1,1 @@
-"""Which engine gets a request."""
+"""Chooses the engines of a request."""

@@ -1,7 +1,7 @@
-"""What engines have of a prompt, or can load, and what that is worth: in tokens that they need not compute.
+"""How much of a prompt each engine has or can load, and what that is worth in tokens that it need not compute.
 
-A token of an engine's own cache is worth one. What it would load, from a tier below the caches or from another engine,
-is worth the tokens less those that it could compute in the time of the load (reuse.py).
+A token of an engine's own cache is worth one. Tokens that it would load, from a tier below the caches or from another
+engine, are worth their number less the tokens that it could compute during the load (engines/speeds.py).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -19,17 +19,17 @@ from pdkv.wire.kv import EngineCard
 
 
 class PromptKV:
-    """What is known of one prompt's KV at one time; looked up when it is asked for, once."""
+    """The known KV of one prompt at one time; looked up on demand, once."""
 
     def __init__(self, request: GenerateRequest, keys: Sequence[bytes], known: "Holdings", now: float) -> None:
         self.request = request
-        self.keys = () if request.params.prompt_logprobs is not None else keys  # all logits are to be computed
+        self.keys = () if request.params.prompt_logprobs is not None else keys  # all logits must be computed
         self._known = known
         self._now = now
 
     @cached_property
     def cached(self) -> Mapping[str, int]:
-        """The prompt's first tokens in each engine's own cache; without those of none."""
+        """Number of the prompt's first tokens in each engine's own cache; engines without any are left out."""
         return self._known.index.match(self.keys)
 
     @cached_property
@@ -39,21 +39,21 @@ class PromptKV:
 
     @cached_property
     def reaches(self) -> Sequence[Reach]:
-        """In tiers below the caches."""
+        """The prefixes in tiers below the caches."""
         return self._known.tiers.match(self.keys)
 
     @cached_property
     def holders(self) -> Sequence[tuple[int, str]]:
-        """(tokens that could be lent, engine), most first: one token of the prompt is computed in any case."""
+        """(tokens that could be lent, engine), most first; one token of the prompt is always computed."""
         most = (len(self.request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE
         return sorted(((min(num, most), name) for name, num in self.cached.items()), reverse=True)
 
 
 class Holdings:
-    """Of all engines, as far as one router knows.
+    """The KV that all engines hold, as far as one router knows.
 
     Args:
-        reuse: when an engine reads what others have cached; auto: where that takes less time than computing it.
+        reuse: when an engine reads what others have cached; auto: if that takes less time than computing it.
     """
 
     def __init__(self, fleet: Fleet, index: PrefixIndex, tiers: TierIndex, reuse: Reuse) -> None:
@@ -63,8 +63,8 @@ class Holdings:
         self._reuse = reuse
 
     def of(self, request: GenerateRequest, now: float) -> PromptKV:
-        """What is known of a prompt now."""
-        card = next(iter(self._fleet.cards()), None)  # what keys depend on is the same in all
+        """The known KV of a prompt at this moment."""
+        card = next(iter(self._fleet.cards()), None)  # everything that keys depend on is the same in all engines
         if card is None:
             return PromptKV(request, (), self, now)
         root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
@@ -87,15 +87,15 @@ class Holdings:
         return found
 
     def uncached_tokens(self, prompt: PromptKV, engine: str, offer: Offer | None = None) -> int:
-        """Prompt tokens that the engine will have to compute, as far as is known, those that it loads from a tier or
-        from another engine for the time that they take; a block at least.
+        """Prompt tokens that the engine will have to compute, as far as is known, at least one block. Loaded tokens
+        count for the time that their load takes.
         """
         own, lent = prompt.expected.get(engine, 0), 0 if offer is None else offer.num_tokens
         num_saved = self._worth(engine, own, prompt.reaches, lent)
         return max(len(prompt.request.prompt_token_ids) - num_saved, HASH_BLOCK_SIZE)
 
     def find_offer(self, prompt: PromptKV, borrower: str, now: float) -> Offer | None:
-        """What another engine has of the prompt, if `borrower` reads it sooner than it computes it."""
+        """The KV that another engine has of the prompt, if `borrower` would read it sooner than compute it."""
         if not self._may_borrow(prompt.request, borrower):
             return None
         cached = prompt.cached.get(borrower, 0)
@@ -107,13 +107,15 @@ class Holdings:
         num_tokens, lender = best
         if self._reuse == "always":
             return Offer(lender, num_tokens)
-        costs = self._loan_costs(borrower, num_tokens - cached)  # all of it travels, what a tier has, too
+        costs = self._loan_costs(
+            borrower, num_tokens - cached
+        )  # all of it is transferred, including the part that a tier has
         if not costs.prefers_load or self._tier_is_sooner(borrower, reach, cached, num_tokens, costs):
             return None
         return Offer(lender, num_tokens, costs.load_timeout_s, costs.compute_s or 0.0)
 
     def handoff_s(self, decode: str, num_tokens: int) -> float:
-        """Seconds in which so many tokens are handed over to a decode engine; 0: not known."""
+        """Seconds to hand over this many tokens to a decode engine; 0: not known."""
         return self._fleet.speeds.load_s(self._num_bytes(decode, num_tokens))
 
     # --- loans ----------------------------------------------------------------------------------------------------
@@ -125,14 +127,14 @@ class Holdings:
     def _find_lender(
         self, prompt: PromptKV, borrower: str, own: int, avoided: Collection[tuple[str, str]]
     ) -> tuple[int, str] | None:
-        """(tokens, engine): who has most beyond the first `own` tokens, and may be asked for it."""
+        """(tokens, engine) of the engine that has most beyond the first `own` tokens, and may lend them."""
         if not self._may_borrow(prompt.request, borrower):
             return None
         more = takewhile(lambda each: each[0] > own, prompt.holders)
         return next((e for e in more if e[1] != borrower and self._fleet.can_lend(e[1], borrower, avoided)), None)
 
     def _tier_is_sooner(self, borrower: str, reach: Reach | None, cached: int, num_tokens: int, loan: Costs) -> bool:
-        """Whether the borrower would have these tokens sooner by reading the tier and computing what that lacks."""
+        """Whether the borrower would have these tokens sooner by reading the tier and computing the rest."""
         if reach is None or reach.num_tokens <= cached or loan.load_s is None or loan.compute_s is None:
             return False
         compute_s = loan.compute_s * (num_tokens - reach.num_tokens) / (num_tokens - cached)
@@ -142,14 +144,14 @@ class Holdings:
         return self._fleet.speeds.costs(borrower, num_tokens, self._num_bytes(borrower, num_tokens))
 
     def _num_bytes(self, engine: str, num_tokens: int) -> int:
-        """Of all ranks."""
+        """Bytes on all ranks."""
         layout = self._card_of(engine).layout
         return num_tokens * layout.token_bytes * layout.kv_heads_of_all_ranks // layout.num_kv_heads
 
-    # --- what it is worth -----------------------------------------------------------------------------------------
+    # --- value ----------------------------------------------------------------------------------------------------
 
     def _worth(self, engine: str, own: int, reaches: Sequence[Reach], lent: int) -> int:
-        """`own`: tokens that the engine has itself; `lent`: those that another one has, which it may borrow."""
+        """The value in tokens. `own`: tokens that the engine has itself; `lent`: those that it may borrow."""
         token_s = self._fleet.speeds.token_s(engine)
         ways = [0]
         for reach in reaches:
@@ -161,7 +163,7 @@ class Holdings:
         return own + max(ways)
 
     def _tier_load_s(self, engine: str, reach: Reach, own: int) -> float | None:
-        """Seconds in which the engine loads what the tier has behind the first `own` tokens; None: not known."""
+        """Seconds to load the tier's part after the first `own` tokens; None: not known."""
         value_bytes = reach.value_bytes or reach.tokens_per_value * self._card_of(engine).layout.token_bytes
         seconds = 0.0
         for part, num_values in reach.values_behind(own):

@@ -1,7 +1,7 @@
-"""Routing policies: functions from a snapshot of one side's candidates to the engine that is taken.
+"""Routing policies: functions from a snapshot of one side's candidates to the chosen engine.
 
 They read no clock and keep no state, so that the same functions run under a simulated clock. Prefill and decode are
-chosen one by one: decode may be bound long after prefill.
+chosen separately: decode may be chosen long after prefill.
 """
 
 import random
@@ -14,7 +14,7 @@ from pdkv.router.engines.candidate import EngineView
 
 
 class Snapshot(NamedTuple):
-    """What a policy may look at."""
+    """The input of a policy."""
 
     engines: Sequence[EngineView]  # at least one
     turn: int  # rises by one per choice: spreads ties
@@ -26,7 +26,7 @@ Policy = Callable[[Snapshot], EngineView]
 
 
 def rotate(engines: Sequence[EngineView], turn: int) -> list[EngineView]:
-    """The engines from the `turn`-th on, so that the first of equals is another one each time."""
+    """The engines from the `turn`-th on, so that ties go to another one each time."""
     start = turn % len(engines)
     return [*engines[start:], *engines[:start]]
 
@@ -47,16 +47,16 @@ def least_loaded(snapshot: Snapshot) -> EngineView:
 
 
 def power_of_two(snapshot: Snapshot) -> EngineView:
-    """The less loaded of two random engines (Mitzenmacher 2001): no herd on the one that was least loaded."""
+    """The less loaded of two random engines (Mitzenmacher 2001): requests do not herd onto the least loaded one."""
     engines = snapshot.engines
     return min(snapshot.rng.sample(engines, min(2, len(engines))), key=lambda e: e.load)
 
 
 def prefix_aware(snapshot: Snapshot) -> EngineView:
-    """The engine with the fewest tokens, this prompt's included: what it has of the prompt is not computed, or loaded.
+    """The engine with the fewest tokens, including those of this prompt that it has to compute or load.
 
-    So a hit is worth as many queued tokens as it has, and what all prompts share gathers them on one engine only while
-    that costs nothing.
+    So a hit is worth as many queued tokens as it covers, and a prefix that all prompts share gathers them on one engine
+    only while that costs nothing.
     """
     match = snapshot.match()
     return min(rotate(snapshot.engines, snapshot.turn), key=lambda e: e.load - match.get(e.name, 0))
@@ -69,7 +69,7 @@ POLICIES: dict[str, Policy] = {
     "power_of_two": power_of_two,
     "prefix_aware": prefix_aware,
 }
-"""Policies by the names that the command line knows."""
+"""Policies by their names on the command line."""
 
 DEFAULT_POLICY = "prefix_aware"
 
@@ -78,7 +78,7 @@ def find_policy(name: str) -> Policy:
     """The policy of that name.
 
     Raises:
-        ConfigError: there is none; the message lists the known ones.
+        ConfigError: unknown; the message lists the known ones.
     """
     if name not in POLICIES:
         meant = did_you_mean(name, POLICIES)

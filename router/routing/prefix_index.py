@@ -1,13 +1,13 @@
-"""Which engine has which prompt prefix in its cache, kept from the engines' numbered KV events.
+"""An index of which engine has which prompt prefix in its cache, kept from the engines' numbered KV events.
 
 A block key is a hash of the whole prefix up to it, so the radix tree needs no nodes: a table from key to the engines
 that hold it, as a bit mask, is the tree, and a match is a walk along the prompt's own keys. Engines whose layers all
-have a window need of a prefix only its end, and soon have no more: their match is the last place behind which there are
-enough keys in a row.
+have a window need only the end of a prefix, and soon have no more than that: their match is the last place that ends
+enough consecutive keys.
 
-Nothing here takes long at once, whatever an engine holds. An engine that dies or starts over loses its bit: from then
-on it matches nothing, and `work` clears the bit from the table slice by slice before another engine gets it. Events of
-more than a few keys wait for `work`, too. The table is cut into shards, so that none grows, or is cleared, in one go.
+No single call takes long, whatever an engine holds. An engine that dies or starts over loses its bit: from then on it
+matches nothing, and `work` clears the bit from the table slice by slice before another engine gets it. Events of more
+than a few keys wait for `work`, too. The table is cut into shards, so that none grows, or is cleared, in one go.
 """
 
 import sys
@@ -23,14 +23,14 @@ SLICE_KEYS = 2048
 """Keys that one call of `work` handles: two milliseconds."""
 
 INLINE_KEYS = 256
-"""Keys of events that are applied as they come, where none wait before them."""
+"""Most keys of events that are applied as they arrive, if none wait before them."""
 
 _NUM_SHARDS = 1024
 _SHARD_MASK = _NUM_SHARDS - 1
 _SHARD_SHIFT = 40  # of the key's hash: its low bits choose the place within a dict
 
 _MAX_WAITING_KEYS = 1 << 16
-"""Keys, beside those that the cache can hold twice, whose events may wait; an engine that tells more is asked anew."""
+"""Keys whose events may wait, beyond twice the cache's capacity; an engine that reports more is asked to resync."""
 
 
 class _Part:
@@ -44,12 +44,12 @@ class _Part:
         self.name = name
         self.bit = bit
         self.max_keys = max_keys
-        self.num_needed = num_needed  # keys in a row that make a hit; 0: all from the first one on
+        self.num_needed = num_needed  # consecutive keys that make a hit; 0: all from the first one on
         self.num_keys = 0
         self.next_number: int | None = None  # None: nothing counts until a batch begins with CacheCleared
-        self.asked = False  # a Resync is under way
+        self.asked = False  # a Resync is in progress
         self.waiting: deque[KVEvent] = deque()
-        self.done = 0  # keys of the first of them that are handled
+        self.done = 0  # keys of the first of them that have been handled
         self.num_waiting = 0  # keys of all of them
 
 
@@ -57,25 +57,25 @@ class PrefixIndex:
     """Keys by engine. Memory is one table entry per distinct key."""
 
     def __init__(self, hash_block_size: int = HASH_BLOCK_SIZE, *, on_work: Callable[[], None] | None = None) -> None:
-        """`on_work` is called when `work` has something to do again; it should see to it that it is called."""
+        """`on_work` is called when `work` has something to do again, and must see to it that `work` is called."""
         self.hash_block_size = hash_block_size
         self.expected = ExpectedKV()
         self.num_gaps = 0
-        self.num_excess_keys = 0  # that engines told beyond what their cache can hold
+        self.num_excess_keys = 0  # keys that engines reported beyond what their cache can hold
         self._on_work = on_work
         self._parts: dict[str, _Part] = {}
-        self._by_bit: dict[int, str] = {}  # engines by the number of their bit
+        self._by_bit: dict[int, str] = {}  # engines by their bit number
         self._live = 0  # bits of engines
-        self._used = 0  # and of parts that are gone, until they are cleared from all shards
+        self._used = 0  # bits of removed parts, until cleared from all shards
         self._shards: list[dict[bytes, int]] = [{} for _ in range(_NUM_SHARDS)]  # key -> bit mask of engines
-        self._behind: deque[_Part] = deque()  # with waiting events
-        self._gone: dict[int, int] = {}  # bit -> shards in which it is still to be cleared
+        self._behind: deque[_Part] = deque()  # parts with waiting events
+        self._gone: dict[int, int] = {}  # bit -> shards from which it has yet to be cleared
         self._next_shard = 0
-        self._dropped: deque[deque[KVEvent]] = deque()  # events of nobody: freed slice by slice, too
+        self._dropped: deque[deque[KVEvent]] = deque()  # events of removed engines: also freed slice by slice
 
     @property
     def num_keys(self) -> int:
-        """Distinct keys that any engine holds, and those of engines that are gone until they are cleared."""
+        """Distinct keys of all engines, including those of removed ones until they are cleared."""
         return sum(map(len, self._shards))
 
     @property
@@ -89,16 +89,16 @@ class PrefixIndex:
         return 0 if part is None else part.num_keys
 
     def add_engine(self, engine: str, max_keys: int = sys.maxsize, *, num_needed: int = 0) -> None:
-        """Begin with an empty part; an engine's first batch says what it holds. Keys beyond `max_keys` are dropped.
+        """Start an empty part; an engine's first batch says what it holds. Keys beyond `max_keys` are dropped.
 
         Args:
-            num_needed: so many keys in a row at the end of a prefix make it a hit (`keys_needed`); 0: it needs all.
+            num_needed: consecutive keys at the end of a prefix that make a hit (`keys_needed`); 0: all keys are needed.
         """
         self.remove_engine(engine)
         self._parts[engine] = _Part(engine, self._take_bit(engine), max_keys, num_needed)
 
     def remove_engine(self, engine: str) -> None:
-        """The engine is gone, and its cache with it. Idempotent."""
+        """Remove the engine and its keys. Idempotent."""
         self.expected.remove_engine(engine)
         part = self._parts.pop(engine, None)
         if part is not None:
@@ -107,7 +107,7 @@ class PrefixIndex:
                 self._retire(part)
 
     def apply(self, engine: str, events: KVEvents) -> bool:
-        """Apply one batch of an engine, at once or by and by.
+        """Apply one batch of an engine, at once or gradually.
 
         Returns:
             False for a gap in the numbers, or for more than the engine's cache can hold while earlier batches still
@@ -141,7 +141,7 @@ class PrefixIndex:
         return True
 
     def work(self) -> bool:
-        """Do a slice of what was put off; returns whether more is left."""
+        """Do a slice of the deferred work; returns whether more is left."""
         budget = SLICE_KEYS
         while budget > 0:
             if self._behind:
@@ -218,14 +218,14 @@ class PrefixIndex:
             mask ^= low
 
     def _take_bit(self, engine: str) -> int:
-        bit = ~self._used & (self._used + 1)  # the lowest that is free
+        bit = ~self._used & (self._used + 1)  # the lowest free bit
         self._used |= bit
         self._live |= bit
         self._by_bit[bit.bit_length() - 1] = engine
         return bit
 
     def _retire(self, part: _Part) -> None:
-        """What the part holds is nobody's any more."""
+        """Drop the contents of a part."""
         self._live &= ~part.bit
         del self._by_bit[part.bit.bit_length() - 1]
         if part.num_keys:
@@ -235,7 +235,7 @@ class PrefixIndex:
         part.num_keys = 0
 
     def _clear_next_shard(self) -> int:
-        """Clear the bits of parts that are gone from one shard; returns how many keys it has."""
+        """Clear the bits of removed parts from one shard; returns how many keys it has."""
         shard, gone = self._shards[self._next_shard], sum(self._gone)
         self._next_shard = (self._next_shard + 1) % _NUM_SHARDS
         num_keys = len(shard)
@@ -254,7 +254,7 @@ class PrefixIndex:
     # --- events ---------------------------------------------------------------------------------------------------
 
     def _start_over(self, part: _Part) -> bool:
-        """Empty the part until a Resync is answered; False, for `apply`."""
+        """Empty the part until a Resync is answered; returns False, for `apply`."""
         with _Noticed(self):
             self.num_gaps += 1
             part.next_number, part.asked = None, True
@@ -275,7 +275,7 @@ class PrefixIndex:
             self._behind.remove(part)
 
     def _advance(self, part: _Part, budget: int) -> int:
-        """Apply so many keys of the events that wait, and all events without keys before them; returns how many."""
+        """Apply this many keys of the waiting events, and events without keys before them; returns how many."""
         done = 0
         while part.waiting and done < budget:
             event = part.waiting[0]
@@ -327,7 +327,7 @@ class PrefixIndex:
 
 
 class _Noticed:
-    """Around what may put something off: `on_work` is called behind it, unless there was work before."""
+    """Context around calls that may defer work: afterwards calls `on_work`, unless there was work before."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self._index = index
@@ -343,10 +343,10 @@ class _Noticed:
 
 
 def _masks_in_a_row(masks: Sequence[int], count: int) -> list[int]:
-    """Of each place, the bits that it and the `count` - 1 places before it have, or all places before it.
+    """For each place, the bits common to it and the `count` - 1 places before it, or to all places before it.
 
-    In steps that do not depend on `count`: the places are cut into pieces of so many, and what a place looks at is the
-    end of one piece and the beginning of the next.
+    The number of steps does not depend on `count`: the places are cut into pieces of that size, and each place combines
+    the end of one piece with the beginning of the next.
     """
     beginnings = list(masks)
     for i in range(1, len(masks)):
@@ -360,9 +360,10 @@ def _masks_in_a_row(masks: Sequence[int], count: int) -> list[int]:
 
 
 def keys_needed(layout: KVLayout, hash_block_size: int) -> int:
-    """What `PrefixIndex.add_engine` is told of an engine: keys of the blocks that a token behind a prefix sees.
+    """The `num_needed` of an engine for `PrefixIndex.add_engine`: keys of the blocks that a token after a prefix sees.
 
-    The keys of an engine are those of its first KV group; it has a window only where all have one. The largest counts.
+    The keys of an engine are those of its first KV group, which has a window only if all groups have one. The largest
+    window counts.
     """
     if not all(layout.windows):
         return 0

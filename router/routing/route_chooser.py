@@ -18,20 +18,23 @@ from pdkv.wire.kv import Order
 SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 AFFINITY_TOKENS = 4096
-"""A request of a `prompt_cache_key` goes to the key's engine although so many more tokens wait there."""
+"""Additional tokens that may wait on the engine of a `prompt_cache_key` before its request goes elsewhere."""
 
 
 MAX_LOCAL_TOKENS = 256
-"""Of a prompt's tokens that a decode engine lacks: with more of them prefill is asked, whatever it costs."""
+"""Prompt tokens that a decode engine may lack; if it lacks more, prefill is used, whatever the cost."""
 
 LOCAL_FRACTION = 0.25
-"""The same, as a part of the prompt: a turn goes to its KV, and not a prompt to an idle decode engine."""
+"""The same limit as a share of the prompt: a conversation's next turn goes to its KV, not a whole prompt to an idle
+decode engine.
+"""
 
 
 def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
-    """The candidates with the one that belongs to `key` seeming less loaded: the same one for all of its requests.
+    """The candidates, with the one that belongs to `key` made to seem less loaded: the same one for all of its
+    requests.
 
-    The choice is by rendezvous hashing: when an engine comes or goes, only the keys that it takes or had move.
+    The choice is by rendezvous hashing: when an engine comes or goes, only the keys that move to or from it change.
     """
     if not key:
         return engines
@@ -40,7 +43,7 @@ def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
 
 
 class RouteChooser:
-    """A policy over the fleet of one router, and over what its engines have of a prompt."""
+    """A policy applied to the fleet of one router and to the KV that its engines have of a prompt."""
 
     def __init__(
         self,
@@ -53,8 +56,8 @@ class RouteChooser:
         take_over: bool = False,
         local_turns: LocalTurns = "auto",
     ) -> None:
-        """`take_over`: where no engine of one role is ready, those of the other do its work, too. `local_turns`:
-        whether a decode engine that has nearly all of a prompt computes the rest itself, where that costs less.
+        """`take_over`: if no engine of one role is ready, those of the other do its work, too. `local_turns`: whether a
+        decode engine that has nearly all of a prompt computes the rest itself, if that costs less.
 
         Raises:
             ConfigError: an unknown policy.
@@ -68,8 +71,8 @@ class RouteChooser:
         self._local_turns = local_turns
         self._prefill_turn = 0
         self._decode_turn = 0
-        self.num_local_turns = 0  # requests that decode engines were given because they had nearly all of the prompt
-        self._num_prefill = 1  # candidates when one was chosen last
+        self.num_local_turns = 0  # requests given to decode engines because they had nearly all of the prompt
+        self._num_prefill = 1  # candidates at the last choice
 
     def choose(
         self,
@@ -111,10 +114,12 @@ class RouteChooser:
             return Route(first, first)
         is_foreign = not any(self._fleet.can_hand_over(first, engine.name) for engine in decode)
         if is_foreign and self._fleet.engines[first].takes(most):
-            return Route(first, first)  # as any engine can: what it computes, nobody else could read
+            return Route(first, first)  # as any engine can: no other engine could read its KV
         if is_foreign or (self._fleet.engines[first].lacks_store and not prompt.request.probe):
             alone = self.choose_decode(prompt, first, now, without=without)
-            return Route(alone, alone)  # nothing comes of a hand-off: it would compute the prompt once more
+            return Route(
+                alone, alone
+            )  # a hand-off would gain nothing: the decode engine would compute the prompt again
         offer = self._holdings.find_offer(prompt, first, now)
         if may_stay and (local := self._find_local(prompt, first, offer, decode)) is not None:
             return Route(local, local)
@@ -126,7 +131,7 @@ class RouteChooser:
     def _find_local(
         self, prompt: PromptKV, prefill: str, offer: Offer | None, decode: Sequence[EngineView]
     ) -> str | None:
-        """The decode engine that has nearly all of the prompt, if it shall compute the rest itself."""
+        """The decode engine that has nearly all of the prompt, if it should compute the rest itself."""
         if self._local_turns == "never" or self.policy is not prefix_aware:
             return None
         request = prompt.request
@@ -147,8 +152,8 @@ class RouteChooser:
         return chosen
 
     def _is_sooner(self, num_lacking: int, decode: str, prompt: PromptKV, prefill: str, offer: Offer | None) -> bool:
-        """Whether `decode` computes so many tokens sooner than `prefill` does what it lacks, and hands it over. What
-        decode computes holds up all that it runs; where nothing was measured, prefill is asked.
+        """Whether `decode` would compute this many tokens sooner than `prefill` would compute what it lacks and hand it
+        over. Computing on the decode engine holds up everything it runs; if nothing has been measured, prefill is used.
         """
         token_s = self._fleet.speeds.token_s(prefill)
         if token_s is None:
@@ -159,11 +164,13 @@ class RouteChooser:
         return here_s < num_computed * token_s + self._holdings.handoff_s(decode, num_lacking)
 
     def has_engine(self, side: Side, now: float, without: Collection[str]) -> bool:
-        """Whether one is ready for this side that is not in `without`."""
+        """Whether an engine outside `without` is ready for this side."""
         return bool(self._candidates(side, now, without))
 
     def can_go_on(self, side: Side, now: float, without: Collection[str]) -> bool:
-        """Whether a request that loses its engine of this side has another one, or one of the other side takes over."""
+        """Whether a request that loses its engine of this side has another one, or one of the other side that takes
+        over.
+        """
         sides = SIDES if self._take_over else (side,)
         return any(self.has_engine(side, now, without) for side in sides)
 
@@ -175,10 +182,10 @@ class RouteChooser:
         return self._choose_prefill(prompt, prefer(engines, request.affinity), now)
 
     def choose_decode(self, prompt: PromptKV, prefill: str, now: float, *, without: Collection[str] = ()) -> str:
-        """Who decodes what `prefill` runs or ran; engines that failed to load from it lately come last.
+        """The engine that decodes what `prefill` runs or ran; engines that recently failed to load from it come last.
 
         Raises:
-            NoEngine: no engine is ready that decodes.
+            NoEngine: no engine that decodes is ready.
         """
         engines = self._candidates("decode", now, {*without, prefill})
         if not engines:
@@ -186,13 +193,13 @@ class RouteChooser:
         marked = self._fleet.avoided_pairs(now)
         if marked:
             engines = [e for e in engines if (prefill, e.name) not in marked] or engines
-        # Without the shift both sides' turns would go round together: of 2 x 2 pairs only two would ever be used.
+        # Without the shift, both sides' turns would advance together: of 2 x 2 pairs only two would ever be used.
         turn = self._decode_turn + self._decode_turn // math.lcm(self._num_prefill, len(engines))
         self._decode_turn += 1
         return self._choose(engines, turn, lambda: prompt.cached)
 
     def _order(self, prefill: str, decode: str) -> Order:
-        """How the two hand over. Raises EngineUnavailable where they have no order in common."""
+        """The hand-off order of the two. Raises EngineUnavailable if they have none in common."""
         try:
             return self._fleet.order(prefill, decode, self._orders)
         except IncompatiblePeers as error:
@@ -203,13 +210,13 @@ class RouteChooser:
         return self._prefill_turn - 1
 
     def _candidates(self, side: Side, now: float, without: Collection[str]) -> list[EngineView]:
-        """Engines that may be asked; the fleet passes over those in `without` only where others are left."""
+        """Usable engines; the fleet leaves out those in `without` only if others remain."""
         engines = self._fleet.candidates(side, now, without=tuple(without))
         return [engine for engine in engines if engine.name not in without]
 
     def _choose(self, engines: Sequence[EngineView], turn: int, match: Callable[[], Mapping[str, int]]) -> str:
-        """`match`: prompt tokens that are not computed, by engine. (On the decode side none are: only its own blocks
-        count.)
+        """Choose by policy. `match`: prompt tokens that need not be computed, by engine. (On the decode side there are
+        none: only its own blocks count.)
         """
         return self.policy(Snapshot(engines, turn, self._rng, match)).name
 

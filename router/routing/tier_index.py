@@ -1,10 +1,11 @@
-"""Which prompt prefixes lie in tiers below the engines' caches: in stores that several engines share, or in their own.
+"""An index of the prompt prefixes in tiers below the engines' caches: in stores that several engines share, or in their
+own.
 
-Kept from what engines say (TierEvents), as hints: what is wrong here costs a load or a computation. A tier is a table
-of keys, each standing for the end of so many tokens; a match is a walk along the prompt's own keys, from end to end.
+It is kept from engines' reports (TierEvents) as hints: an error costs a load or a computation. A tier is a table of
+keys, each standing for the end of so many tokens; a match is a walk along the prompt's own keys, from end to end.
 
-A tier may consist of several stores, the fastest first, which keep the values used last. Evictions are not told, so a
-value is taken to be in the first part that has room for all other values that came to it since.
+A tier may consist of several stores, the fastest first, which keep the values used last. Evictions are not reported, so
+a value is assumed to be in the first part with room for all values stored since.
 """
 
 from collections import OrderedDict
@@ -16,33 +17,33 @@ from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.wire.tiers import TierEvents, TierPart
 
 MAX_TIERS = 256
-"""Of all engines together; what is said of further ones is refused."""
+"""The most tiers of all engines together; further ones are refused."""
 
 MAX_SHARED_KEYS = 1 << 17
-"""Of a tier that engines share; those told longest ago go first, as those of a tier of one engine do."""
+"""The most keys of a tier that engines share; the oldest are dropped first, as in a tier of one engine."""
 
 MAX_OWN_KEYS = 1 << 14
 
 MAX_KEYS_PER_MESSAGE = 1 << 14
-"""Beyond what any engine sends: the event loop handles a message at once."""
+"""The most keys in a message, more than any engine sends: the event loop handles a message at once."""
 
 
 class Reach(NamedTuple):
     """The longest prefix of a prompt that lies in one tier."""
 
-    engines: Collection[str]  # that reach it
+    engines: Collection[str]  # engines that reach it
     tokens_per_value: int
-    value_bytes: int  # that a rank reads for a value; 0: not known
+    value_bytes: int  # bytes that a rank reads for a value; 0: not known
     num_values: int
     runs: Sequence[tuple[str, int]]  # where values are read, and how many in a row: a name of LoadReport.connectors
 
     @property
     def num_tokens(self) -> int:
-        """Of the prefix."""
+        """Tokens of the prefix."""
         return self.num_values * self.tokens_per_value
 
     def values_behind(self, num_tokens: int) -> Iterator[tuple[str, int]]:
-        """Where the values behind the first tokens are read, and how many in a row; a value that is cut counts."""
+        """Where the values after the first tokens are read, and how many in a row; a partly needed value counts."""
         skipped = num_tokens // self.tokens_per_value
         for part, count in self.runs:
             if count > skipped:
@@ -56,11 +57,11 @@ class _Tier:
     def __init__(self, medium: str, scope: str, owner: str, tokens_per_key: int) -> None:
         self.medium = medium
         self.scope = scope  # tells media of one name apart
-        self.owner = owner  # the only engine that reaches it; empty: whoever names it
+        self.owner = owner  # the only engine that reaches it; empty: every engine that names it
         self.tokens_per_key = tokens_per_key
-        self.engines: dict[str, Sequence[TierPart]] = {}  # what each says that it consists of
+        self.engines: dict[str, Sequence[TierPart]] = {}  # the parts that each engine reports
         self.value_bytes = 0
-        self.keys: OrderedDict[bytes, int] = OrderedDict()  # how many had come to the first part before each
+        self.keys: OrderedDict[bytes, int] = OrderedDict()  # values that had come to the first part before each
         self._num_come = 0
         self.parts: list[TierPart] = []  # with the capacities of all engines
 
@@ -72,7 +73,7 @@ class _Tier:
         for key in events.stored:
             told = keys.get(key)
             if told is None or (room is not None and self._num_come - told > room):
-                self._num_come += 1  # else it is there already, and is the one used last now
+                self._num_come += 1  # else it is already there, and is now the most recently used
             keys[key] = self._num_come
             keys.move_to_end(key)
         most = MAX_OWN_KEYS if self.owner else MAX_SHARED_KEYS
@@ -88,7 +89,7 @@ class _Tier:
             self._add_up()
 
     def _add_up(self) -> None:
-        """What one engine knows no bound of has none."""
+        """Add up the capacities; unknown for one engine makes it unbounded."""
         rooms: dict[str, list[int | None]] = {}
         for part in (part for parts in self.engines.values() for part in parts):
             rooms.setdefault(part.name, []).append(part.capacity)
@@ -106,7 +107,7 @@ class _Tier:
         return Reach(self.engines, self.tokens_per_key, self.value_bytes, len(told), runs)
 
     def _part_of(self, num_since: int) -> str:
-        """Where a value is if so many others have come to the first part since."""
+        """The part in which a value is after this many others have come to the first part."""
         name = ""
         for part in self.parts:
             name = part.name
@@ -119,19 +120,21 @@ class TierIndex:
     """Tiers by name. A tier is forgotten with the last engine that reaches it."""
 
     def __init__(self) -> None:
-        self.num_refused = 0  # messages: too many tiers or keys, or cut otherwise than for the tier's other engines
+        self.num_refused = (
+            0  # refused messages: too many tiers or keys, or values of another size than the tier's other engines have
+        )
         self._engines: set[str] = set()
         self._tiers: dict[tuple[str, str, str], _Tier] = {}  # by (medium, scope, owner)
 
     def add_engine(self, engine: str) -> None:
-        """The engine is there; it says itself which tiers it reaches."""
+        """Add an engine; it reports itself which tiers it reaches."""
         self.remove_engine(engine)
         self._engines.add(engine)
 
     def apply(self, engine: str, events: TierEvents) -> bool:
-        """Act on what an engine says; False: it is refused, and does not make the engine one of the tier's."""
+        """Apply an engine's report; False: it is refused, and does not add the engine to the tier."""
         if engine not in self._engines:
-            return True  # it has gone meanwhile
+            return True  # the engine has gone in the meantime
         name = (events.medium, events.scope, "" if events.shared else engine)
         tier = self._tiers.get(name)
         step = events.tokens_per_key
@@ -151,7 +154,7 @@ class TierIndex:
         return False
 
     def remove_engine(self, engine: str) -> None:
-        """The engine is gone. What it told of a shared tier stays, as long as another engine reaches it. Idempotent."""
+        """Remove the engine. Its keys in a shared tier stay as long as another engine reaches that tier. Idempotent."""
         self._engines.discard(engine)
         for name, tier in list(self._tiers.items()):
             tier.leave(engine)
@@ -159,12 +162,12 @@ class TierIndex:
                 del self._tiers[name]
 
     def match(self, keys: Sequence[bytes]) -> list[Reach]:
-        """The longest prefix of `keys` in each tier; without those of none."""
+        """The longest prefix of `keys` in each tier; tiers without any are left out."""
         reaches = (tier.match(keys) for tier in self._tiers.values())
         return [reach for reach in reaches if reach.num_values]
 
     def describe(self) -> list[Mapping[str, Any]]:
-        """JSON-ready, a row per tier."""
+        """The tiers, JSON-ready, one row each."""
         return [
             {
                 "medium": tier.medium,

@@ -1,4 +1,4 @@
-"""Configuration: frozen dataclasses layered by owner. A field's help text is the command line's and the docs'."""
+"""Configuration: frozen dataclasses layered by owner. Each field's help text serves the command line and the docs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -27,13 +27,13 @@ from pdkv.host.cuda_devices import count_cuda_devices
 from pdkv.host.memory_limits import LEAST_POOL_BYTES
 
 DEFAULT_MODEL = Path(__file__).parent / "default_model"
-"""The embedded model: what is served when no --model is given."""
+"""The embedded model, which is served unless --model is given."""
 
 PACED = "paced:"
-"""With it begins the `model` of engines that compute nothing and wait as long as a profile says (docs/testing.md)."""
+"""Prefix of `model` for engines that compute nothing but wait as long as a profile says (docs/testing.md)."""
 
 DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
-"""Of a GPU's memory, for all engines on it together that were told no share of their own."""
+"""Share of a GPU's memory for all engines on it together, unless they are given shares of their own."""
 
 
 Preemption = Literal["auto", "recompute", "swap"]
@@ -45,7 +45,7 @@ def is_paced(model: Path) -> bool:
 
 
 def paced_part(target: str) -> Any:
-    """What `module:attribute` of `pdkv.testing` is; by name, since that stands above what it is a part of then."""
+    """The object `module:attribute` of `pdkv.testing`, imported by name since that package stands above this one."""
     return EntryPoint("", f"pdkv.testing.{target}", "").load()
 
 
@@ -60,7 +60,7 @@ class ModelFiles(Options):
     )
     generation_config: Literal["auto", "none"] = option(
         "auto",
-        "sampling defaults of requests: those of the model's generation_config.json, or none of them",
+        "sampling defaults of requests: those of the model's generation_config.json (model), or none of them",
         also={"vllm": "none"},
     )
     chat_template: Path | None = option(
@@ -72,7 +72,7 @@ class ModelFiles(Options):
         "openai: as lists of text parts",
     )
     ignore_config_fields: Names = option(
-        (), "fields of config.json that are ignored although their effect on the model is not known", metavar="NAME"
+        (), "fields of config.json to ignore although their effect on the model is not known", metavar="NAME"
     )
 
 
@@ -81,23 +81,23 @@ MODEL_FILES = tuple(field.name for field in fields(ModelFiles))
 
 
 class EngineConfig(ModelFiles):
-    """One engine."""
+    """Configuration of one engine."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = option(
         "auto",
-        "computation dtype; auto: the model's; float32 for bfloat16 on a CPU that only emulates it",
+        "computation dtype; auto: the model's, but float32 instead of bfloat16 on a CPU that only emulates it",
         also={"half": "float16", "float": "float32"},
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto",
-        "dtype in which KV is stored; auto: that of computation; fp8: e4m3fn, with the checkpoint's KV scales",
+        "dtype in which KV is stored; auto: the computation dtype; fp8: e4m3fn, with the checkpoint's KV scales",
         also={"fp8_e4m3": "fp8"},
     )
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute; auto: cuda where there is one")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "device to compute on; auto: cuda if available")
     devices: str | None = option(
         None,
-        "CUDA devices that ranks may compute on, such as 0,1 or 0-3 (default: all); a rank takes one, and where there "
-        "are fewer, engines share them",
+        "CUDA devices that ranks may compute on, such as 0,1 or 0-3 (default: all); each rank takes one, and engines "
+        "share devices if there are too few",
         metavar="LIST",
     )
     block_size: Annotated[int, Meta(ge=16, multiple_of=16)] = option(16, "tokens per KV block, a multiple of 16")
@@ -113,9 +113,9 @@ class EngineConfig(ModelFiles):
         "shared out among the engines of a launch, and at least 256MiB each)",
     )
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = option(
-        None, "share of its GPU's memory that an engine may use (default: 0.9, shared out among those on one GPU)"
+        None, "share of its GPU's memory that an engine may use (default: 0.9, divided among the engines on one GPU)"
     )
-    max_num_seqs: Positive = option(256, "most requests in one step")
+    max_num_seqs: Positive = option(256, "maximum number of requests in one step")
     max_num_batched_tokens: Positive | None = option(
         None, "most tokens in one step, at least max_num_seqs (default: 2048 on a CPU, 8192 on a GPU)"
     )
@@ -125,18 +125,18 @@ class EngineConfig(ModelFiles):
     )
     preemption: Preemption = option(
         "auto",
-        "KV of requests that had to give their blocks up: read again from host memory or a store, where it is, or "
-        "computed again; auto: what takes less time",
+        "what to do with the KV of preempted requests: swap: reload it from host memory or a store if it is there; "
+        "recompute: compute it again; auto: whichever takes less time",
     )
     enable_prefix_caching: bool = option(
-        True, "find the KV of a prompt's first tokens in the engine's pool, where an earlier request has left it"
+        True, "reuse the KV of a prompt's first tokens if an earlier request has left it in the engine's pool"
     )
     in_turn_below_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
-        0.05, "on a CPU, steps that are expected to take less are computed in turn, which then costs less; 0: none are"
+        0.05, "on a CPU, steps expected to take less than this are not planned ahead, which is cheaper; 0: all are"
     )
     attention_backend: Literal["auto", "triton", "flashinfer"] = option(
         "auto",
-        "attention on a GPU: pdkv's Triton kernels, or FlashInfer for steps with prompts; auto: FlashInfer where it is "
+        "attention on a GPU: pdkv's Triton kernels, or FlashInfer for steps with prompts; auto: FlashInfer if it is "
         "installed and passes a test at start",
         also={"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
     )
@@ -146,32 +146,35 @@ class EngineConfig(ModelFiles):
     long_prefill_token_threshold: Natural = option(
         0, "most prompt tokens of one request in a step that others run in or wait for; 0 = no bound"
     )
-    threads: Positive | None = option(None, "computing threads per rank (default: cores / ranks of all engines)")
+    threads: Positive | None = option(None, "compute threads per rank (default: cores / ranks of all engines)")
     cpu_linears: Literal["auto", "torch"] = option(
         "auto",
-        "linear layers on a CPU and the passes between them: by pdkv's compiled kernels where it has better ones than "
-        "torch, or always by torch; "
-        "engines that share KV or take over streams must agree",
+        "linear layers on a CPU and the passes between them: auto: pdkv's compiled kernels where they are faster "
+        "than torch; torch: always torch; engines that share KV or take over streams must agree",
     )
-    tp: Positive = option(1, "ranks of one engine: processes that share its heads, neurons and vocabulary")
+    tp: Positive = option(1, "ranks (processes) of one engine, which share its heads, neurons and vocabulary")
     check_finite: bool = option(
-        False, "check KV and logits for NaN and infinity, and fail only the requests that have them"
+        False, "check KV and logits for NaN and infinity, and fail only the requests that contain them"
     )
-    rank_timeout_s: Seconds = option(30.0, "how long a rank may keep the others waiting before the engine ends")
+    rank_timeout_s: Seconds = option(30.0, "how long a rank may keep the others waiting before the engine exits")
     grammar_time_s: Seconds = option(
         2.0,
-        "processor time that one grammar (JSON schema, regex, EBNF) may take; it earns 5 ms back by each token. Behind "
-        "that its requests get 400, and so do others that have it for a minute",
+        "processor time that one grammar (JSON schema, regex, EBNF) may take; each token earns 5 ms back. Beyond it, "
+        "its requests get a 400, and so do others with the same grammar for a minute",
     )
-    grammar_memory: Size = option(512 << 20, "memory that a process may take which matches a tenant's grammars")
-    grammar_processes: Positive = option(8, "such processes of an engine; where tenants are more, some share one")
+    grammar_memory: Size = option(512 << 20, "memory limit of each process that matches a tenant's grammars")
+    grammar_processes: Positive = option(
+        8, "maximum number of such processes of an engine; if there are more tenants, some share one"
+    )
     logits_processors: Names = option(
         (),
         "logits processors that requests may ask for: names of entry points in the group "
         '"pdkv.sampling.logits_processors", or "module:Class"',
         metavar="NAME",
     )
-    cpu_bind: str | None = option(None, "CPUs to pin to, such as 0-1 or 0,2; per engine separated by |", metavar="CPUS")
+    cpu_bind: str | None = option(
+        None, "CPUs to pin engines to, such as 0-1 or 0,2; sets for several engines are separated by |", metavar="CPUS"
+    )
 
     @property
     def host_kv_bytes(self) -> int:
@@ -185,17 +188,17 @@ class EngineConfig(ModelFiles):
 
     @property
     def in_host_memory(self) -> bool:
-        """Whether the pool will lie in host memory, as far as that can be told without torch."""
+        """Whether the pool will lie in host memory, as far as that is known without torch."""
         return self.device == "cpu" or (self.device == "auto" and count_cuda_devices() == 0)
 
     @property
     def least_step_ahead_s(self) -> float:
-        """Seconds from which a step is worth planning ahead of: see `make_step_loop`."""
+        """Duration in seconds from which a step is worth planning ahead: see `make_step_loop`."""
         return self.in_turn_below_s if self.in_host_memory else 0.0
 
     @property
     def device_numbers(self) -> tuple[int, ...] | None:
-        """The CUDA devices of `devices`; None: all."""
+        """The CUDA devices named by `devices`; None: all."""
         return None if self.devices is None else parse_numbers("devices", self.devices)
 
     def __post_init__(self) -> None:
@@ -216,7 +219,7 @@ class HandoffConfig(Options):
 
     connector: str = option(
         "shared_memory",
-        "KV connector by its registry name; where KV lies on several GPUs the default is nixl",
+        "KV connector, by its registered name (default: shared_memory, or nixl if KV lies on several GPUs)",
         metavar="NAME",
     )
     connector_config: Mapping[str, str] = option(
@@ -224,12 +227,15 @@ class HandoffConfig(Options):
     )
     kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
     kv_checksum: Literal["off", "sample", "on"] = option(
-        "on", "compare digests of handed-off KV, as sent and as it arrived: never, for one transfer in 16, always"
+        "on",
+        "compare digests of handed-off KV, before sending and after arrival: never, for one transfer in 16, or always",
     )
-    kv_load_timeout_s: Seconds = option(30.0, "deadline of a KV load, from its allocation on")
-    lease_timeout_s: Seconds = option(90.0, "how long prefill keeps handed-off KV; must exceed the load deadline")
+    kv_load_timeout_s: Seconds = option(30.0, "deadline of a KV load, counted from its allocation")
+    lease_timeout_s: Seconds = option(
+        90.0, "how long a prefill engine keeps handed-off KV; must exceed the load deadline"
+    )
     max_leased_fraction: Annotated[float, Meta(gt=0)] = option(
-        0.5, "share of the KV pool for leases and prompts being computed; above 1, prompts may preempt each other"
+        0.5, "share of the KV pool for leases and prompts being computed; above 1, prompts may preempt one another"
     )
 
     def __post_init__(self) -> None:
@@ -241,24 +247,24 @@ class HandoffConfig(Options):
 
 
 class TiersConfig(Options):
-    """Where KV is kept below the engines' pools, beside any hand-off."""
+    """Where KV is kept below the engines' pools, next to any hand-off."""
 
     kv_host_memory: Annotated[Bytes, Meta(ge=1 << 20)] | None = option(
         None,
-        "host memory of each engine for a copy of all KV, of which the least recently used goes first; the launch "
-        "keeps it when the engine dies",
+        "host memory of each engine for a copy of all KV; the least recently used is dropped first; the launch keeps "
+        "it if the engine dies",
     )
     kv_store: str = option(
         "",
-        "URL (or @FILE that holds it) of a store below that, such as redis://…, file:///directory, s3://bucket, "
-        "lmcache://…; several, separated by commas, are tiers, the fastest first",
+        "URL (or @FILE that holds it) of a store below host memory, such as redis://…, file:///directory, "
+        "s3://bucket, lmcache://…; several, separated by commas, form tiers, fastest first",
         metavar="URL[,URL…]",
         secret=True,
     )
 
     @property
     def wanted(self) -> bool:
-        """Whether there are any."""
+        """Whether any tier is configured."""
         return bool(self.kv_host_memory or self.kv_store)
 
 
@@ -270,16 +276,16 @@ class HttpApi(Options):
     )
     tool_parser: str = option(
         "auto",
-        "parser for tool calls in answers; auto: chosen by the model's chat template, none: they stay in the text",
+        "parser for tool calls in answers; auto: chosen by the model's chat template; none: calls stay in the text",
         metavar="NAME",
     )
     tool_parser_plugin: Path | None = option(
         None,
-        "file of Python that defines a tool parser, which runs in the router; only you may be able to write it",
+        "Python file that defines a tool parser, which runs in the router; it must be writable only by you",
         metavar="FILE",
     )
     reasoning_parser: str = option(
-        "none", "parser that separates reasoning from the answer; none: it stays in the text", metavar="NAME"
+        "none", "parser that separates reasoning from the answer; none: reasoning stays in the text", metavar="NAME"
     )
     trust_request_chat_template: bool = option(
         False, "take chat_template of requests; each is rendered by a process of its own, with 2 s of a processor"
@@ -295,51 +301,55 @@ class HttpApi(Options):
 
 
 class RecoveryConfig(Options):
-    """What the router does for requests whose engines fail them (docs/failures.md)."""
+    """What the router does with requests whose engines fail (docs/failures.md)."""
 
-    retry_limit: Natural = option(3, "how often a request may begin again on other engines before its first token")
+    retry_limit: Natural = option(
+        3, "how many times a request may be started again on other engines before its first token"
+    )
     migration_limit: Natural = option(
         3, "how many times a request may continue on another engine after its first token; 0: it fails at once"
     )
     take_over: bool = option(
-        False, "while no engine of one role is live, engines of the other do its work, too; else requests wait for one"
+        False,
+        "while no engine of one role is live, let engines of the other do its work, too; otherwise requests wait "
+        "for one",
     )
 
 
 Reuse = Literal["auto", "always", "never"]
-"""When an engine that runs a prompt reads what another engine has of it."""
+"""When an engine that runs a prompt reads KV that another engine has cached for it."""
 
 
 LocalTurns = Literal["auto", "always", "never"]
-"""Whether a decode engine computes what it lacks of a prompt that it has nearly all of."""
+"""Whether a decode engine that has nearly all of a prompt computes the rest itself."""
 
 
 class ReuseConfig(Options):
-    """What is done with KV that some engine has cached already (docs/kv-hierarchy.md)."""
+    """How KV that some engine has already cached is reused (docs/kv-hierarchy.md)."""
 
     kv_reuse: Reuse = option(
         "auto",
-        "whether prefill reads KV that another engine has cached; auto: where that takes less time than computing it",
+        "whether prefill reads KV that another engine has cached; auto: if that takes less time than computing it",
     )
     local_turns: LocalTurns = option(
         "auto",
-        "whether a decode engine that has nearly all of a prompt computes the rest itself; auto: where that takes less "
-        "time than prefill and a hand-off; with policy prefix_aware only",
+        "whether a decode engine that has nearly all of a prompt computes the rest itself; auto: if that takes less "
+        "time than prefill and a hand-off; only with policy prefix_aware",
     )
 
 
 class HttpLimits(Options):
-    """What one client, and all of them together, may cost the HTTP server."""
+    """Limits of the HTTP server, for one client and for all together."""
 
     max_body_bytes: Size = option(4 << 20, "size of a request body; larger ones get 413")
     max_body_memory: Size = option(
-        24 << 20, "request bodies held at once until they are tokenized; beyond it they wait to be read"
+        24 << 20, "memory for request bodies that are not tokenized yet; beyond it, reading further bodies waits"
     )
     max_header_bytes: Size = option(32 << 10, "size of a request line and headers; larger ones get 431")
     max_headers: Positive = option(100, "number of headers of a request; more get 431")
     max_url_bytes: Size = option(8 << 10, "length of a URL; longer ones get 414")
     max_connections: Positive = option(
-        8192, "open connections, fewer where the limit on open files is low; further ones get 503"
+        8192, "open connections, fewer if the limit on open files is low; further ones get 503"
     )
     header_timeout_s: Seconds = option(
         10.0, "how long headers may take, from a request's first byte on; a connection's first ones: from connecting on"
@@ -358,7 +368,8 @@ class HttpLimits(Options):
     )
     min_send_rate: Annotated[Bytes, Meta(ge=0)] = option(
         4 << 10,
-        "bytes a second that a client must read on the average of what is there for it, else it is dropped likewise",
+        "average bytes per second that a client must read while there is something to read; slower clients are "
+        "treated likewise",
     )
     max_answer_memory: Size = option(
         128 << 20,
@@ -384,46 +395,45 @@ class HttpLimits(Options):
 
 
 class AdmissionConfig(Options):
-    """What may wait for engines in the router (docs/admission.md)."""
+    """Limits on what may wait in the router for engines (docs/admission.md)."""
 
     max_queued_requests: Positive = option(
-        16384, "choices of requests that may wait for engines, each prompt n times; further requests get 429"
+        16384, "choices of requests that may wait for engines (each prompt counts n times); further requests get 429"
     )
-    max_queued_tokens: Positive = option(1 << 22, "prompt tokens of them; further requests get 429")
-    best_priority: int = option(
-        0, "the most urgent priority that clients without a key may ask for; lower is more urgent"
-    )
+    max_queued_tokens: Positive = option(1 << 22, "prompt tokens of waiting requests; further requests get 429")
+    best_priority: int = option(0, "most urgent priority that clients without a key may ask for; lower is more urgent")
     require_cache_salt: bool = option(
-        False, "refuse requests without cache_salt, so that counts of cached tokens tell nobody what others asked"
+        False,
+        "refuse requests without cache_salt, so that counts of cached tokens reveal nothing about other users' prompts",
     )
 
 
 class AccessConfig(Options):
-    """Who may use the router (docs/admission.md)."""
+    """Access rights to the router (docs/admission.md)."""
 
     api_key_file: Path | None = option(
-        None, "TOML file of API keys, made by `pd key new`; without it, clients need none", metavar="FILE"
+        None, "TOML file of API keys, made by `pd key new`; without it, clients need no key", metavar="FILE"
     )
-    protect_metrics: bool = option(False, "/metrics and /topology only with a key that has admin = true")
+    protect_metrics: bool = option(False, "serve /metrics and /topology only to keys that have admin = true")
     cors_origin: Names = option((), "web origins whose pages may use the API; * = all", metavar="ORIGIN")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.protect_metrics and self.api_key_file is None:
-            raise ConfigError("protect_metrics needs an api_key_file: without keys there is no admin")
+            raise ConfigError("protect_metrics requires api_key_file: without keys there is no admin")
 
 
 class TlsConfig(Options):
-    """TLS of the HTTP server (docs/operations.md); the names are vLLM's."""
+    """TLS of the HTTP server (docs/operations.md), with vLLM's names."""
 
     ssl_certfile: Path | None = option(
-        None, "PEM file of the server's certificate chain; turns HTTPS on and plain HTTP off", metavar="FILE"
+        None, "PEM file of the server's certificate chain; enables HTTPS and disables plain HTTP", metavar="FILE"
     )
     ssl_keyfile: Path | None = option(
-        None, "PEM file of its private key, not encrypted (absent: it is in --ssl-certfile)", metavar="FILE"
+        None, "PEM file of its private key, unencrypted (default: in --ssl-certfile)", metavar="FILE"
     )
     ssl_ca_certs: Path | None = option(
-        None, "PEM file of the authorities that sign clients' certificates", metavar="FILE"
+        None, "PEM file of the authorities that sign client certificates", metavar="FILE"
     )
     ssl_cert_reqs: Literal["none", "optional", "required"] | None = option(
         None,
@@ -435,15 +445,18 @@ class TlsConfig(Options):
         super().__post_init__()
         given = next((name for name in ("ssl_keyfile", "ssl_ca_certs") if getattr(self, name) is not None), None)
         if self.ssl_certfile is None and (given is not None or self.ssl_cert_reqs not in (None, "none")):
-            raise ConfigError(f"{given or 'ssl_cert_reqs'} needs an ssl_certfile: without one there is no TLS")
+            raise ConfigError(f"{given or 'ssl_cert_reqs'} requires ssl_certfile: without it there is no TLS")
         if self.ssl_ca_certs is None and self.ssl_cert_reqs not in (None, "none"):
-            raise ConfigError(f"ssl_cert_reqs {self.ssl_cert_reqs} needs ssl_ca_certs: whose certificates are taken?")
+            raise ConfigError(
+                f"ssl_cert_reqs {self.ssl_cert_reqs} requires ssl_ca_certs: set it to the authorities that sign "
+                "client certificates"
+            )
         if self.ssl_ca_certs is not None and self.ssl_cert_reqs == "none":
             raise ConfigError("ssl_ca_certs has no effect with ssl_cert_reqs none: no certificate would be looked at")
 
     @property
     def client_certificates(self) -> Literal["none", "optional", "required"]:
-        """Whether clients must have one."""
+        """Whether clients must present a certificate."""
         return self.ssl_cert_reqs or ("none" if self.ssl_ca_certs is None else "required")
 
 
@@ -456,12 +469,14 @@ class HealthConfig(Options):
 
 
 class ObservabilityConfig(Options):
-    """What a deployment says about itself beside its metrics."""
+    """What a deployment reports about itself besides its metrics."""
 
-    log_format: Literal["text", "json"] = option("text", "log lines on stderr: text for people, or a JSON object each")
-    access_log: bool = option(True, "log a line per request: who, how it ended, where it ran, tokens and times")
+    log_format: Literal["text", "json"] = option(
+        "text", "format of log lines on stderr: plain text, or one JSON object each"
+    )
+    access_log: bool = option(True, "log one line per request: client, outcome, engines, tokens and times")
     otlp_endpoint: str | None = option(
-        None, "send spans of requests to this OpenTelemetry collector (OTLP over HTTP); needs pdkv[otel]", metavar="URL"
+        None, "send request spans to this OpenTelemetry collector (OTLP over HTTP); needs pdkv[otel]", metavar="URL"
     )
     loop_watchdog_ms: Annotated[float, Meta(ge=0)] = option(
         0.0, "count and name what holds the router's event loop for longer; a thread looks at it all the time; 0 = off"
@@ -475,7 +490,7 @@ class ObservabilityConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """The router, by concern: all that `pd launch` and the router are told of, with its headings in help texts."""
+    """The router's configuration, by concern: everything `pd launch` passes to it, with the headings of help texts."""
 
     http: HttpLimits = field(default_factory=HttpLimits)
     api: HttpApi = field(default_factory=HttpApi)
@@ -489,12 +504,12 @@ class RouterConfig:
 
     @property
     def reads_files(self) -> bool:
-        """Whether the router has files that SIGHUP has it read again."""
+        """Whether the router has files to read again on SIGHUP."""
         return self.access.api_key_file is not None or self.tls.ssl_certfile is not None
 
 
 def _check_collector(url: str) -> None:
-    """Raise ConfigError for what is no URL of a collector, without repeating a password in it."""
+    """Raise ConfigError for an invalid collector URL, without repeating a password in it."""
     try:
         parts = urlsplit(url)
         good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -503,4 +518,4 @@ def _check_collector(url: str) -> None:
     if not good:
         raise ConfigError(f"otlp_endpoint must be http://HOST:PORT or https://…, got {without_secrets(url)!r}")
     if "@" in parts.netloc:
-        raise ConfigError("otlp_endpoint must hold no password: put it into OTEL_EXPORTER_OTLP_HEADERS")
+        raise ConfigError("otlp_endpoint must not contain a password: put it into OTEL_EXPORTER_OTLP_HEADERS")

@@ -5,7 +5,7 @@ PdkvError
 │   └── GrammarGivenUp       its grammar cost more than a grammar may
 ├── ConfigError              a wrong flag, file or value at start: exit code 2
 │   ├── ModelError           a model directory that is missing, broken or not supported
-│   ├── UnknownConnector     a connector name that no registry entry or entry point has
+│   ├── UnknownConnector     a connector name without a registry entry or entry point
 │   └── IncompatiblePeers    two engine cards that cannot exchange KV
 ├── StartupError             a process that did not become ready
 │   ├── DiedEarly            it ended before that
@@ -13,7 +13,7 @@ PdkvError
 ├── RankError                one rank of an engine failed, and the engine with it
 │   ├── RankTimeout          it did not answer in time
 │   └── RankGone             it went away
-├── MalformedMessage         bytes from a peer that are no message: counted and dropped
+├── MalformedMessage         bytes from a peer that are not a message: counted and dropped
 ├── UnsendableMessage        a message to a peer that no frame can carry
 ├── EngineUnavailable        no engine can take the request now: HTTP 503
 │   └── NoEngine             none of a role is ready; one may come back
@@ -25,7 +25,7 @@ PdkvError
 │   ├── RequestTimeout       its deadline passed
 │   ├── RequestAborted       its client or its router gave it up
 │   ├── NonFiniteLogits      its model computed NaN or infinity for it
-│   ├── LogitsProcessorFailed  a logits processor that it asked for raised, or returned what are no logits
+│   ├── LogitsProcessorFailed  a logits processor that it asked for raised, or returned invalid logits
 │   ├── EngineDied           the engine that ran it went away
 │   ├── EngineGivenUp        the engine that ran it was left for another one
 │   └── KillsEngines         every engine that ran it alone went away
@@ -55,14 +55,14 @@ class PdkvError(Exception):
     """Base of every error that pdkv raises on purpose."""
 
     code = "internal_error"
-    """Short stable name: the wire's and the metrics' form of the type."""
+    """Short stable name of the type, on the wire and in metrics."""
 
     status = 500
     """HTTP's, where a client meets it."""
 
     def anew(self) -> Self:
-        """A copy to keep, or to raise again: the traceback of one that was raised keeps alive what its frames refer to,
-        such as a peer's memory.
+        """A copy to keep, or to raise again: the traceback of a raised error keeps alive what its frames refer to, such
+        as a peer's memory.
         """
         return copy(self)
 
@@ -79,7 +79,7 @@ class InvalidRequest(PdkvError):
 
 
 class GrammarGivenUp(InvalidRequest):
-    """A grammar took more time or memory than it may; router and engines refuse it for a minute by its digest."""
+    """A grammar took more time or memory than allowed; router and engines refuse it for a minute by its digest."""
 
     code = "grammar_given_up"
 
@@ -97,7 +97,7 @@ class ModelError(ConfigError):
 
 
 class UnknownConnector(ConfigError):
-    """A connector name that nothing provides; the message lists the known ones."""
+    """A connector name that is not provided; the message lists the known ones."""
 
     code = "unknown_connector"
 
@@ -119,7 +119,7 @@ class DiedEarly(StartupError):
 
 
 class OtherRankGone(StartupError):
-    """A rank could not start without another one, which went away before it was ready: the reason is that one's."""
+    """A rank could not start without another one, which ended before it was ready and has the reason."""
 
 
 class RankError(PdkvError):
@@ -135,19 +135,19 @@ class RankTimeout(RankError):
 
 
 class RankGone(RankError):
-    """A rank went away."""
+    """A rank is gone."""
 
     code = "rank_gone"
 
 
 class MalformedMessage(PdkvError):
-    """Bytes from a peer that cannot be decoded; who receives them counts and drops them."""
+    """Bytes from a peer that cannot be decoded; the receiver counts and drops them."""
 
     code = "malformed_message"
 
 
 class UnsendableMessage(PdkvError):
-    """A message to a peer that is too long for a frame, or that has a value which the wire cannot express."""
+    """A message to a peer that is too long for a frame, or has a value that the wire cannot express."""
 
     code = "unsendable_message"
 
@@ -164,7 +164,7 @@ class NoEngine(EngineUnavailable):
 
 
 class ServerBusy(PdkvError):
-    """The router, or an engine, is at one of its limits; the same request can work `retry_after_s` later."""
+    """The router, or an engine, has reached one of its limits; the same request may succeed `retry_after_s` later."""
 
     code = "server_busy"
     status = 503
@@ -175,13 +175,13 @@ class ServerBusy(PdkvError):
 
 
 class Draining(ServerBusy):
-    """The router takes no new requests: it is about to stop."""
+    """The router takes no new requests, since it is about to stop."""
 
     code = "draining"
 
 
 class TooManyRequests(PdkvError):
-    """The queue is full, or a key has as much as it may have; try again after `retry_after_s`, whole seconds."""
+    """The queue is full, or a key has reached its limit; try again after `retry_after_s`, whole seconds."""
 
     code = "rate_limit_exceeded"
     status = 429
@@ -192,7 +192,7 @@ class TooManyRequests(PdkvError):
 
 
 class Unauthorized(PdkvError):
-    """No API key, an unknown one, or (status 403) one that may not do this."""
+    """No API key, an unknown one, or (status 403) one without the necessary rights."""
 
     code = "invalid_api_key"
 
@@ -227,33 +227,33 @@ class RequestAborted(RequestFailed):
 
 
 class NonFiniteLogits(RequestFailed):
-    """The model computed NaN or infinity for the request; on a second engine it did, too, if there is one."""
+    """The model computed NaN or infinity for the request, on a second engine, too, if there is one."""
 
     code = "non_finite_logits"
 
 
 class LogitsProcessorFailed(RequestFailed):
-    """A logits processor raised, or returned what are no logits; on a second engine it did, too, if there is one."""
+    """A logits processor raised an error or returned invalid logits, on a second engine, too, if there is one."""
 
     code = "logits_processor_failed"
 
 
 class EngineDied(RequestFailed):
-    """The engine that ran the request went away."""
+    """The engine that ran the request is gone."""
 
     code = "engine_died"
     status = 503
 
 
 class EngineGivenUp(RequestFailed):
-    """The engine that ran the request lives, and seems unable to go on; no other one could take over."""
+    """The engine that ran the request is alive but seems unable to continue; no other one could take over."""
 
     code = "engine_given_up"
     status = 503
 
 
 class KillsEngines(RequestFailed):
-    """Engines went away whenever they ran this request; it is not tried on a further one."""
+    """Engines died whenever they ran this request; it is not tried on another one."""
 
     code = "kills_engines"
 
@@ -281,13 +281,13 @@ class TransferCancelled(TransferError):
 
 
 class StaleGeneration(TransferError):
-    """The source blocks were reused while they were read: what was read is refused."""
+    """The source blocks were reused while they were read; the data is refused."""
 
     code = "stale_generation"
 
 
 class KVCorrupted(TransferError):
-    """What arrived is not what the source had: their digests differ, or the source's are missing."""
+    """The received KV is not what the source had: their digests differ, or the source's are missing."""
 
     code = "kv_corrupted"
 
@@ -305,7 +305,7 @@ class StaleEpoch(TransferError):
 
 
 class PeerGone(TransferError):
-    """The peer went away."""
+    """The peer is gone."""
 
     code = "peer_gone"
 
@@ -317,7 +317,7 @@ class Unauthenticated(TransferError):
 
 
 class KVNotFound(TransferError):
-    """The source does not have the blocks, or not any more."""
+    """The source does not have the blocks, or no longer has them."""
 
     code = "kv_not_found"
 
@@ -329,7 +329,7 @@ class StoreError(TransferError):
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be reached, or not any more."""
+    """The store cannot be reached, or can no longer be reached."""
 
     code = "store_unavailable"
 
@@ -347,12 +347,12 @@ class StoreFull(StoreError):
 
 
 class StoreReadOnly(StoreError):
-    """The store takes no writes now: a replica, one whose snapshots fail, one that this user may only read."""
+    """The store takes no writes now: a replica, one with failing snapshots, or one that this user may only read."""
 
     code = "store_read_only"
 
 
 class StoreUnable(StoreError):
-    """The store cannot do what it was asked for, whatever is in it."""
+    """The store cannot do what was requested, whatever its content."""
 
     code = "store_unable"

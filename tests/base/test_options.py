@@ -99,7 +99,7 @@ def test_an_option_is_named_as_it_was_typed() -> None:
 
 @pytest.mark.parametrize("texts", [{}, {"path": ""}])
 def test_an_option_that_is_missing_is_named_with_what_it_is(texts: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="connector sample: needs the option path=FILE: where the file is"):
+    with pytest.raises(ConfigError, match="connector sample: requires the option path=FILE: where the file is"):
         Sample.parse(OptionTexts(texts, "connector sample"))
 
 

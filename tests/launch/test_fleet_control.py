@@ -33,7 +33,7 @@ def run_dir() -> Iterator[RunDirectory]:
     ("launch", "engine", "counts", "message"),
     [
         (LaunchConfig(), {}, {"decode": 0}, "decode must be at least 1, got 0"),
-        (LaunchConfig(prefill=0), {}, {"prefill": 1}, "this launch has aggregated engines only; --decode says how"),
+        (LaunchConfig(prefill=0), {}, {"prefill": 1}, "this launch only has aggregated engines; use --decode"),
         (LaunchConfig(), {"kv_cache_memory": 1 << 50}, {"decode": 3}, r"2 KV pools of 1048576.0 GiB .* need 2097152.0"),
         (LaunchConfig(prefill=2, decode=2), {"cpu_bind": "0|1"}, {"decode": 3}, "for 2 engines and none for decode-2"),
     ],

@@ -144,7 +144,7 @@ def test_host_memory_counts_among_what_must_fit(monkeypatch: pytest.MonkeyPatch)
     )
     with pytest.raises(ConfigError, match=needed):
         plan.check_memory(engines, TiersConfig(kv_host_memory=8 * gib))
-    with pytest.raises(ConfigError, match=r"and 7\.0 GiB that was promised to others"):
+    with pytest.raises(ConfigError, match=r"and 7\.0 GiB already promised to others"):
         plan.check_memory(engines, tiers, num_promised_bytes=7 * gib)
     on_gpu = EngineConfig(device="cuda")
     with pytest.raises(ConfigError, match=r"^20\.0 GiB of host memory for each of 1 engines \(--kv-host-memory\)"):

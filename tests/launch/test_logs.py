@@ -137,7 +137,7 @@ def test_a_line_that_was_cut_does_not_run_into_the_next_one() -> None:
         end, told, whole = os.read(reading, 1 << 20).decode().splitlines()
         assert (end, told.partition(": ")[2], whole.partition(": ")[2]) == (
             "",
-            "1 log lines were lost: nobody read them",
+            "1 log lines were lost because they were not read",
             "whole",
         )
     finally:

@@ -122,7 +122,7 @@ def test_a_save_that_does_not_end_does_not_hold_generate_for_ever(
         ({"connector": "p2p"}, ConfigError, "'p2p' carries KV between two engines that a router brings together"),
         ({"connector": "shared_storage"}, ConfigError, "path"),
         ({"connector": "store", "connector_config": {"uri": "memory://"}}, ConfigError, "uri"),
-        ({"connector_config": {"path": "/tmp/kv"}}, ConfigError, "needs a connector"),
+        ({"connector_config": {"path": "/tmp/kv"}}, ConfigError, "requires a connector"),
     ],
 )
 def test_what_cannot_work_is_refused_before_weights_are_loaded(

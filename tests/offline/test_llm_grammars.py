@@ -133,7 +133,7 @@ def test_a_chat_is_answered_in_its_shape(llm: LLM) -> None:
     [
         (StructuredOutputs(json={"type": "object", "properties": {"a": {"type": "strin"}}}), "strin"),
         (StructuredOutputs(grammar='root ::= "a'), "the grammar cannot be read"),
-        (StructuredOutputs(), "structured_outputs takes one of"),
+        (StructuredOutputs(), "structured_outputs requires exactly one of"),
     ],
     ids=["schema", "grammar", "nothing"],
 )

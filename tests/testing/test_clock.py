@@ -137,7 +137,7 @@ def test_the_machines_clock_calls_on_the_loop() -> None:
 
 def test_threads_that_do_not_come_are_said(clock: VirtualClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REAL_LIMIT_S", 0.01)
-    with pytest.raises(TimeoutError, match="0 threads wait by this clock, 2 were expected"):
+    with pytest.raises(TimeoutError, match="0 threads are waiting on this clock, expected 2"):
         clock.until_waiting(2)
 
 

@@ -448,7 +448,7 @@ def test_a_block_is_free_when_its_step_its_holds_and_its_loads_are_over() -> Non
 @pytest.mark.parametrize(
     ("name", "config", "message"),
     [
-        ("nixl", {}, "found by its content"),
+        ("nixl", {}, "found by content"),
         ("shared_storage", {"path": "/kv", "load": "layerwise"}, "load=async"),
         ("telepathy", {}, "unknown connector"),
     ],

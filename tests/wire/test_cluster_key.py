@@ -95,7 +95,7 @@ def test_a_key_file_is_private_and_long_enough(tmp_path: Path) -> None:
         ClusterKey.read(path)
     path.touch(mode=0o600)
     path.write_text("a" * 31 + "\n")
-    with pytest.raises(ConfigError, match=r"has 31 bytes, at least 32 .*openssl rand"):
+    with pytest.raises(ConfigError, match=r"has 31 bytes, but at least 32 .*openssl rand"):
         ClusterKey.read(path)
     path.write_text("a" * 32 + "\n")
     ClusterKey.read(path)
@@ -104,7 +104,7 @@ def test_a_key_file_is_private_and_long_enough(tmp_path: Path) -> None:
         ClusterKey.read(path)
     path.write_text("a" * 32)
     path.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"may be read by other users: chmod 600"):
+    with pytest.raises(ConfigError, match=r"is readable by other users: chmod 600"):
         ClusterKey.read(path)
 
 

@@ -1,4 +1,4 @@
-"""The attention of one step: what a backend gets before the layers run."""
+"""The attention interface of one step: the input of a backend before the layers run."""
 
 from abc import ABC, abstractmethod
 from typing import NamedTuple
@@ -11,16 +11,16 @@ from pdkv.models.heads import Heads
 
 
 class Layer(NamedTuple):
-    """Where a layer's KV lies, and how far back it looks."""
+    """Where a layer's KV is stored, and how far back it looks."""
 
     group: int  # of the block tables
     layer: int  # of a block's layers
-    window: int | None = None  # how many keys a query sees, its own included; None: all up to its own
-    kv_scales: tuple[float, float] = (1.0, 1.0)  # what 1.0 stands for in K and V that are stored in FP8
+    window: int | None = None  # the number of keys that a query sees, including its own; None: all up to its own
+    kv_scales: tuple[float, float] = (1.0, 1.0)  # the value of 1.0 in K and V that are stored in FP8
 
 
 class ModelInputs(NamedTuple):
-    """What the model itself takes of a step, padded, on its device."""
+    """The model's own input of a step, padded, on its device."""
 
     token_ids: torch.Tensor  # (n,) int64
     positions: torch.Tensor  # (n,) int64
@@ -39,27 +39,27 @@ class AttentionBackend(ABC):
         Args:
             block_tables: (groups, max_num_seqs, max_blocks), the batch's own, by KV group and slot.
             rows: ascending tokens of the step whose attention the last layer must give; None for all.
-            size: to how many rows a step is padded that has one token per request; only where `pads_decodes`. All that
-                `attend` then reads of the step lies where it lay in the last step of that size.
+            size: the number of rows to which a step of one token per request is padded; only if `pads_decodes`.
+                Everything that `attend` then reads of the step is at the same address as in the last step of that size.
         """
 
     @property
     def pads_decodes(self) -> bool:
-        """Whether steps of one token per request may be padded, and what they run be captured."""
+        """Whether steps of one token per request may be padded, and their work captured."""
         return False
 
     @abstractmethod
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
         """Attention of (n, heads + 2 * kv_heads, head_size) -> (n or len(rows), heads * head_size), both padded.
 
-        `heads`: what queries and keys go through first, in place; None: they already have.
+        `heads`: applied to queries and keys first, in place; None: it already has been.
         """
 
     def padded(self, num_rows: int) -> int:
-        """To how many rows a step, and the rows of its last layer, are padded. Padding is never written to the pool."""
+        """The padded numbers of rows of a step, and of its last layer. Padding is never written to the pool."""
         return num_rows
 
 
 def pad(array: IntArray, size: int) -> IntArray:
-    """`array` (n,) followed by zeros, `size` in all."""
+    """`array` (n,) followed by zeros, `size` values in total."""
     return array if len(array) == size else np.concatenate([array, np.zeros(size - len(array), dtype=array.dtype)])

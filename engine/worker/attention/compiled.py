@@ -1,4 +1,4 @@
-"""Attention by the compiled kernels, which read paged KV where it lies: of single queries, and of prompts."""
+"""Attention by the compiled kernels, which read paged KV in place: for single queries, and for prompts."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ Args = TypeVar("Args", host.AttentionArgs, prompts.PromptArgs)
 
 
 class _Taken(NamedTuple):
-    """What a kernel reads of a step's work, by its names; the vectors are kept alive for it."""
+    """A kernel's arguments taken from a step's work, by name, with the vectors kept alive."""
 
     work: object
     vectors: Sequence[IntArray]
@@ -25,10 +25,10 @@ class _Taken(NamedTuple):
 
 
 class _Queries(ABC, Generic[Work, Args]):
-    """Over one pool. `prepare` once per step, then `attend` per layer."""
+    """Attention over one pool. Call `prepare` once per step, then `attend` per layer."""
 
     def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
-        """`kv_pool` as in `KVLayout.pool_shape`, contiguous, of a dtype that the kernel takes."""
+        """`kv_pool` as in `KVLayout.pool_shape`, contiguous, of a dtype that the kernel supports."""
         self._pool = kv_pool
         _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
         side = kv_heads * block_size * head_size
@@ -48,14 +48,14 @@ class _Queries(ABC, Generic[Work, Args]):
 
     @abstractmethod
     def _make_args(self, **fields: int) -> Args:
-        """The kernel's, with these fields."""
+        """The kernel's arguments, with these fields."""
 
     @abstractmethod
     def _vectors(self, work: Work, tables: IntArray) -> Mapping[str, IntArray]:
-        """What the kernel reads of `work`, by its names; `tables` (slots of all groups, max_blocks)."""
+        """The arrays that the kernel reads of `work`, by name; `tables` (slots of all groups, max_blocks)."""
 
     def _scalars(self, work: Work) -> Sequence[tuple[str, int]]:
-        """Numbers that the kernel reads of `work`, by its names."""
+        """The numbers that the kernel reads of `work`, by name."""
         return ()
 
     @abstractmethod
@@ -95,11 +95,11 @@ class _Queries(ABC, Generic[Work, Args]):
 
 
 class SingleQueries(_Queries[Singles, host.AttentionArgs]):
-    """Tokens of outputs."""
+    """Attention for tokens of outputs."""
 
     @classmethod
     def of(cls, kv_pool: torch.Tensor, num_heads: int) -> "SingleQueries | None":
-        """None where the kernel is not there or does not take the dtype or the sizes."""
+        """The backend for a pool; None if the kernel is missing or does not support the dtype or the sizes."""
         block_size, head_size = kv_pool.shape[4:]
         fits = head_size % 16 == 0 and head_size <= host.MAX_HEAD_SIZE and block_size % 4 == 0
         if not fits or _name(kv_pool.dtype) not in host.DTYPES or not host.available():
@@ -124,11 +124,11 @@ class SingleQueries(_Queries[Singles, host.AttentionArgs]):
 
 
 class PromptQueries(_Queries[Prompts, prompts.PromptArgs]):
-    """Tokens of prompts."""
+    """Attention for tokens of prompts."""
 
     @classmethod
     def of(cls, kv_pool: torch.Tensor, num_heads: int) -> "PromptQueries | None":
-        """None where the kernel is not there or does not take the dtype or the sizes."""
+        """The backend for a pool; None if the kernel is missing or does not support the dtype or the sizes."""
         kv_heads, _, head_size = kv_pool.shape[3:]
         return cls(kv_pool, num_heads) if prompts.takes(kv_pool.dtype, num_heads, kv_heads, head_size) else None
 

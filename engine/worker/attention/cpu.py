@@ -1,15 +1,15 @@
 """Paged attention on CPU.
 
-The compiled kernels read KV where it lies: one call for all of a step's prompts, one for all of its single queries.
+The compiled kernels read KV in place: one call for all of a step's prompts, one for all of its single queries.
 
-Where they are not, or do not take the dtype or the sizes: gather a bucket of KV into warm scratch, then two batched
+If they are missing, or do not support the dtype or the sizes: gather a bucket of KV into warm scratch, then two batched
 matrix products. Every request's tokens are cut into query tiles (a decode is a tile of one token), tiles of like size
 form a bucket, and a bucket costs five calls per layer. Buckets are small enough that gathered KV is still in the cache
 when it is read again; `bmm` over them beats `scaled_dot_product_attention` 2x for prompts and 7x for single queries
-(oneDNN). float16 has the kernel of single queries alone, which are then left out of the buckets.
+(oneDNN). float16 only has the kernel for single queries, which are then left out of the buckets.
 
-Whole blocks are gathered, and a request's last one ends with what an earlier owner left there: that is zeroed in the
-scratch, so that nothing foreign, finite or not, reaches a result. What is not finite reaches no earlier token, either.
+Whole blocks are gathered, and a request's last one may end with an earlier owner's content: that is zeroed in the
+scratch, so that no foreign value, finite or not, reaches a result. Non-finite values reach no earlier token, either.
 """
 
 import math
@@ -33,15 +33,19 @@ class _Work(NamedTuple):
 
     bucket: Bucket
     kv_index: torch.Tensor  # (2 * B * kv_heads * K,) rows of one block, one head, of layer 0
-    unowned: torch.Tensor | None  # rows of one token, one head, of what is gathered, that hold nothing of the tile's
-    mask: torch.Tensor | None  # (B, 1, Q, masked columns), added to the scores' last columns; all where a window hides
+    unowned: (
+        torch.Tensor | None
+    )  # rows of one token, one head, of the gathered KV that hold nothing of the tile's request
+    mask: (
+        torch.Tensor | None
+    )  # (B, 1, Q, masked columns), added to the scores' last columns; all columns if a window hides some
 
 
 class _Plan(NamedTuple):
-    """What one kind of layer attends to."""
+    """The attention plan of one kind of layer."""
 
     q_index: torch.Tensor  # (sum of B * heads * Q,) rows of one head of qkv, in the buckets' order
-    out_index: torch.Tensor  # (rows * heads,) where each output head stands among the buckets' outputs
+    out_index: torch.Tensor  # (rows * heads,) the position of each output head among the buckets' outputs
     work: list[_Work]
     prompts: Prompts | None  # instead of buckets; slots of these and of singles count through the tables of all groups
     singles: Singles
@@ -56,21 +60,21 @@ class CpuAttention(AttentionBackend):
     """The backend of pools in host memory."""
 
     def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> None:
-        """Arguments as those of `make_backend`."""
+        """Arguments as in `make_backend`."""
         _, block_layers, _, kv_heads, block_size, head_size = kv_pool.shape
         self._num_heads, self._kv_heads, self._head_size = num_heads, kv_heads, head_size
         self._block_layers, self._block_size = block_layers, block_size
         self._scale = head_size**-0.5
         self._limits = AttentionLimits(num_heads, kv_heads, head_size, kv_pool.element_size())
-        # A row holds one head's K or V of one block. Index l's rows are index 0's, l * 2 * kv_heads further on.
+        # A row holds one head's K or V of one block. Index l's rows are index 0's plus l * 2 * kv_heads.
         rows = kv_pool.view(-1, block_size * head_size)
         self._block_rows = [rows[layer.layer * 2 * kv_heads :] for layer in layers]
         self._token_kv = [
             kv_pool[:, layer.layer].flatten(1, 2).transpose(1, 2) for layer in layers
         ]  # (num_blocks, block_size, 2 * kv_heads, head_size) each
         self._scratch = _Scratch(kv_pool.dtype)
-        self._block_ids: list[torch.Tensor] = []  # by group, where a step's tokens go: these blocks
-        self._offsets = torch.empty(0, dtype=torch.int64)  # and there within them
+        self._block_ids: list[torch.Tensor] = []  # by group, the blocks of a step's tokens
+        self._offsets = torch.empty(0, dtype=torch.int64)  # and the places within them
         self._num_blocks = len(kv_pool)
         self._singles = SingleQueries.of(kv_pool, num_heads)
         self._prompts = None if self._singles is None else PromptQueries.of(kv_pool, num_heads)
@@ -89,7 +93,7 @@ class CpuAttention(AttentionBackend):
             self._singles.prepare(block_tables)
         if self._prompts is not None:
             self._prompts.prepare(block_tables)
-        longest = int(inputs.seq_lens.max())  # a window that hides nothing of this step is none
+        longest = int(inputs.seq_lens.max())  # a window that hides nothing in this step is ignored
         kinds = [
             (layer.group, None if layer.window is None or layer.window >= longest else layer.window)
             for layer in self._layers
@@ -123,11 +127,11 @@ class CpuAttention(AttentionBackend):
         return result
 
     def _attend_buckets(self, layer: int, qkv: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        """What the buckets give, in place; the other rows hold anything finite."""
+        """Fill in the buckets' results, in place; the other rows hold any finite values."""
         heads, head_size = self._num_heads, self._head_size
         if not plan.work:
             result = torch.empty(plan.num_rows, heads * head_size, dtype=qkv.dtype)
-            result[plan.num_real :].zero_()  # padding; the kernels write all that is before it
+            result[plan.num_real :].zero_()  # padding; the kernels write everything before it
             return result
         q = self._scratch.take("q", len(plan.q_index), head_size)
         torch.index_select(qkv.view(-1, head_size), 0, plan.q_index, out=q)
@@ -171,11 +175,12 @@ class CpuAttention(AttentionBackend):
         lost: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """softmax(scores + mask) V where some of it is not finite: that reaches the queries that may see it, and no
-        others, although NaN gets past a mask of -inf, past a weight of 0 as a value, and, in bfloat16 on AMX, from one
-        row of a product's left side into others. `lost`: queries that are not finite themselves, with scores of 0.
+        """softmax(scores + mask) V for input that is not all finite: non-finite values reach the queries that may see
+        them, and no others, although NaN passes a mask of -inf, passes a weight of 0 as a value, and, in bfloat16 on
+        AMX, spreads from one row of a product's left side to others. `lost`: queries that are not finite themselves,
+        with scores of 0.
 
-        Else the KV of a prompt's first tokens would depend on later ones, and be found by prompts without those.
+        Otherwise the KV of a prompt's first tokens would depend on later ones, and be found by prompts without them.
         """
         by_query = (len(work.bucket.slots), self._num_heads, work.bucket.tile_size, -1)
         hidden = torch.zeros_like(scores, dtype=torch.bool)
@@ -189,8 +194,8 @@ class CpuAttention(AttentionBackend):
     def _plan(
         self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray, group: int, window: int | None
     ) -> _Plan:
-        """The tensors of a tile plan; shared by a group's layers of a window, since a layer only shifts where rows
-        begin.
+        """The tensors of a tile plan, shared by a group's layers with the same window: a layer only shifts the start of
+        rows.
         """
         if self._prompts is not None:
             runs = plan_runs(inputs, rows, self._block_size, window=window)
@@ -204,7 +209,7 @@ class CpuAttention(AttentionBackend):
         heads, kv_heads = self._num_heads, self._kv_heads
         head = np.arange(heads)[None, :, None]
         q_parts, work, start = [], [], 0
-        out_index = np.zeros((num_rows, heads), dtype=np.int64)  # padding rows repeat an output, and nobody looks
+        out_index = np.zeros((num_rows, heads), dtype=np.int64)  # padding rows repeat an output that is not read
         for bucket in tiles.buckets:
             q_parts.append((bucket.qkv_rows[:, None, :] * (heads + 2 * kv_heads) + head).ravel())
             stop = start + bucket.num_queries * heads
@@ -217,7 +222,7 @@ class CpuAttention(AttentionBackend):
         return _Plan(q_index, out, work, None, singles, tiles.num_rows, num_rows)
 
     def _compiled_plan(self, runs: RunPlan, first_slot: int) -> _Plan:
-        """`first_slot`: of the layers' KV group among the slots of all."""
+        """`first_slot`: the first slot of the layers' KV group among those of all groups."""
         singles = runs.singles._replace(slots=runs.singles.slots + first_slot)
         prompts = runs.prompts._replace(slots=runs.prompts.slots + first_slot) if len(runs.prompts.slots) else None
         return _Plan(_NO_INDEX, _NO_INDEX, [], prompts, singles, runs.num_rows, self.padded(runs.num_rows))
@@ -225,7 +230,7 @@ class CpuAttention(AttentionBackend):
     def _kv_index(self, bucket: Bucket, block_tables: IntArray) -> torch.Tensor:
         """(2, B, kv_heads, K) flattened: rows of `_block_rows`.
 
-        Behind its end a shorter tile reads its own first block again, which is full unless it is its last, too.
+        Beyond its end, a shorter tile reads its own first block again, which is full unless it is also its last.
         """
         blocks = np.arange(bucket.num_blocks)
         own = blocks * self._block_size < bucket.seq_lens[:, None]
@@ -235,14 +240,14 @@ class CpuAttention(AttentionBackend):
         return torch.from_numpy(rows.ravel())
 
     def _unowned(self, bucket: Bucket) -> torch.Tensor | None:
-        """Which of the gathered tokens are not of the tile's request, or not yet.
+        """The gathered tokens that do not belong to the tile's request, or not yet.
 
         A block's previous owner may have left NaN or infinity there. These get past a mask of -inf, and as values even
         past a weight of 0, so they are replaced.
         """
         size, width = self._block_size, bucket.num_blocks * self._block_size
         seq_lens = bucket.seq_lens[:, None]
-        # Up to the end of the last block; and all behind, where only the last block could be repeated.
+        # Up to the end of the last block, and everything after it if only the last block could be repeated.
         stops = np.where(seq_lens < size, width, -(-seq_lens // size) * size)
         columns = np.arange(width)
         tile, column = np.nonzero((columns >= seq_lens) & (columns < stops))
@@ -253,13 +258,13 @@ class CpuAttention(AttentionBackend):
         return torch.from_numpy(rows.ravel())
 
     def _mask(self, bucket: Bucket, window: int | None) -> torch.Tensor | None:
-        """0 where a query may look, -inf where not, for the columns from the first that some query may not see."""
+        """0 where a query may look, -inf elsewhere, for the columns from the first that some query may not see."""
         first_masked = int(bucket.positions.min()) + 1
         if window is not None and int(bucket.positions.max()) >= window:
             first_masked = 0
         if first_masked == bucket.num_blocks * self._block_size:
             return None
-        # From a block's boundary on: unaligned columns add 3x slower.
+        # Starts at a block's boundary: unaligned columns add 3x slower.
         columns = np.arange(first_masked - first_masked % self._block_size, bucket.num_blocks * self._block_size)
         positions = bucket.positions[:, None, :, None]
         unseen = columns > positions

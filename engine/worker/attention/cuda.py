@@ -1,5 +1,5 @@
-"""Paged attention on CUDA: the Triton kernels over the whole step in one launch per layer; on a CPU
-their references, from FP8 pools.
+"""Paged attention on CUDA: the Triton kernels over the whole step in one launch per layer; on a CPU, their references
+for FP8 pools.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from pdkv.models.heads import Heads
 
 
 class CudaAttention(AttentionBackend):
-    """The backend of pools in device memory. What a step needs is copied to the device once, not per layer."""
+    """The backend for pools in device memory. A step's input is copied to the device once, not per layer."""
 
     def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> None:
-        """Arguments as those of `make_backend`."""
+        """Arguments as in `make_backend`."""
         self._layers = list(layers)
         self._pool = kv_pool
         self._num_heads = num_heads
         self._kv_heads = kv_pool.shape[3]
         self._scale = float(kv_pool.shape[5] ** -0.5)
         self._buffers: StepBuffers | None = None
-        self._padded_buffers: StepBuffers | None = None  # of steps that are padded: these stay where they are
+        self._padded_buffers: StepBuffers | None = None  # of padded steps: these keep their addresses
         self._step: StepTensors | None = None
 
     def prepare(
@@ -45,7 +45,7 @@ class CudaAttention(AttentionBackend):
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
         step = self._step
-        assert step is not None, "prepare comes first"
+        assert step is not None, "prepare must be called first"
         if heads is not None:
             heads.apply(qkv)
         own, kv_heads = self._num_heads, self._kv_heads
@@ -58,9 +58,9 @@ class CudaAttention(AttentionBackend):
         return out
 
     def _attention(self, layer: int, q: torch.Tensor) -> torch.Tensor:
-        """Of queries (n, heads, head_size) to the pool, in which the step's keys and values are."""
+        """Attention of queries (n, heads, head_size) to the pool, which already has the step's keys and values."""
         step, place = self._step, self._layers[layer]
-        assert step is not None, "prepare comes first"
+        assert step is not None, "prepare must be called first"
         return paged_attention(
             q,
             self._pool,

@@ -13,7 +13,7 @@ from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.kernels.streams import Event, streams_of
 
 _WORKSPACE_BYTES = 384 << 20
-"""For the parts of the KV that FlashInfer attends to separately; it refuses a step for which they are too small."""
+"""Workspace for the parts of the KV that FlashInfer attends to separately; it refuses a step that needs more."""
 
 
 class _Kind(NamedTuple):

@@ -1,4 +1,6 @@
-"""Whether FlashInfer may serve a pool: what is known of it, and a small random step against the reference in torch."""
+"""Decides whether FlashInfer may serve a pool: its known limits, and a small random step against the torch
+reference.
+"""
 
 import importlib
 from collections.abc import Sequence
@@ -14,21 +16,21 @@ from pdkv.kernels.paged_attention import paged_attention_reference
 
 _HEAD_SIZES = (64, 128, 256)
 _TOLERANCES = {torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Of results of magnitude one, weights and results rounded to the dtype."""
+"""Tolerance for results of magnitude one, with weights and results rounded to the dtype."""
 
 _REQUESTS = ((0, 70), (37, 1), (150, 40), (0, 1), (299, 1), (5, 3))
-"""Of the step, as (computed, new) tokens: prompts, a continued one, decodes, and more drafts than one."""
+"""Requests of the step as (computed, new) tokens: prompts, a continued one, decodes, and more drafts than one."""
 
 _WINDOW = 50
-"""Of the step's layers with a window: no multiple of a tile, so that keys before it are read with keys in it."""
+"""The window of some of the step's layers: no multiple of a tile, so that a tile has keys inside and outside of it."""
 
 
 def make_flashinfer(
     kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]
 ) -> tuple[FlashInferAttention | None, str]:
-    """The backend, and the version of FlashInfer; or None, and why not. Arguments as those of `make_backend`.
+    """The backend and FlashInfer's version, or None and the reason. Arguments as in `make_backend`.
 
-    FlashInfer compiles kernels where nobody has before, which takes minutes.
+    FlashInfer compiles kernels on first use, which takes minutes.
     """
     dtype, head_size = kv_pool.dtype, kv_pool.shape[5]
     if dtype not in _TOLERANCES:
@@ -43,15 +45,15 @@ def make_flashinfer(
         backend = FlashInferAttention(kv_pool, num_heads, layers, module)
     except ModuleNotFoundError as error:
         return None, f"{error}"
-    except Exception as error:  # a stranger's: of its compilers, its loader, CUDA
+    except Exception as error:  # third-party code: its compilers, its loader, CUDA
         return None, f"{type(error).__name__}: {error}"
     return backend, f"{getattr(module, '__version__', 'of an unknown version')}"
 
 
 def _find_wrong(module: Any, kv_pool: torch.Tensor, num_heads: int, have_windows: set[bool]) -> str | None:
-    """What is wrong with a step of _REQUESTS over a pool of that kind; None: nothing.
+    """The error of a step of _REQUESTS over a pool of that kind; None: there is none.
 
-    Whatever no query may see is NaN there: tails of blocks, other requests' blocks, keys before a window.
+    Everything that no query may see is NaN: tails of blocks, other requests' blocks, keys before a window.
     """
     _, _, _, kv_heads, block_size, head_size = kv_pool.shape
     generator = torch.Generator().manual_seed(0)

@@ -13,10 +13,10 @@ class Prompts(NamedTuple):
 
     slots: IntArray
     qkv_rows: IntArray  # of each run's first query in the step
-    out_rows: IntArray  # where its output goes
+    out_rows: IntArray  # row of its output
     positions: IntArray  # its position
-    counts: IntArray  # queries
-    window: int  # keys that each query sees, its own included; 0: all up to its own
+    counts: IntArray  # number of queries
+    window: int  # number of keys that each query sees, including its own; 0: all up to its own
 
 
 class RunPlan(NamedTuple):
@@ -32,17 +32,16 @@ _NO_PROMPTS = Prompts(_NONE, _NONE, _NONE, _NONE, _NONE, 0)
 
 
 def plan_runs(inputs: StepInputs, rows: IntArray | None, block_size: int, *, window: int | None = None) -> RunPlan:
-    """All of the step's tokens, or the tokens `rows` (ascending) only.
+    """Plan all of the step's tokens, or only the tokens `rows` (ascending).
 
-    A token of a prompt is in a run and one of an output single, whatever else the step holds. So it is computed again,
-    as behind a death or a preemption, as it was the first time.
+    A token of a prompt is in a run and one of an output is single, whatever else the step holds. So when it is computed
+    again, as after a death or a preemption, the result is the same.
 
-    Args:
-        window: as for `plan_tiles`.
+    Args: window: as in `plan_tiles`.
     """
     outs = np.arange(len(inputs.positions) if rows is None else len(rows))
     rows = outs if rows is None else rows
-    if len(inputs.slots) == len(inputs.positions):  # a token each, as in most steps
+    if len(inputs.slots) == len(inputs.positions):  # one token each, as in most steps
         request = rows
     else:
         request = np.searchsorted(inputs.cu_seqlens_q, rows, side="right") - 1

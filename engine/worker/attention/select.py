@@ -1,4 +1,4 @@
-"""Which attention serves a pool."""
+"""Selects the attention backend of a pool."""
 
 import logging
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ def make_backend(
         kv_pool: as in `KVLayout.pool_shape`.
         num_heads: query heads of this rank.
         layers: of the model, in order.
-        name: "auto": on a device FlashInfer, where it is installed and right, else our kernels.
+        name: "auto": on a device FlashInfer if it is installed and correct, else our kernels.
 
     Raises:
-        ConfigError: the one that is asked for cannot serve the pool.
+        ConfigError: the requested backend cannot serve the pool.
     """
     if not on_device(kv_pool):
         if name != "auto":
-            raise ConfigError(f"attention_backend {name!r} is for GPUs, and this engine computes on the CPU")
-        if kv_pool.dtype == FP8:  # which the references of the kernels read
+            raise ConfigError(f"attention_backend {name!r} is for GPUs, but this engine computes on the CPU")
+        if kv_pool.dtype == FP8:  # which the kernels' references read
             return CudaAttention(kv_pool, num_heads, layers)
         return CpuAttention(kv_pool, num_heads, layers)
     from pdkv.engine.worker.attention.flashinfer_check import make_flashinfer
@@ -50,6 +50,6 @@ def make_backend(
             logger.info("attention of steps with prompts by FlashInfer %s", remark)
             return backend
         if name == "flashinfer":
-            raise ConfigError(f"attention_backend 'flashinfer' cannot be: {remark}")
+            raise ConfigError(f"attention_backend 'flashinfer' is not possible: {remark}")
         logger.info("attention by pdkv's Triton kernels, not by FlashInfer: %s", remark)
     return CudaAttention(kv_pool, num_heads, layers)

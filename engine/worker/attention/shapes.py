@@ -6,7 +6,9 @@ load would compile some, and the kernels would outweigh a small model.
 
 
 def round_rows(count: int) -> int:
-    """Rows of a step: exact up to 16 (few decodes), else a multiple of 8, 16 or 32: at most 32 / 1024 is wasted."""
+    """The padded number of rows of a step: exact up to 16 (few decodes), else a multiple of 8, 16 or 32: at most 32 /
+    1024 is wasted.
+    """
     if count <= 16:
         return count
     step = 8 if count <= 64 else 16 if count <= 1024 else 32
@@ -14,12 +16,12 @@ def round_rows(count: int) -> int:
 
 
 def round_queries(count: int) -> int:
-    """Queries of a tile."""
+    """The padded number of queries of a tile."""
     return next((size for size in (1, 2, 4, 8, 16, 32, 48, 64, 96) if count <= size), -(-count // 64) * 64)
 
 
 def round_blocks(count: int, block_size: int) -> int:
-    """KV blocks of a bucket: eight sizes per doubling of the tokens."""
+    """The padded number of KV blocks of a bucket: eight sizes per doubling of the tokens."""
     step = max(1, (1 << max(0, (count * block_size - 1).bit_length() - 4)) // block_size)
     return -(-count // step) * step
 

@@ -9,44 +9,48 @@ from pdkv.engine.worker.attention.shapes import round_blocks, round_queries, rou
 from pdkv.engine.worker.batch import IntArray, StepInputs
 
 _FULL_TILES: IntArray = np.array([8, 16, 32, 64, 128])
-"""Queries per tile: more would compute more of the causal triangle that is masked, fewer would gather KV more often."""
+"""Queries per tile: more would compute more of the masked part of the causal triangle, fewer would gather KV more
+often.
+"""
 
 _BUCKET_BYTES = 4 << 20
-"""Gathered KV, and scores, of one bucket. Both stay in a last-level cache."""
+"""Bytes of one bucket's gathered KV, and of its scores. Both stay in a last-level cache."""
 
 _WASTE_BYTES = 512 << 10
-"""Gathering this much padding costs as much as the calls of one more bucket."""
+"""Bytes of padding that cost as much to gather as the calls of one more bucket."""
 
 _WASTE_RATIO = 0.1
 
 _PADDED_QUERIES = np.array([0, *(round_queries(count) for count in range(1, int(_FULL_TILES[-1]) + 1))])
 
 _QUERIES_PER_GATHER = 5
-"""So many queries per tile cost as much in products and softmax as the gathering of their keys does."""
+"""Queries per tile that cost as much in products and softmax as gathering their keys."""
 
 
 class AttentionLimits:
-    """What tiles and buckets are sized by: this rank's heads, the head size and the bytes of a number."""
+    """The sizes that determine tiles and buckets: this rank's heads, the head size and the bytes of a number."""
 
     def __init__(self, num_heads: int, kv_heads: int, head_size: int, dtype_bytes: int) -> None:
         self.kv_token_bytes = 2 * kv_heads * head_size * dtype_bytes
         self.score_bytes = num_heads * dtype_bytes  # of one query and one key
 
     def tile_sizes(self, seq_lens: IntArray) -> IntArray:
-        """Queries per tile for contexts of these lengths: scores fit, but at least 8, or KV is read for every token."""
+        """Queries per tile for contexts of these lengths: as many as the scores allow, but at least 8, or KV would be
+        read for every token.
+        """
         fits = _BUCKET_BYTES // (self.score_bytes * seq_lens)
         return _FULL_TILES[np.maximum(np.searchsorted(_FULL_TILES, fits, side="right") - 1, 0)]
 
     def tiles_per_bucket(self, tile_size: int, seq_len: int) -> int:
-        """How many tiles over `seq_len` keys fit a bucket; at least one."""
+        """The number of tiles over `seq_len` keys that fit a bucket; at least one."""
         largest = max(self.kv_token_bytes, self.score_bytes * tile_size) * seq_len
         return max(1, _BUCKET_BYTES // largest)
 
 
 class Bucket(NamedTuple):
-    """B tiles of Q queries and K blocks. Padding repeats: queries their tile's last one, tiles the last one.
+    """B tiles of Q queries and K blocks. Padding repeats a tile's last query, and the last tile.
 
-    Positions and lengths count from a tile's first block: with a window it may be a later one than its request's.
+    Positions and lengths count from a tile's first block, which with a window may be later than its request's.
     """
 
     slots: IntArray  # (B,)
@@ -54,7 +58,7 @@ class Bucket(NamedTuple):
     seq_lens: IntArray  # (B,) up to the last key that the tile's last query sees
     positions: IntArray  # (B, Q) of each query
     qkv_rows: IntArray  # (B, Q) of each query in the step
-    out_rows: IntArray  # (B, Q) where its output goes
+    out_rows: IntArray  # (B, Q) row of its output
     real: npt.NDArray[np.bool_]  # (B, Q) not padding
     num_blocks: int  # K
 
@@ -74,16 +78,16 @@ class Singles(NamedTuple):
 
     slots: IntArray
     qkv_rows: IntArray  # of each query in the step
-    out_rows: IntArray  # where its output goes
+    out_rows: IntArray  # row of its output
     first_blocks: IntArray  # blocks of the request that it does not see
     seq_lens: IntArray  # keys from there on, up to its own
-    hidden: IntArray  # the first so many of them it does not see, either; less than a block
+    hidden: IntArray  # number of the first of those that it does not see, either; less than a block
 
     @classmethod
     def at(
         cls, slots: IntArray, rows: IntArray, outs: IntArray, positions: IntArray, block_size: int, window: int | None
     ) -> "Singles":
-        """Of queries in the step's rows `rows` at `positions`; `outs` are the rows of their outputs."""
+        """Singles for queries in the step's rows `rows` at `positions`; `outs` are the rows of their outputs."""
         if window is None:
             nothing = np.zeros_like(positions)
             return cls(slots, rows, outs, nothing, positions + 1, nothing)
@@ -109,7 +113,7 @@ class _Tiles(NamedTuple):
     positions: IntArray  # first query's position
     counts: IntArray  # queries
     padded: IntArray  # queries after padding
-    skipped: IntArray  # blocks that no query sees; positions count from behind them
+    skipped: IntArray  # blocks that no query sees; positions count from after them
     blocks: IntArray  # blocks that hold the keys
 
 
@@ -125,7 +129,7 @@ def plan_tiles(
     """Tiles for all of the step's tokens, or for the tokens `rows` (ascending) only.
 
     Args:
-        window: keys that each query sees, its own included; None: all up to its own.
+        window: keys that each query sees, including its own; None: all up to its own.
         singles_apart: whether single queries are left out of the buckets.
     """
     num_rows = len(inputs.positions) if rows is None else len(rows)
@@ -154,13 +158,13 @@ def plan_tiles(
 
 
 def _cut(inputs: StepInputs, limits: AttentionLimits, window: int | None) -> _Tiles:
-    """Every prompt's tokens in tiles of equal size, the last one shorter, and each output token by itself.
+    """Cut every prompt's tokens into tiles of equal size, the last one shorter, and each output token into its own.
 
-    So what is computed again, as behind a death or a preemption, is computed as it was the first time, to the bit:
-    tokens of the prompt in tiles, those of the output one by one.
+    So tokens computed again, as after a death or a preemption, are identical to the bit: those of the prompt in tiles,
+    those of the output one by one.
     """
     scheduled = np.diff(inputs.cu_seqlens_q)
-    if len(inputs.positions) == len(scheduled):  # a token each, as in most steps
+    if len(inputs.positions) == len(scheduled):  # one token each, as in most steps
         return _single(inputs, np.arange(len(scheduled)))
     num_computed = inputs.seq_lens - scheduled
     num_prompt = np.clip(inputs.num_prompt - num_computed, 0, scheduled)  # of these
@@ -181,7 +185,7 @@ def _cut(inputs: StepInputs, limits: AttentionLimits, window: int | None) -> _Ti
 
 
 def _single(inputs: StepInputs, rows: IntArray) -> _Tiles:
-    """A tile for each run of adjacent rows would be rare: single rows are the last tokens of requests."""
+    """One tile per row, since runs of adjacent rows would be rare: single rows are the last tokens of requests."""
     request = np.searchsorted(inputs.cu_seqlens_q, rows, side="right") - 1
     ones = np.ones(len(rows), dtype=np.int64)
     positions, outs = inputs.positions[rows], np.arange(len(rows))
@@ -209,7 +213,7 @@ def _bucket_size(
 
 
 def _bucket(tiles: _Tiles, index: IntArray, count: int, num_blocks: int) -> Bucket:
-    """The tiles `index`, of which the first `count` are real."""
+    """The bucket of the tiles `index`, of which the first `count` are real."""
     counts = tiles.counts[index][:, None]
     queries = np.arange(tiles.padded[index[0]])[None, :]
     steps = np.minimum(queries, counts - 1)

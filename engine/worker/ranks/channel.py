@@ -17,7 +17,9 @@ _PIECE_BYTES = 1 << 20
 
 
 class RankChannel:
-    """One end. `send` may be called by any thread, the rest by one. `peer` names the other rank in errors."""
+    """One end of the stream. `send` may be called on any thread, the rest on one. `peer` names the other rank in
+    errors.
+    """
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         """Owns `sock`, a unix stream socket."""
@@ -27,15 +29,14 @@ class RankChannel:
         sock.setblocking(False)
 
     def fileno(self) -> int:
-        """For poll sets; the end of the other rank is POLLHUP."""
+        """For poll sets; the other rank's end of stream is POLLHUP."""
         return self._socket.fileno()
 
     def send(self, message: bytes, timeout_s: float) -> None:
         """Send one message of any size.
 
         Raises:
-            RankTimeout: the other rank does not read; the stream is broken then.
-            RankGone: it went away.
+            RankTimeout: the other rank does not read, and the stream is now broken. RankGone: it is gone.
         """
         deadline = MONOTONIC.now() + timeout_s
         with self._send_lock:
@@ -43,13 +44,13 @@ class RankChannel:
                 self._send_all(memoryview(piece), deadline)
 
     def receive(self, timeout_s: float | None) -> bytearray:
-        """The next message; `timeout_s` None: whenever it comes. Raises as `send` does."""
+        """The next message; `timeout_s` None: wait without a limit. Raises as `send`."""
         deadline = None if timeout_s is None else MONOTONIC.now() + timeout_s
         (size,) = _LENGTH.unpack(self._receive_exactly(_LENGTH.size, deadline))
         try:
             return self._receive_exactly(size, deadline)
         except RankTimeout:
-            self.close()  # what comes next would be the rest of this message
+            self.close()  # the next input would be the rest of this message
             raise
 
     def send_fds(self, fds: Sequence[int]) -> None:
@@ -57,22 +58,22 @@ class RankChannel:
         try:
             socket.send_fds(self._socket, [b"\0"], list(fds))
         except OSError as error:
-            raise RankGone(f"{self.peer} went away: {error.strerror}") from None
+            raise RankGone(f"{self.peer} is gone: {error.strerror}") from None
 
     def receive_fds(self, count: int, timeout_s: float) -> list[int]:
-        """What `send_fds` gave. Raises as `send` does."""
+        """Receive the descriptors of `send_fds`. Raises as `send`."""
         self._wait(select.POLLIN, MONOTONIC.now() + timeout_s)
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, 1, count)
         except OSError as error:
-            raise RankGone(f"{self.peer} went away: {error.strerror}") from None
+            raise RankGone(f"{self.peer} is gone: {error.strerror}") from None
         if not data:
-            raise RankGone(f"{self.peer} went away")
+            raise RankGone(f"{self.peer} is gone")
         assert len(fds) == count, fds
         return fds
 
     def close(self) -> None:
-        """The other rank sees the end. Idempotent."""
+        """Close this end, which the other rank sees. Idempotent."""
         self._socket.close()
 
     def _send_all(self, data: memoryview, deadline: float) -> None:
@@ -82,7 +83,7 @@ class RankChannel:
             except BlockingIOError:
                 self._wait(select.POLLOUT, deadline)
             except OSError as error:  # a broken pipe, a reset, or closed here
-                raise RankGone(f"{self.peer} went away: {error.strerror}") from None
+                raise RankGone(f"{self.peer} is gone: {error.strerror}") from None
 
     def _receive_exactly(self, size: int, deadline: float | None) -> bytearray:
         data = bytearray(size)
@@ -94,9 +95,9 @@ class RankChannel:
                 self._wait(select.POLLIN, deadline)
                 continue
             except OSError as error:
-                raise RankGone(f"{self.peer} went away: {error.strerror}") from None
+                raise RankGone(f"{self.peer} is gone: {error.strerror}") from None
             if not count:
-                raise RankGone(f"{self.peer} went away")
+                raise RankGone(f"{self.peer} is gone")
             view = view[count:]
         return data
 

@@ -35,15 +35,15 @@ from pdkv.errors import MalformedMessage, RankError, RankGone, RankTimeout
 from pdkv.wire.kv import EngineCard
 
 _LAST_WORD_S = 1.0
-"""How long a rank whose companions lost it may take to say why."""
+"""Seconds for a rank whose companions lost it to say why."""
 
 
 class OtherRanks:
-    """The other ranks of this engine as rank 0 sees them: a ring that all read, and a channel to each."""
+    """The other ranks of this engine, seen from rank 0: a ring that all read, and a channel to each."""
 
     def __init__(self, sockets: Sequence[socket.socket], *, wake_fd: int, start_timeout_s: float) -> None:
-        """Offer the ring. Owns `sockets`, one to each of the ranks 1, 2 …; `wake_fd`, which a rank writes to when its
-        connector has news, stays the caller's.
+        """Offer the ring. Owns `sockets`, one to each of the ranks 1, 2 …; the caller owns `wake_fd`, to which a rank
+        writes when its connector has news.
 
         Raises:
             RankGone: a rank died already.
@@ -55,19 +55,19 @@ class OtherRanks:
             channel.send_fds([wake_fd])
 
     def tell(self, message: bytes, timeout_s: float) -> None:
-        """Give all ranks an encoded order. Raises RankTimeout and RankGone."""
+        """Send an encoded order to all ranks. Raises RankTimeout and RankGone."""
         self._ring.put(message, timeout_s)
 
     def hear(self, timeout_s: float) -> list[Answer]:
-        """The next answer of each rank, by rank. Raises RankTimeout and RankGone; RankError where one is broken."""
+        """The next answer of each rank, by rank. Raises RankTimeout and RankGone, and RankError if a rank is broken."""
         deadline = MONOTONIC.now() + timeout_s
         return [self._answer_of(channel, max(0.0, deadline - MONOTONIC.now())) for channel in self._channels]
 
     def why(self, error: RankError) -> RankError:
-        """The reason that a rank gave as its last word, if one did; else `error`, by which its end was seen."""
+        """The reason that a rank gave in its last message, if it did; else `error`, which revealed its end."""
         for channel in self._channels:
             try:
-                while True:  # behind answers that nobody will want any more
+                while True:  # after answers that are no longer needed
                     self._answer_of(channel, _LAST_WORD_S)
             except (RankTimeout, RankGone):
                 continue
@@ -85,21 +85,21 @@ class OtherRanks:
         return answer
 
     def close(self) -> None:
-        """The ranks see the end. Idempotent."""
+        """Close the channels, which the ranks see. Idempotent."""
         self._ring.close()
         for channel in self._channels:
             channel.close()
 
 
 class MultiProcessExecutor(ModelExecutor):
-    """Rank 0's runner beside those of the other processes. Each draws for itself, and all the same."""
+    """Rank 0's runner next to those of the other processes. Each draws for itself, with the same results."""
 
     def __init__(self, local: InProcessExecutor, others: OtherRanks, *, timeout_s: float) -> None:
         """Wait until every rank has its weights, and agree on the number of blocks.
 
         Args:
             local: rank 0.
-            timeout_s: bound of each wait for a rank's answer to a step.
+            timeout_s: limit of each wait for a rank's answer to a step.
 
         Raises:
             RankError: a rank failed.
@@ -136,7 +136,7 @@ class MultiProcessExecutor(ModelExecutor):
 
         Raises:
             RankTimeout, RankGone: a rank hangs or died.
-            RankError: a rank failed, and said why; or it drew other tokens.
+            RankError: a rank failed and said why, or it drew other tokens.
         """
         others = self._others
         try:
@@ -183,7 +183,7 @@ class MultiProcessExecutor(ModelExecutor):
         return Ended(transfers, self._sum_stats([own.stats, *(answer.connector_stats for answer in answers)]))
 
     def _sum_stats(self, by_rank: Sequence[Stats | None]) -> Stats | None:
-        """Of all ranks, where one has new ones."""
+        """The sum over all ranks, if one has new statistics."""
         if not any(stats is not None for stats in by_rank):
             return None
         self._stats.update((rank, stats) for rank, stats in enumerate(by_rank) if stats is not None)
@@ -197,7 +197,7 @@ class MultiProcessExecutor(ModelExecutor):
         if self._stopped:
             return
         self._stopped = True
-        with contextlib.suppress(RankError):  # who is gone needs no order to stop
+        with contextlib.suppress(RankError):  # a rank that is gone needs no order to stop
             self._others.tell(encode(Stop()), 0.0)
         self._others.close()
         self._local.shutdown()

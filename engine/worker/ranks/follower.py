@@ -1,4 +1,4 @@
-"""A rank of an engine that is not its first: it does what rank 0 orders, until rank 0 says stop or is gone."""
+"""A rank of an engine other than the first: it carries out rank 0's orders until rank 0 says stop or is gone."""
 
 import contextlib
 import os
@@ -29,14 +29,12 @@ from pdkv.errors import RankError, RankGone, RankTimeout
 
 
 class FirstRank:
-    """Rank 0 as another rank sees it: the ring that it writes, and the channel for answers."""
+    """Rank 0, seen from another rank: the ring that it writes, and the channel for answers."""
 
     def __init__(self, sock: socket.socket, rank: int, *, timeout_s: float, start_timeout_s: float) -> None:
-        """Owns `sock`. Raises RankTimeout and RankGone where rank 0 offers no ring.
+        """Owns `sock`. Raises RankTimeout and RankGone if rank 0 offers no ring.
 
-        Args:
-            timeout_s: bound of an answer.
-            start_timeout_s: bound of each wait before the engine is ready.
+        Args: timeout_s: limit of an answer. start_timeout_s: limit of each wait before the engine is ready.
         """
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
@@ -45,16 +43,16 @@ class FirstRank:
         (self._wake_fd,) = self._channel.receive_fds(1, start_timeout_s)
 
     def notify(self) -> None:
-        """The connector here has news: rank 0's loop asks all ranks. Thread-safe."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it wakes anyway, or it is gone
+        """Report news of the connector: rank 0's loop then asks all ranks. Thread-safe."""
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is about to wake anyway, or it is gone
             os.write(self._wake_fd, b"\0")
 
     def say(self, answer: Answer) -> None:
-        """Raises RankTimeout and RankGone."""
+        """Send an answer. Raises RankTimeout and RankGone."""
         self._channel.send(encode(answer), self._timeout_s)
 
     def wait_to_attach(self, num_blocks: int, model: str) -> int:
-        """Say which model was loaded and how many blocks there is room for here; hear how many the engine has.
+        """Report the loaded model and the number of blocks that fit here; returns the number that the engine has.
 
         Raises:
             RankError: rank 0 is gone, late, or stopped.
@@ -66,14 +64,14 @@ class FirstRank:
         return order.num_blocks
 
     def attached(self, info: RankInfo) -> None:
-        """This rank is ready. Raises RankTimeout and RankGone."""
+        """Report that this rank is ready. Raises RankTimeout and RankGone."""
         self.say(Attached(info.pid, info.blob))
 
     def hear_masks(self) -> MasksTaken:
-        """In the midst of a step: what rank 0 has taken. Raises RankTimeout and RankGone."""
+        """In the middle of a step: receive the masks from rank 0. Raises RankTimeout and RankGone."""
         order = decode_order(self._ring.get(self._timeout_s))
         if not isinstance(order, MasksTaken):
-            raise RankError(f"rank 0 gave an order out of place: {type(order).__name__}")
+            raise RankError(f"rank 0 gave an unexpected order: {type(order).__name__}")
         return order
 
     def follow(self, executor: InProcessExecutor, metadata_type: type[KVConnectorMetadata]) -> None:
@@ -95,10 +93,10 @@ class FirstRank:
                 case Stop():
                     return
                 case order:
-                    raise RankError(f"rank 0 gave an order out of place: {type(order).__name__}")
+                    raise RankError(f"rank 0 gave an unexpected order: {type(order).__name__}")
 
     def give_up(self, error: Exception) -> None:
-        """Tell rank 0 why this rank ends, if it can hear it and does not see the same."""
+        """Tell rank 0 why this rank ends, if it can be told and does not see the same."""
         if isinstance(error, RankGone | RankTimeout):
             return
         with contextlib.suppress(RankError):

@@ -1,4 +1,4 @@
-"""Masks on a rank that is not the first: rank 0 takes them, and says with them which rows it leaves out."""
+"""Masks on a rank other than the first: rank 0 makes them, and sends them along with the rows that it leaves out."""
 
 from collections.abc import Callable, Iterable
 
@@ -14,10 +14,9 @@ from pdkv.engine.worker.sampling.logit_processors import TokenMasks
 
 
 class RankMasks:
-    """As `GrammarMasks`, which every step hears what rank 0's has taken.
+    """Like `GrammarMasks`, but receives the masks of each step from rank 0.
 
-    Args:
-        hear: waits for it; raises RankTimeout and RankGone.
+    Args: hear: waits for them; raises RankTimeout and RankGone.
     """
 
     def __init__(self, hear: Callable[[], MasksTaken]) -> None:
@@ -32,7 +31,7 @@ class RankMasks:
         self._slots.discard(slot)
 
     def resume(self, slots: Iterable[int]) -> None:
-        """Rank 0 holds them."""
+        """No effect: rank 0 keeps them."""
 
     def masks_in(self, slots: IntArray) -> bool:
         return not self._slots.isdisjoint(slots.tolist())
@@ -41,18 +40,18 @@ class RankMasks:
         return unpack(self._hear()) if self.masks_in(drawn.slots) else NO_MASKS
 
     def accept(self, drawn: DrawRows, tokens: IntArray, counts: IntArray, batch: PersistentBatch) -> None:
-        """Rank 0 does."""
+        """No effect: rank 0 does it."""
 
 
 def pack(step: StepMasks) -> MasksTaken:
-    """For the other ranks."""
+    """Encode for the other ranks."""
     if step.masks is None:
         return MasksTaken([], b"", list(step.late))
     return MasksTaken(step.masks.rows.tolist(), step.masks.bits.numpy().tobytes(), list(step.late))
 
 
 def unpack(taken: MasksTaken) -> StepMasks:
-    """What `pack` was given on rank 0."""
+    """Decode the masks that `pack` encoded on rank 0."""
     if not taken.rows:
         return StepMasks(None, taken.late)
     bits = np.frombuffer(bytearray(taken.bits), np.int32).reshape(len(taken.rows), -1)

@@ -1,4 +1,6 @@
-"""What rank 0 of an engine tells the other ranks, and what they answer: tagged structs, msgpack, a decoder each way."""
+"""Messages from rank 0 of an engine to the other ranks, and their answers: tagged structs, msgpack, a decoder
+each way.
+"""
 
 import msgspec
 
@@ -14,7 +16,7 @@ from pdkv.wire.types import RequestKey
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Every rank has told how many blocks it has room for: take this many, and warm up. Answered by Attached."""
+    """All ranks have reported how many blocks fit: take this many, and warm up. Answered by Attached."""
 
     num_blocks: int
 
@@ -28,7 +30,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class MasksTaken(msgspec.Struct, frozen=True, tag=True):
-    """In the midst of a step in which a request with a grammar draws: the masks, and who is left out."""
+    """In the middle of a step in which a request with a grammar draws: the masks, and the requests left out."""
 
     rows: list[int]
     bits: bytes  # (len(rows), words) int32
@@ -38,11 +40,11 @@ class MasksTaken(msgspec.Struct, frozen=True, tag=True):
 class Collect(msgspec.Struct, frozen=True, tag=True):
     """Between two steps: which transfers have ended? Answered by Collected."""
 
-    with_stats: bool = False  # in any case
+    with_stats: bool = False  # even if nothing has ended
 
 
 class PeersChanged(msgspec.Struct, frozen=True, tag=True):
-    """For the connector's worker side."""
+    """Peer changes for the connector's worker side."""
 
     added: list[EngineCard]
     removed: list[EngineCard]
@@ -59,10 +61,10 @@ Order = Attach | Step | MasksTaken | Collect | PeersChanged | Stop
 
 
 class Sized(msgspec.Struct, frozen=True, tag=True):
-    """The weights are loaded; there is room for so many blocks."""
+    """The weights are loaded; this many blocks fit."""
 
     num_blocks: int
-    model: str  # identity of what was loaded
+    model: str  # identity of the loaded weights
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
@@ -77,9 +79,9 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
     step_id: int
     transfers: list[list[tuple[TransferKey, TransferOutcome]]]
-    failed: list[tuple[RequestKey, StepFailure]] = []  # what this rank's part of heads and KV shows
+    failed: list[tuple[RequestKey, StepFailure]] = []  # findings in this rank's part of heads and KV
     connector_stats: dict[str, ConnectorStats] | None = None  # None: as in the step before
-    digest: int = 0  # of what this rank drew
+    digest: int = 0  # of the tokens that this rank drew
 
 
 class Collected(msgspec.Struct, frozen=True, tag=True):
@@ -90,7 +92,7 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
-    """The last word of a rank that an error ends."""
+    """The last message of a rank that an error ends."""
 
     reason: str
 
@@ -103,7 +105,7 @@ _answer_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answe
 
 
 def encode(message: Order | Answer) -> bytes:
-    """msgpack."""
+    """Encode as msgpack."""
     return _encoder.encode(message)
 
 
@@ -118,7 +120,7 @@ def decode_answer(data: bytes | bytearray) -> Answer:
 
 
 def encode_step(plan: StepPlan) -> bytes:
-    """A step as the other ranks get it."""
+    """A step, encoded for the other ranks."""
     meta = None if plan.kv_meta is None else _encoder.encode(plan.kv_meta)
     plain = plan if meta is None else msgspec.structs.replace(plan, kv_meta=None)
     return _encoder.encode(Step(plain, meta, type(plan.kv_meta).__name__))
@@ -128,7 +130,7 @@ def plan_of(step: Step, metadata_type: type[KVConnectorMetadata]) -> StepPlan:
     """The plan with its metadata, decoded as the connector's own type.
 
     Raises:
-        ConfigError: the connector's scheduler side makes another one, whose fields would be lost.
+        ConfigError: the connector's scheduler side makes another type, whose fields would be lost.
     """
     plan = step.plan
     if step.kv_meta is None:

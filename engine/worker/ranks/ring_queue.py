@@ -1,9 +1,9 @@
 """The ring broadcast queue: one rank writes, every other one reads each message, through shared memory.
 
 N chunks of equal size. Each has one written flag and one read flag per reader; it is writable when unwritten or read by
-all. A longer message goes over the readers' channels, and its chunk only says so. Nobody spins: a reader sleeps on a
+all. A longer message goes over the readers' channels, and its chunk only says so. Nothing spins: a reader sleeps on a
 semaphore that counts its unread messages, the writer on one that readers raise when they free a chunk. Both kinds are
-eventfds, so each flag is seen behind a system call that orders memory. The memory is a memfd without a name, passed
+eventfds, so each flag is read after a system call that orders memory. The memory is a memfd without a name, passed
 over the channels: the kernel frees it with the last process.
 """
 
@@ -20,7 +20,7 @@ from pdkv.errors import ConfigError, RankGone, RankTimeout
 
 NUM_CHUNKS = 10
 CHUNK_BYTES = 1 << 20
-"""More than the plan of any step without long new prompts. Only what was used once takes memory."""
+"""Bytes of a chunk: more than the plan of any step without long new prompts. Memory is only taken once it is used."""
 
 _HEAD = struct.Struct("<QBB")  # per chunk: bytes of the message, whether it overflows, whether the chunk is written
 _WRITTEN = 9  # offset of that flag
@@ -29,7 +29,7 @@ _VERSION = 1
 
 
 class _Layout(NamedTuple):
-    """Where things lie in the shared memory: the geometry, heads with their flags, then the chunks."""
+    """Offsets in the shared memory: the geometry, heads with their flags, then the chunks."""
 
     num_chunks: int
     chunk_bytes: int
@@ -37,7 +37,7 @@ class _Layout(NamedTuple):
 
     @property
     def head_bytes(self) -> int:
-        return -(-(_HEAD.size + self.num_readers) // 64) * 64  # a cache line of its own for each chunk
+        return -(-(_HEAD.size + self.num_readers) // 64) * 64  # a separate cache line for each chunk
 
     def head(self, chunk: int) -> int:
         return 64 + chunk * self.head_bytes
@@ -62,8 +62,7 @@ class RingWriter:
         """Make the ring and offer it to each reader over its channel, before anything else is sent there.
 
         Raises:
-            ConfigError: the memory cannot be had.
-            RankGone: a reader went away.
+            ConfigError: the memory cannot be allocated. RankGone: a reader is gone.
         """
         self._readers = readers
         self._layout = layout = _Layout(num_chunks, chunk_bytes, len(readers))
@@ -92,8 +91,7 @@ class RingWriter:
         """Write one message for all readers; waits while the ring is full.
 
         Raises:
-            RankTimeout: a reader is so late that no chunk came free.
-            RankGone: a reader went away.
+            RankTimeout: a reader is so late that no chunk became free. RankGone: a reader is gone.
         """
         deadline = MONOTONIC.now() + timeout_s
         layout, chunk, memory = self._layout, self._next, self._memory
@@ -124,18 +122,18 @@ class RingWriter:
             if not events:
                 raise RankTimeout(f"{names} did not read in time: the ring is full")
             if self._freed not in {fd for fd, _ in events}:
-                raise RankGone(f"one of {names} went away")
-            os.eventfd_read(self._freed)  # behind this look again: a flag is set before the semaphore is raised
+                raise RankGone(f"one of {names} is gone")
+            os.eventfd_read(self._freed)  # after this, check again: a flag is set before the semaphore is raised
 
     def _late_readers(self, chunk: int) -> list[int] | None:
-        """Who has not read the chunk; None: it is writable."""
+        """The readers that have not read the chunk; None: it is writable."""
         layout, memory = self._layout, self._memory
         if not memory[layout.head(chunk) + _WRITTEN]:
             return None
         return [r for r in range(layout.num_readers) if not memory[layout.read_flag(chunk, r)]] or None
 
     def close(self) -> None:
-        """Readers keep what was written. Idempotent."""
+        """Close; readers keep what was written. Idempotent."""
         for fd in (self._freed, *self._unread):
             if fd >= 0:
                 os.close(fd)
@@ -151,7 +149,7 @@ class RingReader:
         """Take the ring that the writer offers over `channel`; `index` is this reader's place among the readers.
 
         Raises:
-            RankTimeout, RankGone: it did not come.
+            RankTimeout, RankGone: it did not arrive.
         """
         self._channel = channel
         self._index = index
@@ -170,11 +168,10 @@ class RingReader:
         self._poll.register(channel, select.POLLRDHUP)
 
     def get(self, timeout_s: float | None) -> bytes | bytearray:
-        """The next message, a copy; `timeout_s` None: whenever it comes.
+        """The next message, a copy; `timeout_s` None: wait without a limit.
 
         Raises:
-            RankTimeout: none came in time.
-            RankGone: the writer went away, and all of its messages were read.
+            RankTimeout: none came in time. RankGone: the writer is gone, and all of its messages were read.
         """
         deadline = None if timeout_s is None else MONOTONIC.now() + timeout_s
         self._take_unread(timeout_s)
@@ -199,7 +196,7 @@ class RingReader:
         if not events:
             raise RankTimeout(f"{self._channel.peer} sent nothing in time")
         if self._unread not in {fd for fd, _ in events}:
-            raise RankGone(f"{self._channel.peer} went away")
+            raise RankGone(f"{self._channel.peer} is gone")
         os.eventfd_read(self._unread)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Which sampling parameters a vocabulary cannot serve; without torch, for the engine's door."""
+"""Refuses sampling parameters that a vocabulary cannot serve, without torch, before a request enters the engine."""
 
 from collections.abc import Collection
 
@@ -9,7 +9,7 @@ from pdkv.sampling.params import SamplingParams
 def check_for_vocab(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int] = ()) -> None:
     """Raise InvalidRequest for parameters that name tokens outside the vocabulary, forbid all of it, or lack a seed.
 
-    `SamplingState.add` makes the same check, when it is too late for a polite answer.
+    `SamplingState.add` makes the same check, when it is too late for a proper answer.
     """
     for token_id in params.logit_bias:
         if not 0 <= token_id < vocab_size:
@@ -26,17 +26,17 @@ def check_for_vocab(params: SamplingParams, vocab_size: int, eos_token_ids: Coll
             raise InvalidRequest(f"{name}: token {wrong} is not in [0, {vocab_size})", param=name)
     if params.bad_words:
         raise InvalidRequest(
-            "bad_words are texts: an engine needs their tokens, bad_words_token_ids", param="bad_words"
+            "bad_words are texts: the engine needs their tokens, bad_words_token_ids", param="bad_words"
         )
     if params.structured_outputs is not None:
         raise InvalidRequest(
-            "structured_outputs is what a client asks for: an engine needs the grammar made of it",
+            "structured_outputs is for clients: the engine needs the grammar made from it",
             param="structured_outputs",
         )
     if params.min_tokens > 0:
         _check_choice_is_left(params, vocab_size, eos_token_ids)
     if params.seed is None and not params.greedy:
-        raise InvalidRequest("a request that draws needs a seed; the router gives one", param="seed")
+        raise InvalidRequest("a request that draws needs a seed, which the router sets", param="seed")
 
 
 def _check_choice_is_left(params: SamplingParams, vocab_size: int, eos_token_ids: Collection[int]) -> None:
@@ -44,12 +44,12 @@ def _check_choice_is_left(params: SamplingParams, vocab_size: int, eos_token_ids
     stops = {*params.stop_token_ids, *eos_token_ids}
     if params.allowed_token_ids is not None and stops.issuperset(params.allowed_token_ids):
         raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}, but all of allowed_token_ids stop: none is left to choose",
+            f"min_tokens is {params.min_tokens}, but every allowed_token_ids entry stops: no token is left to choose",
             param="min_tokens",
         )
     if len(stops) >= vocab_size:
         raise InvalidRequest(
-            f"min_tokens is {params.min_tokens}, but stop_token_ids and the end-of-sequence tokens are all "
-            f"{vocab_size} tokens of the vocabulary: none is left to choose",
+            f"min_tokens is {params.min_tokens}, but stop_token_ids and the end-of-sequence tokens cover all "
+            f"{vocab_size} tokens of the vocabulary: no token is left to choose",
             param="min_tokens",
         )

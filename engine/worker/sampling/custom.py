@@ -1,4 +1,4 @@
-"""Logits processors of third parties in the running batch: one object per request and processor."""
+"""Third-party logits processors in the running batch: one object per request and processor."""
 
 import logging
 from collections.abc import Mapping
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class CustomProcessors:
-    """Those of each slot. What one of them does wrong fails the rows of its own request."""
+    """The processors of each slot. An error in one fails only the rows of its own request."""
 
     def __init__(self, processors: ProcessorSet = NO_PROCESSORS, read: Read = read_here) -> None:
-        """`read`: from the logits' device."""
+        """`read`: reads from the logits' device."""
         self._processors = processors
         self._read = read
         self._slots: dict[int, dict[str, LogitsProcessor] | StepFailure] = {}
         self._log_limit = LogLimit()
 
     def add(self, slot: int, request: NewRequest) -> bool:
-        """Make the objects of a request that joins. Returns whether its logits need them."""
+        """Make the objects of a new request. Returns whether its logits need them."""
         params = request.params
         made: dict[str, LogitsProcessor] = {}
         for name, arguments in params.logits_processors.items():
@@ -47,7 +47,7 @@ class CustomProcessors:
         return bool(made)
 
     def refuse(self, slot: int, error: Exception) -> None:
-        """The request in `slot` fails when it draws: its parameters raised that."""
+        """Fail the request in `slot` when it draws: its parameters raised this error."""
         text = f"the sampling parameters cannot be served: {type(error).__name__}: {error}"
         self._slots[slot] = StepFailure(InvalidRequest.code, text)
 
@@ -64,13 +64,13 @@ class CustomProcessors:
         num_prompt: NDArray[np.int64],
         num_tokens: NDArray[np.integer[Any]],
     ) -> Mapping[int, StepFailure]:
-        """Change these rows of float32 logits (n, vocab) in place; tokens that are forbidden stay so.
+        """Change these rows of float32 logits (n, vocab) in place; forbidden tokens stay forbidden.
 
-        Args:
-            rows: (m,) rows of the logits; the other arguments are theirs: (m,), `token_ids` (max_num_seqs, length).
+        Args: rows: (m,) rows of the logits; the other arguments belong to them: (m,), `token_ids` (max_num_seqs,
+        length).
 
         Returns:
-            By row, why it failed: all of its tokens are forbidden then.
+            By row, why it failed, in which case all of its tokens are forbidden.
         """
         has_forbidden, was_sound = self._read([logits.amin(dim=1) == -torch.inf, _is_sound(logits)])
         failures: dict[int, StepFailure] = {}
@@ -94,7 +94,7 @@ class CustomProcessors:
     def _run(
         self, slot: int, logits: torch.Tensor, prompt: NDArray[np.int32], output: NDArray[np.int32]
     ) -> StepFailure | None:
-        """All processors of a slot over its logits (vocab,), in place. Returns what one of them failed by."""
+        """Run all processors of a slot on its logits (vocab,), in place. Returns why one of them failed."""
         made = self._slots[slot]
         if isinstance(made, StepFailure):
             return made
@@ -121,11 +121,11 @@ class CustomProcessors:
 
 def _is_sound(logits: torch.Tensor) -> torch.Tensor:
     """By row, whether there is no NaN and no +inf."""
-    return logits.amax(dim=1) < torch.inf  # the largest of some with NaN is NaN
+    return logits.amax(dim=1) < torch.inf  # the maximum of values with NaN is NaN
 
 
 def _checked(result: object, expected: torch.Tensor) -> torch.Tensor:
-    """What a processor returned. Raises TypeError or ValueError for what are no logits."""
+    """A processor's result. Raises TypeError or ValueError if it is not a logits tensor."""
     if not isinstance(result, torch.Tensor):
         raise TypeError(f"it returned {type(result).__name__} instead of a tensor")
     if result.shape != expected.shape or not result.is_floating_point():

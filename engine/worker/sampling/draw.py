@@ -19,9 +19,9 @@ from pdkv.engine.worker.sampling.randomness import Draws
 from pdkv.kernels import host
 from pdkv.kernels.upload import to_tensor
 
-_TOP_P_CANDIDATES = 512  # looked at before all are sorted
-_CHUNK_ELEMENTS = 1 << 18  # bounds the float64 temporaries: they stay in the cache
-_EXP_ELEMENTS = 1 << 15  # made at once: a dozen operations, whose temporaries stay in the cache
+_TOP_P_CANDIDATES = 512  # tokens examined before all are sorted
+_CHUNK_ELEMENTS = 1 << 18  # limits the float64 temporaries: they stay in the cache
+_EXP_ELEMENTS = 1 << 15  # computed at once: a dozen operations whose temporaries stay in the cache
 _LOWEST = -64.0  # scaled logits below have weight 0: with 2**-92 none can win, as the lowest u is 2**-53
 _LN_P = 4.97494994976747001425e-1, 4.70579119878881725854e0, 1.44989225341610930846e1, 1.79368678507818819316e1
 _LN_Q = 4.52279145837532221105e1, 8.29875266912776603211e1, 7.11544750618563894466e1, 2.31251620126765340583e1
@@ -29,7 +29,7 @@ _CLOSE = 1e-3  # more than float32 errs in ln of a time's bound
 
 
 class DrawParams(NamedTuple):
-    """Parameters of n rows, each (n,); filters that are off: top_k 0, top_p 1, min_p 0."""
+    """Parameters of n rows, each (n,); disabled filters: top_k 0, top_p 1, min_p 0."""
 
     temperature: NDArray[np.float64]
     top_k: NDArray[np.int64]
@@ -55,14 +55,14 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     """Draw one token per row, (n,) int64, from logits (n, vocab).
 
     Filters apply in vLLM's order: temperature, min-p, top-k, top-p over what is left. A filter keeps a token by its
-    value alone: top-k keeps whatever is at least the k-th largest, top-p whatever has less than p in strictly likelier
-    tokens; so equal tokens stay or go together, and the result does not depend on an order of sorting.
+    value alone: top-k keeps values not below the k-th largest, top-p keeps tokens whose strictly likelier ones sum to
+    less than p; so equal tokens stay or go together, and the result does not depend on the sorting order.
 
     A row with NaN gives its first one; one whose largest logit is infinite or -inf (all are masked), its first such.
     """
     floor = torch.from_numpy(params.min_p.copy()).log().numpy()
     if not logits.is_cpu:
-        from pdkv.kernels.draw_triton import draw_triton  # Triton, which a CPU need not have
+        from pdkv.kernels.draw_triton import draw_triton  # Triton, which a CPU may lack
 
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
         has_top_p = bool((params.top_p < 1.0).any())
@@ -118,7 +118,9 @@ def _exp(x: torch.Tensor) -> torch.Tensor:
     magic = 1.5 * 2.0**52  # adding it rounds to an integer
     r = x.clamp(min=_LOWEST)
     n = r.mul(1.4426950408889634074).add_(magic)
-    power = n.view(torch.int64).bitwise_left_shift(52).add_(1023 << 52).view(torch.float64)  # 2**n: of its lowest bits
+    power = (
+        n.view(torch.int64).bitwise_left_shift(52).add_(1023 << 52).view(torch.float64)
+    )  # 2**n, from its lowest bits
     n.sub_(magic)
     r.sub_(n * 6.93145751953125e-1).sub_(n.mul_(1.42860682030941723212e-6))
     rr = torch.mul(r, r, out=n)
@@ -137,18 +139,18 @@ class _Mass(NamedTuple):
 
     @classmethod
     def of(cls, weights: torch.Tensor, vocab_size: int) -> "_Mass":
-        """`weights` up to 1, of at most `vocab_size` tokens a row."""
+        """Make it from `weights` up to 1, of at most `vocab_size` tokens a row."""
         bits = vocab_size.bit_length()
         high_magic, low_magic = 1.5 * 2.0 ** (bits - 1), 1.5 * 2.0 ** (2 * bits - 54)
         high = weights.add(high_magic).sub_(high_magic)
         return cls(high, weights.sub(high).add_(low_magic).sub_(low_magic))
 
     def sum(self) -> torch.Tensor:
-        """Of each row, (n, 1)."""
+        """The sum of each row, (n, 1)."""
         return self.high.sum(dim=-1, keepdim=True) + self.low.sum(dim=-1, keepdim=True)
 
     def before(self) -> torch.Tensor:
-        """What precedes each token in its row."""
+        """The sum before each token in its row."""
         return self.high.cumsum(dim=-1).sub_(self.high) + self.low.cumsum(dim=-1).sub_(self.low)
 
 

@@ -17,7 +17,7 @@ from pdkv.kernels.upload import to_tensor
 
 
 class TokenMasks(NamedTuple):
-    """Which tokens may be chosen in m of the rows of logits."""
+    """The tokens that may be chosen in m of the rows of logits."""
 
     rows: NDArray[np.int64]  # (m,) ascending
     bits: torch.Tensor  # (m, ceil(vocab / 32)) int32 on the CPU; bit i % 32 of word i // 32 stands for token i
@@ -64,10 +64,12 @@ def keep_tokens(logits: torch.Tensor, rows: NDArray[np.int64], token_ids: Sequen
 
 
 class BadWords:
-    """The token sequences that one request's output must not hold, laid out so that all rows are compared at once."""
+    """The token sequences that one request's output must not contain, laid out so that all rows are compared at
+    once.
+    """
 
     def __init__(self, words: Sequence[Sequence[int]]) -> None:
-        """None of the words is empty."""
+        """No word may be empty."""
         self.last = np.array([word[-1] for word in words], np.int64)  # (words,)
         self.num_before = np.array([len(word) - 1 for word in words], np.int64)  # (words,) tokens before the last
         before = [(i, len(word) - 1 - at, token) for i, word in enumerate(words) for at, token in enumerate(word[:-1])]
@@ -83,10 +85,9 @@ def forbid_bad_words(
     num_tokens: NDArray[np.int64],
     num_prompt: NDArray[np.int64],
 ) -> None:
-    """Forbid each word's last token where the output ends with the others. The prompt's tokens do not count.
+    """Forbid each word's last token if the output ends with the others. The prompt's tokens do not count.
 
-    Args:
-        known: (len(rows), longest) prompt + output of each row, padded with anything.
+    Args: known: (len(rows), longest) prompt + output of each row, padded with any values.
         num_tokens, num_prompt: (len(rows),) tokens known and tokens of the prompt.
     """
     index = np.arange(len(rows))

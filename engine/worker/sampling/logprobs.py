@@ -12,27 +12,27 @@ from pdkv.engine.worker.sampling.draw import largest
 from pdkv.kernels.upload import to_tensor
 from pdkv.wire.messages import TokenLogprob
 
-_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # bounds the int64 temporaries; on CPU they stay in the cache
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # limits the int64 temporaries; on CPU they stay in the cache
 
 
 class LogprobTensors(NamedTuple):
-    """Of m rows of logits, on their device; the host has nothing of it yet."""
+    """The logprobs of m rows of logits, on their device; nothing is on the host yet."""
 
-    own: torch.Tensor  # (m,) float32, of the token asked for
+    own: torch.Tensor  # (m,) float32, of the requested token
     ranks: torch.Tensor  # (m,) int64, 1 for the likeliest
-    top_ids: torch.Tensor  # (m, k) int64, the likeliest ones
-    top: torch.Tensor  # (m, k) float32, theirs
+    top_ids: torch.Tensor  # (m, k) int64, the likeliest tokens
+    top: torch.Tensor  # (m, k) float32, their logprobs
 
 
 class QueuedLogprobs(NamedTuple):
-    """Of the m rows of a step whose requests ask for logprobs."""
+    """The queued logprobs of a step's m rows whose requests ask for them."""
 
     rows: NDArray[np.int64]  # (m,) of the step's draws
     num_top: NDArray[np.int64]  # (m,)
     tensors: LogprobTensors
 
     def entries(self, tokens: NDArray[np.int64], tensors: Sequence[NDArray[Any]]) -> dict[int, TokenLogprob]:
-        """By row, when the host has the tokens drawn (n,), -1 for none, and `tensors`."""
+        """Entries by row, once the host has the drawn tokens (n,), -1 for none, and `tensors`."""
         asked = tokens[self.rows]
         entries = zip(self.rows.tolist(), asked.tolist(), _entries(asked, self.num_top, tensors), strict=True)
         return {row: entry for row, token, entry in entries if token >= 0}
@@ -47,9 +47,8 @@ def token_logprobs(
     """Natural-log probabilities, by a float32 log-softmax of logits (m, vocab), one entry per row.
 
     Args:
-        token_ids: (m,) the token whose logprob and rank are asked for.
-        num_top: (m,) how many of the likeliest tokens to add; among equals the lowest ids come first.
-        read: from the logits' device, which is awaited.
+        token_ids: (m,) the token whose logprob and rank are requested. num_top: (m,) how many of the likeliest tokens
+            to add; among equals the lowest ids come first. read: reads from the logits' device, and waits for it.
     """
     result: list[TokenLogprob] = []
     for rows in _chunks(logits):
@@ -64,7 +63,7 @@ def queue_logprobs(
 ) -> QueuedLogprobs:
     """The logprobs of tokens that are on the device, (m,) int64, and of the likeliest, by logits (m, vocab).
 
-    The host does not wait. A negative token, which is none, gets any entry.
+    The host does not wait. A negative token, which means none, gets an arbitrary entry.
     """
     tokens, most = tokens.clamp(min=0), int(num_top.max(initial=0))
     parts = [_gather(logits[part], tokens[part], most) for part in _chunks(logits)]
@@ -73,7 +72,7 @@ def queue_logprobs(
 
 
 def _chunks(logits: torch.Tensor) -> list[slice]:
-    """Rows to look at together."""
+    """Ranges of rows to process together."""
     count = max(1, _CHUNK_ELEMENTS.get(logits.device.type, 1 << 26) // logits.shape[1])
     return [slice(i, i + count) for i in range(0, logits.shape[0], count)]
 

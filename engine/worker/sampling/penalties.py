@@ -20,7 +20,7 @@ _CHUNK_ELEMENTS = 1 << 24  # bounds what is made beside the logits on a device
 
 
 class TokenCounts:
-    """Of each slot and token, int32: twice how often the output has it, and 1 more where the prompt has it.
+    """Counts per slot and token, int32: twice how often the output has it, and 1 more where the prompt has it.
 
     Made with the first request that has penalties, of 4 x max_num_seqs x vocab bytes; a CPU's memory is taken only for
     the slots that such requests have had. Guesses at tokens to come are never in it: nothing has to be taken back where

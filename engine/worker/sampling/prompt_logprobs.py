@@ -1,4 +1,4 @@
-"""Logprobs of the prompts that ask for them, gathered over the chunks of a prefill."""
+"""Logprobs of prompts that request them, gathered over the chunks of a prefill."""
 
 import numpy as np
 import torch
@@ -15,14 +15,16 @@ from pdkv.wire.messages import TokenLogprob
 from pdkv.wire.types import RequestKey
 
 _LOGITS_ROWS = 256
-"""Prompt positions whose logits exist at a time."""
+"""The most prompt positions whose logits exist at a time."""
 
 
 class PromptLogprobs:
-    """By batch slot. A request that resumes with output has had its prompt's logprobs before and gets none."""
+    """Prompt logprobs by batch slot. A request that resumes with output has had its prompt's logprobs before and gets
+    none.
+    """
 
     def __init__(self, model: Decoder, sampling: SamplingState, *, collects: bool = True) -> None:
-        """`collects` False: this rank only takes its part in the model's logits, and every entry stays None."""
+        """`collects` False: this rank only takes part in computing the model's logits, and every entry stays None."""
         self._collects = collects
         self._model = model
         self._sampling = sampling
@@ -30,11 +32,11 @@ class PromptLogprobs:
         self._logprobs: dict[int, list[TokenLogprob | None]] = {}
 
     def collects_in(self, slots: IntArray) -> bool:
-        """Whether a step with those slots has prompts whose logprobs are asked for, which come to the host at once."""
+        """Whether a step with those slots has prompts that request logprobs, which must reach the host at once."""
         return bool(self._requests) and any(slot in self._requests for slot in slots.tolist())
 
     def add(self, slot: int, request: NewRequest) -> None:
-        """Note a new request; nothing happens when it asks for no prompt logprobs."""
+        """Note a new request; has no effect if it requests no prompt logprobs."""
         if request.params.prompt_logprobs is not None and not request.output_token_ids:
             self._requests[slot] = request
             self._logprobs[slot] = [None] * len(request.prompt_token_ids)
@@ -45,8 +47,8 @@ class PromptLogprobs:
         self._logprobs.pop(slot, None)
 
     def take(self, slots: IntArray) -> dict[RequestKey, list[TokenLogprob | None]]:
-        """Of the requests in these slots, whose prompts are done: the whole prompt's, entry 0 and positions that were
-        not computed here (cache hits) None; then forgets it.
+        """The logprobs of whole prompts that are done, for the requests in these slots; entry 0 and positions that were
+        not computed here (cache hits) are None. They are then forgotten.
         """
         if not self._requests:
             return {}
@@ -70,7 +72,7 @@ class PromptLogprobs:
             request = self._requests[slot]
             for start in range(first, stop, _LOGITS_ROWS):
                 piece = np.arange(start, min(start + _LOGITS_ROWS, stop))
-                target = position + 1 + start - first  # the token behind the piece's first one
+                target = position + 1 + start - first  # the token after the piece's first one
                 targets = np.array(request.prompt_token_ids[target : target + len(piece)], dtype=np.int64)
                 index = to_tensor(pad(np.searchsorted(rows, piece), round_rows(len(piece))), hidden.device)
                 logits = self._model.logits(hidden.index_select(0, index))[: len(piece)]
@@ -82,7 +84,7 @@ class PromptLogprobs:
                 self._logprobs[slot][target : target + len(piece)] = logprobs
 
     def _ranges(self, inputs: StepInputs) -> list[tuple[int, int, int, int, int]]:
-        """Of the scheduled tokens that predict wanted prompt tokens: (request of the step, first row, end row, slot,
+        """Ranges of scheduled tokens that predict wanted prompt tokens: (request of the step, first row, end row, slot,
         first position).
         """
         ranges = []

@@ -36,7 +36,7 @@ def threefry4x32(counter: Sequence[Words], key: Sequence[Words]) -> list[Words]:
 
 
 class Draws:
-    """Of rows of logits: each token of each row has a number u in (0, 1), of (seed, choice, position, token) alone.
+    """Numbers for rows of logits: each token has a number u in (0, 1), of (seed, choice, position, token) alone.
 
     u is (b + 1/2) / 2**52. The higher 32 bits of b are word t // 16 % 4 of Threefry's under the key (seed's lower and
     higher half, choice, position) at the counter (t // 64 * 16 + t % 16, 0, 0, 0), where t is the token. The lower 20

@@ -1,4 +1,4 @@
-"""Batched sampling with vLLM's semantics. What is drawn is a pure function of token ids, parameters and logits."""
+"""Batched sampling with vLLM's semantics. A draw is a pure function of token ids, parameters and logits."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -44,9 +44,9 @@ _ROW = np.dtype(
         ("restricted", np.bool_),
         ("has_bad_words", np.bool_),
         ("custom", np.bool_),
-        ("plain", np.bool_),  # logits stay as they are, and nobody asks for logprobs
+        ("plain", np.bool_),  # logits stay as they are, and no logprobs are requested
         ("penalized", np.bool_),
-        ("looks_back", np.bool_),  # at the tokens before the one to draw, on the host
+        ("looks_back", np.bool_),  # looks at the tokens before the one to draw, on the host
         *((name, np.float64) for name in PENALTIES),
         ("wants_logprobs", np.bool_),
         ("num_logprobs", np.int64),
@@ -65,16 +65,16 @@ class SamplingState:
         processors: ProcessorSet = NO_PROCESSORS,
         read: Read = read_here,
     ) -> None:
-        """`read`: from the logits' device, where the host needs something before the step ends."""
+        """`read`: reads from the logits' device, if the host needs something before the step ends."""
         self._read = read
         self.failures: Mapping[int, StepFailure] = {}
-        """Of the last `choose`, by row: whose parameters or logits processor failed. No token is chosen there."""
+        """Failures of the last `choose`, by row: the parameters or a logits processor failed, so no token is chosen."""
         self._custom = CustomProcessors(processors, read)
         self._vocab_size = vocab_size
         host.can_draw()  # now: a step must not need a file, which an engine without descriptors cannot open
         self._eos_token_ids = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         self._table: NDArray[Any] = np.zeros(max_num_seqs, _ROW)
-        self._stop_ids: dict[int, NDArray[np.int64]] = {}  # by slot, where min_tokens asks for it
+        self._stop_ids: dict[int, NDArray[np.int64]] = {}  # by slot, if min_tokens needs it
         self._bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}  # by slot: token ids, biases
         self._allowed: dict[int, NDArray[np.int64]] = {}  # by slot: token ids
         self._bad_words: dict[int, BadWords] = {}  # by slot
@@ -82,8 +82,8 @@ class SamplingState:
         self.counts = TokenCounts(max_num_seqs, vocab_size)  # of requests with penalties
 
     def add(self, slot: int, request: NewRequest) -> None:
-        """Take a request's parameters into `slot`, replacing what was there. Where they cannot be served no token is
-        ever chosen: see `failures`.
+        """Store a request's parameters in `slot`, replacing earlier ones. If they cannot be served, no token is ever
+        chosen: see `failures`.
         """
         self.remove(slot)
         try:
@@ -141,9 +141,9 @@ class SamplingState:
         num_tokens: NDArray[np.integer[Any]],
         masks: TokenMasks | None = None,
     ) -> NDArray[np.int64]:
-        """Choose one token per row, (n,); -1 where the row's parameters leave none. Arguments and state stay.
+        """Choose one token per row, (n,); -1 if the row's parameters leave none. Arguments and state are not changed.
 
-        They decide alone, whatever the order in which anything is added up: ranks with the same logits choose the same
+        The choice depends on them alone, and not on any order of summation: ranks with the same logits choose the same
         tokens. A request may have several rows, each with its own number of tokens known.
 
         Args:
@@ -151,7 +151,7 @@ class SamplingState:
             slots: (n,) the slot of each row.
             token_ids: (max_num_seqs, max_model_len) prompt + output of each slot.
             num_tokens: (n,) tokens known of each row's request; the token drawn has this index.
-            masks: of the rows in which not all tokens may be chosen.
+            masks: for the rows in which not all tokens may be chosen.
         """
         tokens: NDArray[np.int64] = self.draw(logits, slots, token_ids, num_tokens, masks).cpu().numpy()
         if self.failures:
@@ -166,9 +166,10 @@ class SamplingState:
         num_tokens: NDArray[np.integer[Any]],
         masks: TokenMasks | None = None,
     ) -> torch.Tensor:
-        """`choose` without its copy to the host: on the logits' device, which is not awaited where no row `looks_back`.
+        """`choose` without its copy to the host: on the logits' device, without waiting for it unless a row
+        `looks_back`.
 
-        In the rows of `failures` it is any token.
+        The token is arbitrary in rows of `failures`.
         """
         if logits.shape != (len(slots), self._vocab_size):
             raise ValueError(f"logits must be {(len(slots), self._vocab_size)}, got {tuple(logits.shape)}")
@@ -183,13 +184,13 @@ class SamplingState:
         return bool(self._table["looks_back"][slots].any())
 
     def is_plain(self, slot: int) -> bool:
-        """Whether a draw in that slot changes no logits, and tells none."""
+        """Whether a draw in that slot changes no logits and reports none."""
         return bool(self._table["plain"][slot])
 
     def logprobs(
         self, logits: torch.Tensor, slots: NDArray[np.integer[Any]], tokens: NDArray[np.int64]
     ) -> dict[int, TokenLogprob]:
-        """By row, of those whose request asks for them. Arguments as in `choose`, which gave `tokens`."""
+        """Logprobs by row, for requests that ask for them. Arguments as in `choose`, which returned `tokens`."""
         rows = self._table[slots]
         asking = np.flatnonzero(rows["wants_logprobs"] & (tokens >= 0))
         if not asking.size:
@@ -202,7 +203,7 @@ class SamplingState:
     def queue_logprobs(
         self, logits: torch.Tensor, slots: NDArray[np.integer[Any]], tokens: torch.Tensor
     ) -> QueuedLogprobs | None:
-        """`logprobs` of what `draw` gave, without waiting for the device; None: nobody asks for them."""
+        """`logprobs` for the result of `draw`, without waiting for the device; None: no request asks for them."""
         rows = self._table[slots]
         asking = np.flatnonzero(rows["wants_logprobs"])
         if not asking.size:
@@ -279,14 +280,16 @@ def _choose(logits: torch.Tensor, rows: NDArray[Any], positions: NDArray[np.inte
 
 
 def _has_no_choice(logits: torch.Tensor, processed: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """(n,) bool: the processors forbid all tokens or overflow: what was chosen is not finite, though it was."""
+    """(n,) bool: the processors forbid all tokens or overflow, so the chosen logit is not finite although it was
+    before.
+    """
     chosen = tokens.unsqueeze(-1)
     is_lost = ~processed.gather(1, chosen).isfinite() & logits.gather(1, chosen).isfinite()
     return is_lost.squeeze(-1)
 
 
 def _select(logits: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
-    """Rows of (n, vocab); no copy where it is all of them."""
+    """The given rows of (n, vocab); not copied if that is all of them."""
     if len(rows) == logits.shape[0]:
         return logits
     return logits.index_select(0, to_tensor(rows, logits.device))

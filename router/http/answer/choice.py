@@ -1,4 +1,4 @@
-"""One choice of a reply: engine deltas in, text, tokens and logprobs to be shown out."""
+"""One choice of a reply: takes engines' deltas, and produces the text, tokens and logprobs to show."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,34 +17,36 @@ from pdkv.text import StopStrings, TextStream
 from pdkv.wire.messages import PromptLogprobs, TokenLogprob
 
 _INLINE_ECHO = 256
-"""Prompts of so many tokens are made the beginning of a reply on the event loop: a quarter of a millisecond."""
+"""Prompts of up to this many tokens are echoed on the event loop, which takes a quarter of a millisecond."""
 
 
 class ShownLogprob(NamedTuple):
     """The logprob of one token of the reply."""
 
     token_id: int
-    logprob: TokenLogprob | None  # None: a prompt's first token has none
+    logprob: TokenLogprob | None  # None for a prompt's first token
     text_offset: int  # characters before the token
 
 
 class TokenCounts(NamedTuple):
-    """Of a request that has ended."""
+    """Token counts of a request that has ended."""
 
-    prompt: int  # each prompt once, whatever n is
+    prompt: int  # each prompt counts once, whatever n is
     completion: int  # over all choices
     cached: int  # of the prompts
-    reasoning: int | None  # of the completions; None: thoughts are not told from answers
-    lossy: int | None = None  # of the prompts, whose KV may have gone through a codec with errors; None: there is none
+    reasoning: int | None  # of the completions; None: reasoning is not told apart from answers
+    lossy: int | None = (
+        None  # of the prompts, whose KV may have gone through a lossy codec; None: there is no such codec
+    )
 
     @property
     def of_prompt(self) -> dict[str, int]:
-        """What is told of the prompt's tokens; `lossy_tokens` is no field of OpenAI's."""
+        """Details of the prompt's tokens; `lossy_tokens` is not a field of OpenAI's."""
         return {"cached_tokens": self.cached} | ({} if self.lossy is None else {"lossy_tokens": self.lossy})
 
 
 def usage(counts: TokenCounts) -> dict[str, Any]:
-    """Token counts of a request, those of thoughts where they are told from answers."""
+    """Token counts of a request, with those of reasoning if it is told apart from answers."""
     shown: dict[str, Any] = {
         "prompt_tokens": counts.prompt,
         "completion_tokens": counts.completion,
@@ -57,7 +59,7 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
 
 
 class ChoiceDelta(NamedTuple):
-    """What is new in a choice."""
+    """The new part of a choice."""
 
     choice: int  # its number in the reply
     text: str
@@ -65,16 +67,16 @@ class ChoiceDelta(NamedTuple):
     logprobs: list[ShownLogprob] | None
     finish_reason: str | None
     stop_reason: str | int | None  # the stop string, or the stop token other than end of sequence
-    parts: Sequence[Part] | None = None  # of an answer that is told apart; its text is in them alone
+    parts: Sequence[Part] | None = None  # of an answer that is parsed; its text is in them alone
 
 
 class Choice:
-    """State of one choice. `finished` says that nothing more will be shown."""
+    """The state of one choice. `finished`: nothing more will be shown."""
 
     def __init__(self, job: Job, model: ServedModel, *, index: int, seed: int, sibling: "Choice | None" = None) -> None:
         """`index` counts over all prompts; `seed` is the client's, or drawn for this prompt.
 
-        What is said about the prompt is computed and made once: by the first choice, the `sibling` of the others.
+        What the reply shows of the prompt is computed once: by the first choice, the `sibling` of the others.
         """
         self.index = index
         self.prompt: Prompt = job.prompts[index // job.n]
@@ -82,7 +84,7 @@ class Choice:
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.last_token_at = 0.0
-        """When the last tokens came from the engines, of the process's clock; 0 before the first."""
+        """When the last tokens came from the engines, by the process's clock; 0 before the first."""
         self._encoded_prompt_logprobs: PromptLogprobs | None = None
         self._prompt_logprobs: list[TokenLogprob | None] | None = None
         self._keys: PromptKeys = PromptKeys() if sibling is None else sibling._keys
@@ -94,9 +96,9 @@ class Choice:
         self._answer = self._new_answer(job)
         self._echo_pending = job.echo
         self._num_echoed = 0  # characters
-        params = msgspec.structs.replace(job.params, seed=seed, stop=())  # the engines know nothing of stop strings
+        params = msgspec.structs.replace(job.params, seed=seed, stop=())  # the engines do not know about stop strings
         room = model.max_model_len - len(self.prompt.token_ids)
-        if params.max_tokens is None or params.max_tokens > room:  # only a default can be: see prepare_completion
+        if params.max_tokens is None or params.max_tokens > room:  # it can only be a default: see prepare_completion
             params = msgspec.structs.replace(params, max_tokens=room)
         if sibling is not None:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
@@ -104,13 +106,13 @@ class Choice:
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Tokens of the prompt that have logprobs; known from the first choice's first delta on."""
+        """Tokens of the prompt that have logprobs; known once the first choice has its first delta."""
         encoded = (self._sibling or self)._encoded_prompt_logprobs
         return 0 if encoded is None else encoded.count
 
     @property
     def prompt_logprobs(self) -> list[TokenLogprob | None] | None:
-        """Of the whole prompt; those of a long one are decoded on a thread: whoever asks first waits.
+        """Logprobs of the whole prompt; those of a long one are decoded on a thread, and the first caller waits.
 
         Raises:
             RequestFailed: the engine sent something else.
@@ -149,7 +151,7 @@ class Choice:
     def request(
         self, *, timeout_s: float, stall_timeout_s: float, label: str, traceparent: str = "", near: str = ""
     ) -> GenerateRequest:
-        """What to generate. `near`: the engine that ran the prompt for its sibling."""
+        """The request to generate it. `near`: the engine that ran the prompt for its sibling."""
         return GenerateRequest(
             prompt_token_ids=self.prompt.token_ids,
             params=self._params,
@@ -168,7 +170,7 @@ class Choice:
         )
 
     def push(self, delta: Delta) -> ChoiceDelta:
-        """What an engine's delta shows. Nothing may be pushed once `finished`."""
+        """The new part to show for an engine's delta. Nothing may be pushed once `finished`."""
         if delta.prompt_logprobs is not None:
             self._encoded_prompt_logprobs = delta.prompt_logprobs
         if self._job.prompt_only:
@@ -200,7 +202,7 @@ class Choice:
     def _push_with_logprobs(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], shown: list[ShownLogprob]
     ) -> tuple[str, int, str | None]:
-        """Token by token, since each is shown with the place of its text."""
+        """Push token by token, since each is shown with the position of its text."""
         text = ""
         for count, (token_id, logprob) in enumerate(zip(token_ids, logprobs, strict=True), 1):
             shown.append(ShownLogprob(token_id, logprob, self._num_echoed + self._text.num_characters))
@@ -211,7 +213,7 @@ class Choice:
         return text, len(token_ids), None
 
     def _push_parsed(self, delta: Delta, answer: AnswerStream) -> ChoiceDelta:
-        """Token by token, since a call may end the answer, and thoughts are counted."""
+        """Push token by token, since a call may end the answer, and reasoning tokens are counted."""
         parts: list[Part] = []
         shown: list[ShownLogprob] = []
         num_tokens, stop = 0, None
@@ -247,17 +249,17 @@ class Choice:
         )
 
     def _parsed_reason(self, delta: Delta, stop: str | None, answer: AnswerStream) -> str:
-        """OpenAI's rules: calls are a reason where the model chose to make them."""
+        """The finish reason by OpenAI's rules: calls are a reason if the model chose to make them."""
         reason = "stop" if stop is not None or answer.ended or delta.finish_reason is None else delta.finish_reason
         assert self._job.answer is not None
         return "tool_calls" if reason == "stop" and answer.num_calls and not self._job.answer.named_tool else reason
 
     def _stop_token(self, delta: Delta) -> int | None:
-        """vLLM's rule: a stop token is a reason, the end of sequence is none."""
+        """The stop reason by vLLM's rule: a stop token is one, the end of sequence is not."""
         return delta.stop_token_id if delta.stop_token_id in self._job.params.stop_token_ids else None
 
     def _push_prompt_only(self, delta: Delta) -> ChoiceDelta:
-        """One token was generated because an engine cannot do with less; it is not shown."""
+        """Push without output: one token was generated because an engine cannot do with less; it is not shown."""
         if delta.finish_reason is None:
             return ChoiceDelta(self.index, "", (), None, None, None)
         text, shown = self._echo()
@@ -267,16 +269,17 @@ class Choice:
         )
 
     def _echo(self) -> tuple[str, list[ShownLogprob]]:
-        """The prompt as the beginning of the reply, with its logprobs where they were asked for."""
+        """The prompt as the beginning of the reply, with its logprobs if they were requested."""
         self._echo_pending = False
         text, shown = (self._sibling or self).shown_prompt()
         self._num_echoed = len(text)
         return text, [*shown]
 
     def echo_work(self, delta: Delta) -> Callable[[], object] | None:
-        """What makes the echo of a long prompt, for a thread, before the first delta is pushed; None: push alone does.
+        """A function that makes the echo of a long prompt on a thread before the first delta is pushed; None: `push`
+        makes it.
 
-        Its siblings begin behind that delta, and find it made.
+        Its siblings begin after that delta, and find it made.
         """
         if not self._echo_pending or self._sibling is not None or len(self.prompt.token_ids) <= _INLINE_ECHO:
             return None
@@ -307,6 +310,6 @@ class Choice:
 
 
 def _stops_behind_thoughts(job: Job) -> bool:
-    """Whether stop strings look at what follows the thoughts, and not at these."""
+    """Whether stop strings apply to the text after the reasoning, and not to the reasoning."""
     answer = job.answer
     return answer is not None and answer.reasoning_parser is not None and not answer.stops_in_thoughts

@@ -1,4 +1,4 @@
-"""Replies of completions and chat completions that are sent whole."""
+"""Replies to completions and chat completions that are sent whole."""
 
 import functools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from pdkv.text import Tokenizer
 
 
 def reply_frame(asked: Asked, kind: str) -> dict[str, Any]:
-    """What a reply and each chunk of a stream begin with; `kind`: OpenAI's name of the object."""
+    """The first fields of a reply and of each chunk of a stream; `kind`: OpenAI's name of the object."""
     prefix = "chatcmpl-" if asked.job.chat else "cmpl-"
     return {"id": prefix + asked.serial, "object": kind, "created": asked.created, "model": asked.model.name}
 
@@ -28,16 +28,16 @@ class WholeCompletion:
         self._wholes = [WholeChoice(choice) for choice in asked.choices]
 
     def add(self, delta: ChoiceDelta) -> None:
-        """The next delta of a choice."""
+        """Add the next delta of a choice."""
         self._wholes[delta.choice].add(delta)
 
     @property
     def num_logprobs(self) -> int:
-        """Tokens whose logprobs are shown, the prompts' included."""
+        """Number of tokens whose logprobs are shown, including the prompts'."""
         return sum(whole.num_logprobs for whole in self._wholes)
 
     async def body(self, counts: TokenCounts, work: Work) -> dict[str, Any]:
-        """The reply; choices are made one by one: never all of them as objects."""
+        """The reply; choices are encoded one by one, never all of them as objects."""
         asked = self._asked
         job, tokenizer = asked.job, asked.model.tokenizer
         choices = [await work(functools.partial(whole.encoded, job, tokenizer)) for whole in self._wholes]
@@ -60,7 +60,7 @@ class WholeChoice:
         self._last: ChoiceDelta | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
-        """The next delta."""
+        """Add the next delta."""
         self._texts.append(delta.text)
         if delta.parts is not None:
             self._parts.extend(delta.parts)
@@ -71,11 +71,11 @@ class WholeChoice:
 
     @property
     def num_logprobs(self) -> int:
-        """Tokens whose logprobs are shown, the prompt's included."""
+        """Number of tokens whose logprobs are shown, including the prompt's."""
         return len(self._logprobs) + self._choice.num_prompt_logprobs
 
     def encoded(self, job: Job, tokenizer: Tokenizer) -> msgspec.Raw:
-        """The entry of `choices` as JSON."""
+        """The entry of `choices`, as JSON."""
         return msgspec.Raw(msgspec.json.encode(self._body(job, tokenizer)))
 
     def _body(self, job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class WholeChoice:
 
 
 def message_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """A whole message's content, thoughts and calls; the latter two where there are any."""
+    """A whole message's content, reasoning and calls; the latter two if there are any."""
     content = "".join([part.text for part in parts if isinstance(part, Content)])
     reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
     calls = whole_calls(parts)
@@ -114,7 +114,7 @@ def message_of(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def prompt_extras(choice: Choice, job: Job, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What vLLM's extras say about the prompt: in each choice of completions, beside the choices of chat."""
+    """vLLM's extra fields about the prompt: in each choice of completions, next to the choices of chat."""
     extras: dict[str, Any] = {}
     if job.return_token_ids:
         extras["prompt_token_ids"] = choice.prompt.token_ids

@@ -17,49 +17,49 @@ from pdkv.router.http.server.errors import describe_error
 RawHeaders = list[tuple[bytes, bytes]]
 
 _PIECE_BYTES = 256 << 10
-"""Of an answer so much is given to its connection at a time."""
+"""Bytes of an answer that are given to its connection at a time."""
 
 MAX_LABEL = 256
-"""Characters of a client's x-request-id."""
+"""The most characters of a client's x-request-id."""
 
 
 class Exchange:
-    """One response: its id, its headers, and whether it has begun."""
+    """One HTTP response: its id, its headers, and whether it has begun."""
 
     def __init__(self, send: Send, send_body: Send, label: str | None, trace: TraceContext) -> None:
-        """`send_body`: for what follows a response's start."""
+        """`send_body`: used for what follows a response's start."""
         self.trace = trace
         self.status = 0
-        """0: nothing was sent."""
+        """Status of the response; 0: nothing was sent."""
         self.fanout: Fanout | None = None
         self._send = send
         self._send_body = send_body
         self._label = label or None
         self._encode_failure: Callable[[PdkvError], bytes] | None = None  # of a stream that has begun
         self.body_is_here = False
-        """Else the connection ends with the response: what is still to come is no next request."""
+        """False if the connection must end with the response, since what is still to come is not a next request."""
         self.reply_id = secrets.token_hex(12)
         self.request_id = label if label and _is_plain(label) else self.reply_id
         self.created = int(unix_time())
 
     @property
     def name(self) -> RequestName:
-        """What log lines call the request."""
+        """Its name in log lines."""
         return RequestName(self.reply_id, 0, label=self.request_id, traceparent=self.trace.traceparent)
 
     def check_label(self) -> None:
-        """Raises InvalidRequest for a client's x-request-id that cannot be echoed."""
+        """Raise InvalidRequest for a client's x-request-id that cannot be echoed."""
         if self._label is not None and not _is_plain(self._label):
             raise InvalidRequest(
-                f"x-request-id must have at most {MAX_LABEL} characters, all of them printable ASCII",
+                f"x-request-id must have at most {MAX_LABEL} characters, all printable ASCII",
                 param="x-request-id",
             )
 
     async def send_whole(
         self, status: int, data: bytes, engines: tuple[str, str] = ("", ""), *, retry_after_s: float = 1.0
     ) -> None:
-        """The whole response, JSON; returns when its client has read it but for a piece. `retry_after_s` is said with
-        429 and 503.
+        """Send the whole response as JSON; returns when its client has read all but the last piece. `retry_after_s` is
+        sent with 429 and 503.
         """
         headers = self._headers(b"application/json", engines)
         headers.append((b"content-length", b"%d" % len(data)))
@@ -74,7 +74,7 @@ class Exchange:
             await self._send_body({"type": "http.response.body", "body": data[begin:end], "more_body": end < len(data)})
 
     async def begin_events(self, engines: tuple[str, str], fail: Callable[[PdkvError], bytes]) -> None:
-        """The head of a stream; `fail` makes its last events, should it fail."""
+        """Send the head of a stream; `fail` makes its last events, should it fail."""
         headers = self._headers(b"text/event-stream; charset=utf-8", engines)
         headers.append((b"cache-control", b"no-cache"))
         self.status = 200
@@ -82,15 +82,15 @@ class Exchange:
         self._encode_failure = fail
 
     def send_events(self, data: bytes) -> Awaitable[None]:
-        """A part of a stream that has begun."""
+        """Send a part of a stream that has begun."""
         return self._send_body({"type": "http.response.body", "body": data, "more_body": True})
 
     def end_events(self, data: bytes) -> Awaitable[None]:
-        """The last part of a stream."""
+        """Send the last part of a stream."""
         return self._send_body({"type": "http.response.body", "body": data, "more_body": False})
 
     async def fail(self, error: PdkvError) -> None:
-        """A status as long as nothing was sent, the stream's own last events afterwards."""
+        """Send an error status if nothing was sent yet, and otherwise the stream's own last events."""
         if self._encode_failure is not None:
             await self.end_events(self._encode_failure(error))
         else:
@@ -107,5 +107,5 @@ class Exchange:
 
 
 def _is_plain(label: str) -> bool:
-    """Whether a label can stand in a header and in a log line: without control characters, such as U+009B."""
+    """Whether a label may appear in a header and in a log line: without control characters, such as U+009B."""
     return len(label) <= MAX_LABEL and label.isascii() and label.isprintable()

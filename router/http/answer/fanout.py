@@ -1,4 +1,4 @@
-"""All choices of one request as one stream of deltas, over as many generations."""
+"""All choices of one request as one stream of deltas, from as many generations."""
 
 import asyncio
 import functools
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 _STARTS_IN_A_ROW = 16
 
 STALL_S = 0.05
-"""Tokens that lie here for longer wait for a client that does not read: the time is counted apart from the engines'."""
+"""Seconds after which waiting tokens count as delayed by a client that does not read, and not by the engines."""
 
 
 class Fanout:
-    """Of each prompt the first choice goes first, the others after its first delta: the prompt's blocks are hits then.
+    """Runs all choices of a request. The first choice of each prompt starts first, the others after its first delta,
+    when the prompt's blocks are hits.
 
-    `abort` may be called at any time; whoever begins must call it when done, whatever happened.
+    `abort` may be called at any time; the caller of `begin` must call it in the end, whatever happened.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class Fanout:
         traceparent: str = "",
         pool: TextPool,
     ) -> None:
-        """`label`, `traceparent`: the request's names in all processes' logs. `pool` makes what takes long."""
+        """`label`, `traceparent`: the request's names in all processes' logs. `pool` runs long computations."""
         self.job = job
         self.choices = list(_make_choices(job, model))
         self._visit = visit
@@ -71,12 +72,12 @@ class Fanout:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Each prompt once, whatever n is."""
+        """Prompt tokens; each prompt counts once, whatever n is."""
         return sum(len(prompt.token_ids) for prompt in self.job.prompts)
 
     @property
     def num_begun_tokens(self) -> int:
-        """Of the prompts that an engine was given, each once."""
+        """Tokens of the prompts that an engine was given; each prompt counts once."""
         prompts, n = self.job.prompts, self.job.n
         return sum(len(prompts[index // n].token_ids) for index in self._generations if index % n == 0)
 
@@ -87,7 +88,7 @@ class Fanout:
 
     @property
     def num_lossy_tokens(self) -> int | None:
-        """Prompt tokens of the first choices whose KV a codec may have changed; None: no engine of them has one."""
+        """Prompt tokens of the first choices whose KV a codec may have changed; None: none of their engines has one."""
         firsts = [g.num_lossy_tokens for index, g in self._generations.items() if index % self.job.n == 0]
         known = [num_tokens for num_tokens in firsts if num_tokens is not None]
         return sum(known) if known else None
@@ -102,29 +103,29 @@ class Fanout:
 
     @property
     def generations(self) -> "Iterable[Generation]":
-        """All that were started."""
+        """All generations that were started."""
         return self._generations.values()
 
     @property
     def num_attempts(self) -> int:
-        """The most that one choice took; 0: none has begun."""
+        """The most attempts that one choice took; 0: none has begun."""
         return max((g.num_attempts for g in self._generations.values()), default=0)
 
     @property
     def num_completion_tokens(self) -> int:
-        """Over all choices."""
+        """Completion tokens over all choices."""
         return sum(choice.num_tokens for choice in self.choices)
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Tokens of thoughts, over all choices; None: thoughts are not told from answers."""
+        """Reasoning tokens over all choices; None: reasoning is not told apart from answers."""
         if self.job.answer is None or self.job.answer.reasoning_parser is None:
             return None
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
     def counts(self) -> TokenCounts:
-        """What its usage says."""
+        """The token counts of its usage."""
         return TokenCounts(
             self.num_prompt_tokens,
             self.num_completion_tokens,
@@ -134,14 +135,14 @@ class Fanout:
         )
 
     def abort(self) -> None:
-        """Give up every generation that is not over; `take` then raises RequestAborted. Idempotent."""
+        """Abort every generation that is not over; `take` then raises RequestAborted. Idempotent."""
         self.aborted = True
         self._visit.abort()
         for generation in self._generations.values():
             generation.abort()
 
     async def begin(self) -> None:
-        """Begin the generations. To be called once; then `take` and `news` by turns, until it is `finished`.
+        """Begin the generations. Call it once, then `take` and `news` alternately until it is `finished`.
 
         Raises:
             EngineUnavailable, RequestFailed: the only choice could not begin.
@@ -155,14 +156,14 @@ class Fanout:
 
     @property
     def finished(self) -> bool:
-        """Whether all of every choice has been taken."""
+        """Whether everything of every choice has been taken."""
         return not self._num_unfinished
 
     def take(self) -> Sequence[ChoiceDelta]:
-        """All that is new; empty: nothing yet, see `news`. No coroutine: it is called for every token.
+        """Everything new; empty: nothing yet, see `news`. Not a coroutine, since it is called for every token.
 
         Raises:
-            EngineUnavailable, RequestFailed: one choice failed, so the request did.
+            EngineUnavailable, RequestFailed: one choice failed, and with it the request.
         """
         if self._alone is not None:
             return self._take_of_one(self._alone)
@@ -191,7 +192,7 @@ class Fanout:
         return (shown,)
 
     def news(self) -> Awaitable[None]:
-        """Done when there may be something to take, for who has just found nothing."""
+        """Return when there may be something to take, after `take` has found nothing."""
         if self._held is not None and (work := self.choices[0].echo_work(self._held)) is not None:
             return self._work_on_pool(work)
         if self._alone is not None:
@@ -203,14 +204,14 @@ class Fanout:
         await self._pool.encode(work)
 
     def _put(self, item: ChoiceDelta | Exception) -> None:
-        """For `take`, from one of several choices."""
+        """Store deltas of one of several choices for `take`."""
         self._arrived.append(item)
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     async def _start(self, choice: Choice) -> "Generation":
-        """Begin a choice, at once or when it is its turn; the deadline is the request's."""
+        """Begin a choice at once, or when its turn comes; the deadline is the request's."""
         if self.aborted:
             raise RequestAborted("the client went away", request_id=self._label)
         first = self._generations.get(choice.index - choice.index % self.job.n)
@@ -227,12 +228,12 @@ class Fanout:
         return generation
 
     async def _take_turns(self, index: int) -> None:
-        """Between starts: a thousand choices must not hold up other requests."""
+        """Yield between starts: a thousand choices must not hold up other requests."""
         if index % _STARTS_IN_A_ROW == _STARTS_IN_A_ROW - 1:
             await asyncio.sleep(0)
 
     def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
-        """What a delta of an engine shows to the client."""
+        """The part of an engine's delta to show to the client."""
         arrivals = generation.take_arrivals()
         for at in arrivals:
             if choice.last_token_at:
@@ -247,7 +248,7 @@ class Fanout:
         if shown.finish_reason is not None:
             self._metrics.choice_ended(shown.finish_reason)
         if choice.finished and delta.finish_reason is None:
-            generation.finish()  # a stop string, or a tool call: the engines know nothing of it
+            generation.finish()  # a stop string, or a tool call: the engines do not know about it
         return shown
 
     def _ended_early(self) -> RequestFailed:
@@ -259,7 +260,7 @@ class Fanout:
         task.add_done_callback(self._tasks.discard)
 
     async def _collect(self, choice: Choice) -> None:
-        """Put what a choice gives where `take` finds it; its siblings start behind its first delta."""
+        """Collect a choice's deltas for `take`; its siblings start after its first delta."""
         siblings = range(choice.index + 1, choice.index + self.job.n) if choice.index % self.job.n == 0 else range(0)
         try:
             generation = await self._start(choice)
@@ -274,7 +275,7 @@ class Fanout:
                 if choice.finished:
                     return
             raise self._ended_early()
-        except Exception as error:  # raised again by `take`, to whoever serves the request
+        except Exception as error:  # raised again by `take`, in the task that serves the request
             self._put(error)
 
 

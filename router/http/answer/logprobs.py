@@ -1,4 +1,4 @@
-"""Logprobs in the forms of OpenAI's two APIs, and in vLLM's for prompts."""
+"""Logprobs in the formats of OpenAI's two APIs, and in vLLM's format for prompts."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,7 +12,7 @@ _LEAST_LOGPROB = -9999.0
 
 
 def completion_logprobs(logprobs: Iterable[ShownLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The legacy form: parallel lists. `top_logprobs` holds the token itself too, as OpenAI's does."""
+    """The legacy format: parallel lists. `top_logprobs` includes the token itself, as OpenAI's does."""
     tokens: list[str] = []
     values: list[float | None] = []
     tops: list[dict[str, float] | None] = []
@@ -33,7 +33,7 @@ def completion_logprobs(logprobs: Iterable[ShownLogprob], tokenizer: Tokenizer) 
 
 
 def _legacy_token(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token as a dictionary key: OpenAI's "bytes:" form where it is part of a character, so that keys stay apart."""
+    """A token as a dictionary key: OpenAI's "bytes:" form if it is part of a character, so that keys stay distinct."""
     data = tokenizer.token_bytes(token_id)
     try:
         return data.decode()
@@ -42,7 +42,7 @@ def _legacy_token(token_id: int, tokenizer: Tokenizer) -> str:
 
 
 def chat_logprobs(logprobs: Iterable[ShownLogprob], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The chat form: one entry per token, each with its bytes."""
+    """The chat format: one entry per token, each with its bytes."""
     content = []
     for shown in logprobs:
         assert shown.logprob is not None
@@ -60,7 +60,7 @@ def _chat_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str
 def prompt_logprobs(
     token_logprobs: Sequence[TokenLogprob | None], tokenizer: Tokenizer, num_asked: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's form: per prompt token {token id: {logprob, rank, decoded_token}}; the first token has none."""
+    """vLLM's format: per prompt token {token id: {logprob, rank, decoded_token}}; the first token has none."""
     entries: list[dict[str, Any] | None] = []
     for value in token_logprobs:
         if value is None:

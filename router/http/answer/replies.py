@@ -1,4 +1,4 @@
-"""How a reply gets to its client: event by event, or whole. Each API has its own forms of both."""
+"""Sends a reply to its client: event by event, or whole. Each API has its own format of both."""
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,57 +17,57 @@ from pdkv.router.http.server.budget import ByteBudget, Held
 from pdkv.router.http.server.request_body import Disconnected
 
 _AHEAD_BYTES = 16 << 10
-"""Memory for an answer is taken in such pieces, not for every token."""
+"""Memory for an answer is reserved in pieces of this size, not for every token."""
 
 INLINE_LOGPROBS = 256
-"""Tokens with logprobs that are encoded on the event loop; with 20 alternatives each they take some milliseconds."""
+"""The most tokens with logprobs to encode on the event loop; with 20 alternatives each, they take some milliseconds."""
 
 Work = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs what makes a part of a reply, on a thread where that takes long."""
+"""Runs a function that makes a part of a reply, on a thread if it takes long."""
 
 
 class Asked(NamedTuple):
-    """One request, for whoever writes its reply."""
+    """One request, for the code that writes its reply."""
 
     job: Job
     choices: Sequence[Choice]
     model: ServedModel
-    serial: str  # what makes ids of the reply its own
+    serial: str  # makes the reply's ids unique
     created: int  # seconds since the epoch
 
 
 class EventEncoder(Protocol):
-    """The events of one streamed reply, as they are sent."""
+    """Encodes the events of one streamed reply."""
 
     def begin(self) -> bytes:
-        """What is said before the first delta."""
+        """Events before the first delta."""
 
     def encode(self, delta: ChoiceDelta) -> bytes:
-        """What a delta says; nothing where it shows nothing."""
+        """Events of a delta; empty if it shows nothing."""
 
     def end(self, counts: TokenCounts) -> bytes:
-        """What is said behind the last delta."""
+        """Events after the last delta."""
 
     def fail(self, error: PdkvError) -> bytes:
-        """What is said instead if the request fails."""
+        """Events sent instead if the request fails."""
 
 
 class WholeReply(Protocol):
     """A reply that is sent in one piece."""
 
     def add(self, delta: ChoiceDelta) -> None:
-        """The next delta of a choice."""
+        """Add the next delta of a choice."""
 
     @property
     def num_logprobs(self) -> int:
-        """Tokens whose logprobs are shown."""
+        """Number of tokens whose logprobs are shown."""
 
     async def body(self, counts: TokenCounts, work: Work) -> object:
-        """All of it, made in pieces by `work`. To be called once, behind the last delta."""
+        """The whole body, made in pieces by `work`. To be called once, after the last delta."""
 
 
 class ReplyForms(NamedTuple):
-    """How one API's replies look."""
+    """The reply formats of one API."""
 
     events: Callable[[Asked], EventEncoder]
     whole: Callable[[Asked], WholeReply]
@@ -82,7 +82,7 @@ async def send_reply(
     answers: ByteBudget,
     key: str,
 ) -> None:
-    """Send what the request asked for, as it asked for it. Raises what `Fanout.take` raises, or Disconnected."""
+    """Send the reply in the requested form. Raises what `Fanout.take` raises, or Disconnected."""
     asked = Asked(fanout.job, fanout.choices, model, exchange.reply_id, exchange.created)
     if fanout.job.stream:
         await _stream(forms.events(asked), fanout, exchange, pool)
@@ -98,7 +98,7 @@ async def send_reply(
 
 
 async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, pool: TextPool) -> None:
-    """One write per step of the engines, whatever the number of choices."""
+    """Stream the reply: one write per step of the engines, whatever the number of choices."""
     encode = encoder.encode
     begin = b""
     begun = False
@@ -122,7 +122,7 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
                 begin = b""
             continue
         data = encode(batch[0]) if len(batch) == 1 else b"".join(map(encode, batch))
-        if begin or data:  # of an answer that is told apart, a token may show nothing yet
+        if begin or data:  # of a parsed answer, a token may show nothing yet
             await exchange.send_events(begin + data)
             begin = b""
     end = functools.partial(encoder.end, fanout.counts)
@@ -130,17 +130,17 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
 
 
 def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
-    """Tokens whose logprobs a batch shows."""
+    """Number of tokens whose logprobs a batch shows."""
     return sum(len(delta.logprobs) for delta in batch if delta.logprobs is not None)
 
 
 def bytes_per_token(logprobs: int | None) -> int:
-    """Memory that a token of a gathered answer takes, with its logprobs, at most."""
+    """The most memory that a token of a gathered answer takes, with its logprobs."""
     return 128 if logprobs is None else 128 + 256 * (logprobs + 1)
 
 
 async def _whole(whole: WholeReply, fanout: Fanout, pool: TextPool, answers: ByteBudget, held: Held) -> bytes:
-    """Everything at once, when the last choice is finished, as JSON."""
+    """Send everything at once, as JSON, when the last choice is finished."""
     per_token, num_tokens = bytes_per_token(fanout.job.params.logprobs), 0
     while not fanout.finished:
         batch = fanout.take()

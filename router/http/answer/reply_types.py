@@ -9,16 +9,16 @@ import msgspec
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
-    cached_tokens: int  # that were not computed for this request
-    lossy_tokens: int | None = None  # whose KV may have gone through a codec with errors
+    cached_tokens: int  # tokens that were not computed for this request
+    lossy_tokens: int | None = None  # tokens whose KV may have gone through a lossy codec
 
 
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the tokens that were generated."""
+    """Details of the generated tokens."""
 
-    reasoning_tokens: int  # of thoughts; where the server tells them from answers
+    reasoning_tokens: int  # tokens of reasoning, if the server tells it apart from answers
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token at one place of a prompt."""
+    """One token at one position of a prompt."""
 
     logprob: float
     rank: int
@@ -40,7 +40,7 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""Per token of a prompt, by token id; the first token has none."""
+"""For each token of a prompt, entries by token id; the first token has none."""
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,7 +53,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice, or what is new in it."""
+    """One choice, or the new part of it."""
 
     index: int
     text: str
@@ -66,7 +66,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """Of /v1/completions: a reply, or one event of a stream."""
+    """The reply of /v1/completions, or one event of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -77,7 +77,7 @@ class Completion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """A token that might have come."""
+    """A candidate for a token."""
 
     token: str
     logprob: float
@@ -85,7 +85,7 @@ class TopLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """A token that came."""
+    """A generated token."""
 
     token: str
     logprob: float
@@ -94,21 +94,21 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry per token."""
+    """Logprobs: one entry per token."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class CalledFunction(msgspec.Struct, frozen=True, kw_only=True):
-    """A tool's name, and what it is given."""
+    """The name of a called tool, and its arguments."""
 
     name: str
     arguments: str  # JSON, as the model wrote it
 
 
 class MadeCall(msgspec.Struct, frozen=True, kw_only=True):
-    """A call of a tool."""
+    """A tool call."""
 
     id: str
     type: Literal["function"]
@@ -116,17 +116,17 @@ class MadeCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model says."""
+    """The model's message."""
 
     role: Literal["assistant"]
-    content: str | None  # null beside calls or thoughts alone
+    content: str | None  # null next to calls or reasoning alone
     reasoning_content: str | None = None
     tool_calls: list[MadeCall] | None = None
     refusal: None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice."""
+    """One choice of a chat completion."""
 
     index: int
     message: ChatMessage
@@ -137,7 +137,7 @@ class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
-    """Of /v1/chat/completions."""
+    """The reply of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
@@ -150,14 +150,14 @@ class ChatCompletion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FunctionDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new in a call."""
+    """The new part of a call."""
 
     name: str | None = None
     arguments: str | None = None
 
 
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that begins, or goes on."""
+    """A call that begins or continues."""
 
     index: int
     function: FunctionDelta
@@ -166,7 +166,7 @@ class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new in a message."""
+    """The new part of a message."""
 
     content: str | None = None
     role: Literal["assistant"] | None = None
@@ -175,7 +175,7 @@ class ChatDelta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """What is new in one choice."""
+    """The new part of one choice."""
 
     index: int
     delta: ChatDelta
@@ -198,22 +198,22 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wrong."""
+    """Details of an error."""
 
     message: str
     type: str  # such as invalid_request_error, rate_limit_error, server_error
-    param: str | None = None  # the field
+    param: str | None = None  # the field at fault
     code: str | None = None
 
 
 class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
-    """Every status from 400 on, and the last event of a stream that failed."""
+    """The body of every status from 400 on, and the last event of a stream that failed."""
 
     error: ErrorDetail
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """That requests can be served; a degraded server computes what it would have loaded."""
+    """A server that can serve requests; a degraded one computes what it would have loaded."""
 
     status: Literal["ok", "degraded"]
     connector_problems: dict[str, str] | None = None

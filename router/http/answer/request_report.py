@@ -1,4 +1,4 @@
-"""What is said of a request that has ended: its access line, and its spans."""
+"""Reports on a request that has ended: its access line, and its spans."""
 
 from typing import Any
 
@@ -17,11 +17,11 @@ _SPAN_NAMES = {
     "queue_s": "gen_ai.latency.time_in_queue",
     "ttft_s": "gen_ai.latency.time_to_first_token",
 }
-"""Names of an access line's fields as vLLM's spans have them; others are pdkv's own."""
+"""Fields of an access line, by their names in vLLM's spans; others are pdkv's own."""
 
 
 class RequestReport:
-    """One request. Nothing of its prompt, its reply or its key is in it."""
+    """The report on one request. Nothing of its prompt, its reply or its key is in it."""
 
     def __init__(
         self,
@@ -32,12 +32,10 @@ class RequestReport:
         metrics: RequestMetrics,
         fanout: Fanout | None,
     ) -> None:
-        """What there is to tell.
+        """Gather the facts of a request.
 
-        Args:
-            names: request_id, trace_id, and param where a field is to blame.
-            status: 0: the client had left.
-            fanout: None: it came not so far.
+        Args: names: request_id, trace_id, and param if a field is at fault. status: 0: the client had left. fanout:
+        None: the request did not get that far.
         """
         self._scope = scope
         self._status = status or CLIENT_GONE
@@ -49,14 +47,14 @@ class RequestReport:
             self._fields |= _work(fanout, metrics)
 
     def access_line(self) -> AccessLine:
-        """For the log."""
+        """The fields of its access line."""
         duration_s = self._metrics.duration_s
         return AccessLine(
             self._scope, status=self._status, outcome=self._outcome, duration_s=duration_s, **self._fields
         )
 
     def served(self) -> Served:
-        """For the tracer."""
+        """The facts for its spans."""
         metrics, fanout = self._metrics, self._fanout
         attributes: dict[str, Any] = {
             "http.request.method": self._scope["method"],
@@ -80,7 +78,7 @@ class RequestReport:
 
 
 def _work(fanout: Fanout, metrics: RequestMetrics) -> dict[str, Any]:
-    """What was done for it; a field whose value nobody knows is None."""
+    """The work done for it; a field whose value is unknown is None."""
     prefill, decode = fanout.engines
     sources = fanout.sources
     return {

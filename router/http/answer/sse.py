@@ -1,4 +1,4 @@
-"""Server-sent events of a streamed reply. What does not change is encoded once per request and choice."""
+"""Server-sent events of a streamed reply. Constant parts are encoded once per request and choice."""
 
 from collections.abc import Sequence
 from json import JSONEncoder
@@ -23,14 +23,14 @@ _ascii_json = JSONEncoder(separators=(",", ":")).encode
 
 
 def _encode_text(text: str) -> bytes:
-    """A JSON string; json's, not msgspec's: with everything but ASCII escaped, no client takes U+2028 and the like for
-    a line's end.
+    """A JSON string, made by json and not msgspec: with non-ASCII characters escaped, no client takes U+2028 and the
+    like for the end of a line.
     """
     return encode_basestring_ascii(text).encode("ascii")
 
 
 class ChunkEncoder:
-    """Encodes completions and chat completions; hand-made JSON around what changes: under 10 us a chunk."""
+    """Encodes completions and chat completions as hand-made JSON around the variable parts: under 10 us per chunk."""
 
     def __init__(self, asked: Asked) -> None:
         self._job = job = asked.job
@@ -39,7 +39,7 @@ class ChunkEncoder:
         head = _json(reply_frame(asked, "chat.completion.chunk" if job.chat else "text_completion"))[:-1]
         self._head = b"data: " + head + b',"choices":['
         self._tail = b'],"usage":null' + _END if job.include_usage else b"]" + _END
-        self._num_tokens = [0] * len(choices)  # counted where every chunk shows it
+        self._num_tokens = [0] * len(choices)  # counted if every chunk shows it
         text_begin = b',"delta":{"content":' if job.chat else b',"text":'
         self._text_end = b"}" if job.chat else b""
         self._begins = [b'%b{"index":%d%b' % (self._head, choice.index, text_begin) for choice in choices]
@@ -47,11 +47,11 @@ class ChunkEncoder:
         self._opened = [False] * len(choices)
 
     def begin(self) -> bytes:
-        """Nothing: each choice says its role itself."""
+        """No events: each choice states its role itself."""
         return b""
 
     def encode(self, delta: ChoiceDelta) -> bytes:
-        """One delta: one chunk, before which a choice of chat says its role."""
+        """Encode one delta as one chunk; a chat choice states its role first."""
         index = delta.choice
         if delta.parts is not None:
             return self._encode_parts(delta, delta.parts)
@@ -66,12 +66,12 @@ class ChunkEncoder:
         return self._full(delta, text, first=False)
 
     def _encode_with_usage(self, delta: ChoiceDelta) -> bytes:
-        """The same, with the choice's usage so far: slower, and asked for by benchmarks only."""
+        """The same, with the choice's usage so far: slower, and only requested by benchmarks."""
         first, opening = self._begin(delta)
         return opening + self._full(delta, _encode_text(delta.text), first=first)
 
     def _begin(self, delta: ChoiceDelta) -> tuple[bool, bytes]:
-        """Whether it is its choice's first one, and what is said before it; usage is as behind it from now on."""
+        """Whether it is its choice's first delta, and the events before it; usage counts it from now on."""
         index = delta.choice
         first, self._opened[index] = not self._opened[index], True
         if not self._job.continuous_usage:
@@ -94,7 +94,7 @@ class ChunkEncoder:
         return self._head + delta + self._tail
 
     def _encode_parts(self, delta: ChoiceDelta, parts: Sequence[Part]) -> bytes:
-        """One chunk per part, as OpenAI's clients expect them; none where there is nothing to say."""
+        """One chunk per part, as OpenAI's clients expect; none if there is nothing to say."""
         index = delta.choice
         first, opening = self._begin(delta)
         chunks = [opening]
@@ -112,7 +112,7 @@ class ChunkEncoder:
         return b"".join(chunks)
 
     def _of_tokens(self, delta: ChoiceDelta, *, first: bool) -> dict[str, Any]:
-        """What is said of a delta's tokens, where it was asked for."""
+        """The requested details of a delta's tokens."""
         fields: dict[str, Any] = {}
         if delta.logprobs is not None:
             format_logprobs = chat_logprobs if self._job.chat else completion_logprobs
@@ -131,19 +131,19 @@ class ChunkEncoder:
         return b"".join((self._begins[delta.choice], text, self._text_end, b",", _json(fields)[1:], self._tail))
 
     def end(self, counts: TokenCounts) -> bytes:
-        """Where usage was asked for, a chunk without a choice in front."""
+        """If usage was requested, a chunk without a choice precedes [DONE]."""
         if not self._job.include_usage:
             return DONE
         return self._head + b'],"usage":' + _json(usage(counts)) + _END + DONE
 
     def fail(self, error: PdkvError) -> bytes:
-        """No [DONE] follows."""
+        """The error event; no [DONE] follows."""
         _, body = describe_error(error)
         return b"data: " + _json(body) + b"\n\n"
 
 
 def _delta_of(part: Part) -> dict[str, Any]:
-    """A part in OpenAI's shape: of a call its id and name first, its arguments behind them."""
+    """A part in OpenAI's format: first a call's id and name, then its arguments."""
     match part:
         case Content(text):
             return {"content": text}

@@ -1,7 +1,8 @@
-"""The operators' HTTP application: engines are listed, drained, resumed, given roles, added and removed.
+"""The operators' HTTP application: lists, drains, resumes, adds and removes engines, and changes their roles.
 
-It is served on a unix socket in the launch's private directory: who may connect is who may enter the directory (mode
-0700). Where clients need API keys, all but adding and removing is served beside the API, too, to keys with `admin`.
+It is served on a unix socket in the launch's private directory, so that only users who may enter the directory (mode
+0700) can connect. If clients need API keys, everything but adding and removing is also served next to the API, to keys
+with `admin`.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
 
 _MOVE_S = 5.0
-"""How long it may take until nothing holds on to an engine from which everything was moved."""
+"""Seconds until nothing holds on to an engine from which everything was moved."""
 
 
 class _Strict(BaseModel):
@@ -44,13 +45,13 @@ class _Options(_Strict):
 
 
 class RoleBody(_Strict):
-    """POST …/role."""
+    """The body of POST …/role."""
 
     role: str
 
 
 class EngineBody(_Strict):
-    """PUT of an engine."""
+    """The body of PUT for an engine."""
 
     role: str
     endpoint: str
@@ -62,7 +63,7 @@ _ENGINE = "/admin/engines/{name}"
 
 
 class AdminPages:
-    """What an operator may ask for from anywhere, given that somebody has checked that it is one.
+    """What an operator may request from anywhere; the caller has checked the key.
 
     GET  /admin/engines              {"engines": [as in /topology]}
     GET  /admin/engines/NAME         one of them; with ?until=ready|drained when it is so, or after wait_s seconds;
@@ -78,7 +79,7 @@ class AdminPages:
                                      id in pdkv's logs, or a trace's
 
     With ?fresh=true the engines are asked first, and what they said before is told only of those that do not answer.
-    Every other answer is the engine. What would leave nobody for a role is 409, unless ?force=true.
+    Every other answer is the engine. A change that would leave no engine for a role is 409, unless ?force=true.
     """
 
     def __init__(self, dispatcher: "Dispatcher", operations: Operations, caches: CachePages) -> None:
@@ -145,12 +146,12 @@ class AdminPages:
         found = self._dispatcher.find_requests(name) if name else []
         if found:
             return json_response({"requests": found})
-        text = f"no request {clip(name)!r} is running, or is among the last {NUM_ENDED} choices that ended"
+        text = f"no request {clip(name)!r} is running, or among the last {NUM_ENDED} choices that ended"
         return json_response(error_body(text, status=404, code="request_not_found"), 404)
 
 
 class LauncherPages(AdminPages):
-    """Those of the private directory: all of these, and what only this host's user may do.
+    """Pages of the private directory: all of these, and what only this host's user may do.
 
     GET  /admin/figures              `figures()`: metrics without labels, by name (`pd status`)
     PUT  /admin/engines/NAME         {"role", "endpoint", "refusal"}: the launcher has started one more

@@ -1,4 +1,4 @@
-"""POST /admin/cache/…: what engines and tiers hold of a prompt, and what shall go, stay, or be elsewhere."""
+"""POST /admin/cache/…: looks up, clears, pins, unpins, prefetches and moves a prompt's KV in engines and tiers."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
 
 POOL = "pool"
-"""The tier that is an engine's own blocks (engine/outside/cache_orders.py)."""
+"""The tier that consists of an engine's own blocks (engine/outside/cache_orders.py)."""
 
 HOST = "host"
-"""The kind of a tier of which each engine writes its own, and reads all (kv_store/host_store.py)."""
+"""The kind of a tier that each engine writes for itself and all read (kv_store/host_store.py)."""
 
 MAX_BODY_BYTES = 8 << 20
 
 MOVE_GRACE_S = 30.0
-"""So much later than its deadline a move has ended on every engine: a store's calls have deadlines of their own."""
+"""Seconds after its deadline at which a move has ended on every engine: a store's calls have their own deadlines."""
 
 ACTIONS: tuple[CacheAction, ...] = get_args(CacheAction)
 
 _ON_ALL: tuple[CacheAction, ...] = ("clear", "unpin")
-"""What can be asked for without a prompt."""
+"""Actions that need no prompt."""
 
 _CONTENTS = ("prompt", "messages", "tokens", "keys")
 
 
 class CacheBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which KV is meant, and where."""
+    """The KV that is meant, and its place."""
 
     prompt: str | None = None
     messages: Sequence[Message] | None = None
@@ -58,16 +58,16 @@ class CacheBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tokens: list[int] | None = None
-    keys: list[str] | None = None  # hexadecimal, of a prompt's full hash blocks from the first on
+    keys: list[str] | None = None  # hexadecimal keys of a prompt's full hash blocks, from the first on
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
-    api_key: str | None = None  # the name of the client's key, where keys have salts of their own
-    engine: str | None = None  # this one alone; prefetch, and a move into host memory: into its own
+    api_key: str | None = None  # the name of the client's key, if keys have their own salts
+    engine: str | None = None  # only this engine; for prefetch and a move into host memory: into its own
     tier: Annotated[str, Meta(max_length=256)] = ""
     source: Annotated[str, Meta(max_length=256)] = msgspec.field(
         default="", name="from"
-    )  # move: the tier that values leave; `tier` is where they go
-    copy: bool = False  # move: they stay there, too
+    )  # move: the tier that values leave; `tier` is the destination
+    copy: bool = False  # move: keep the values in the source, too
     ttl_s: Annotated[float, Meta(gt=0, le=1e9)] | None = None  # pin
     timeout_s: Annotated[float, Meta(gt=0, le=300)] = 10.0
     return_keys: bool = False
@@ -77,11 +77,9 @@ _BODY = BodyDecoder(CacheBody, tokens="tokens")
 
 
 class CachePages:
-    """What operators ask of caches. Lives in the dispatcher's event loop.
+    """Operators' requests about caches. Lives in the dispatcher's event loop.
 
-    Args:
-        model: prompts are tokenized as its requests' are.
-        keys: the clients', where they need some.
+    Args: model: its tokenizer is used for prompts, as for requests. keys: the clients' keys, if they need any.
     """
 
     def __init__(self, dispatcher: "Dispatcher", model: Callable[[], ServedModel], keys: KeyRing | None = None) -> None:
@@ -91,7 +89,7 @@ class CachePages:
         self._next_move_at = 0.0
 
     def describe(self) -> dict[str, Any]:
-        """What pools and tiers hold and gave (engines/cache_view.py), JSON-ready."""
+        """The contents and hits of pools and tiers (engines/cache_view.py), JSON-ready."""
         names: dict[int, list[str]] = {}
         for tenant in self._keys.tenants if self._keys is not None else ():
             if tenant.grant.kv_terms is not None:
@@ -99,17 +97,18 @@ class CachePages:
         return describe_caches(self._dispatcher.engines(), names)
 
     async def answer(self, action: str, data: bytes | bytearray) -> dict[str, Any]:
-        """JSON-ready: {"prompt_tokens", "engines": [{"name", "role", "tiers": […]}]}.
+        """Carry out an action; returns, JSON-ready, {"prompt_tokens", "engines": [{"name", "role", "tiers": […]}]}.
 
         Raises:
-            InvalidRequest: what is asked for cannot be; 404 where no engine or tier is called so, 409 where there is no
-                room to pin or to move to, or where a move is under way.
-            EngineUnavailable: the engine, or all, cannot be asked now.
-            RequestTimeout: nobody answered in time.
-            RequestFailed: nobody could do it.
+            InvalidRequest: the action is not possible; 404 for an unknown engine or tier, 409 if there is no room to
+                pin or to move to, or if a move is in progress.
+            EngineUnavailable: the engine, or every engine, cannot be reached now. RequestTimeout: no engine answered in
+                time. RequestFailed: every engine failed.
         """
         if action not in ACTIONS:
-            raise InvalidRequest(f"there is no /admin/cache/{clip(action)}: known are {', '.join(ACTIONS)}", status=404)
+            raise InvalidRequest(
+                f"there is no /admin/cache/{clip(action)}: expected one of {', '.join(ACTIONS)}", status=404
+            )
         body = await asyncio.to_thread(_BODY.decode, data)
         _check(action, body)
         engines = _choose(self._dispatcher.fleet, body.engine)
@@ -138,8 +137,8 @@ class CachePages:
         return told | {"engines": [_describe(engine, answers[engine.name]) for engine in engines]}
 
     async def _ask(self, names: Sequence[str], order: CacheOrder) -> Mapping[str, CacheAnswer]:
-        """What each engine answers. One move at a time: of two in opposite directions, on two engines, each could
-        remove the value that the other one relies on. One that is late, or given up, may still be at it.
+        """The answer of each engine. Moves run one at a time: of two in opposite directions, on two engines, each could
+        remove the value that the other relies on. An engine that is late, or was given up, may still be moving.
         """
         if order.action != "move":
             return await self._dispatcher.cache_orders.ask(names, order)
@@ -152,7 +151,7 @@ class CachePages:
         return answers
 
     async def _load(self, name: str, order: CacheOrder, tokens: list[int] | None, salt: str) -> None:
-        """Let an engine's own blocks have what tiers have of a prompt: it runs that and one token more."""
+        """Load a prompt from tiers into an engine's own blocks by running it and generating one token."""
         if tokens is None:
             raise InvalidRequest(
                 "keys: to load into an engine's own blocks, give the prompt or its tokens", param="keys"
@@ -163,7 +162,7 @@ class CachePages:
         num_found = max(there.values(), default=0)
         if num_found <= there.get(POOL, 0) or not self._dispatcher.fleet.is_ready(name):
             return
-        behind = tokens[num_found : num_found + 1] or tokens[:1]  # any: only the token behind a hit is computed
+        behind = tokens[num_found : num_found + 1] or tokens[:1]  # any value: only the token after a hit is computed
         request = GenerateRequest(
             prompt_token_ids=[*tokens[:num_found], *behind][: self._model().max_model_len - 1],
             params=SamplingParams(max_tokens=1, temperature=0.0, seed=0, ignore_eos=True),
@@ -180,7 +179,7 @@ class CachePages:
             generation.abort()
 
     def _read(self, body: CacheBody, engine: EngineState) -> tuple[list[int] | None, list[bytes] | None, int]:
-        """(tokens of the prompt that is meant, if they are known; its block keys, or None: all; how many tokens)."""
+        """(tokens of the prompt, if known; its block keys, or None for all; number of tokens)."""
         assert engine.card is not None
         block = engine.card.hash_block_size
         if body.keys is not None:
@@ -232,11 +231,11 @@ def _check(action: CacheAction, body: CacheBody) -> None:
     if body.messages is None:
         for name in ("tools", "add_generation_prompt", "chat_template_kwargs"):
             if getattr(body, name) is not None:
-                raise InvalidRequest(f"{name} belongs to messages, and there are none", param=name)
+                raise InvalidRequest(f"{name} is only allowed with messages, and there are none", param=name)
     own = {"ttl_s": (body.ttl_s, "pin"), "from": (body.source, "move"), "copy": (body.copy, "move")}
     for name, (value, owner) in own.items():
         if value and action != owner:
-            raise InvalidRequest(f"{name} is for {owner}, got it for {action}", param=name)
+            raise InvalidRequest(f"{name} is only allowed for {owner}, got it for {action}", param=name)
     if action == "move":
         _check_move(body)
 
@@ -244,7 +243,7 @@ def _check(action: CacheAction, body: CacheBody) -> None:
 def _check_move(body: CacheBody) -> None:
     ways = {
         "from": (body.source, "what engines' own blocks hold is in the tiers below them already"),
-        "tier": (body.tier, f"prefetch with tier {POOL!r} brings values there"),
+        "tier": (body.tier, f"use prefetch with tier {POOL!r} to bring values there"),
     }
     for name, (tier, hint) in ways.items():
         if not tier:
@@ -260,7 +259,7 @@ def _check_move(body: CacheBody) -> None:
 
 
 def _tokens_of(body: CacheBody, model: ServedModel) -> list[int] | None:
-    """Of the prompt as a request's would be; None: none is given."""
+    """Tokens of the prompt, as those of a request; None: no prompt is given."""
     if body.messages is not None:
         chat = TokenizeChatBody(
             messages=body.messages,
@@ -303,7 +302,7 @@ def _parse_keys(texts: Sequence[str]) -> list[bytes]:
 
 
 def _choose(fleet: Fleet, name: str | None) -> list[EngineState]:
-    """The engines that are to be asked: all that are ready, or this one."""
+    """The engines to ask: all that are ready, or the named one."""
     if name is None:
         ready = [engine for engine in fleet.engines.values() if engine.life == "ready"]
         if not ready:
@@ -318,13 +317,13 @@ def _choose(fleet: Fleet, name: str | None) -> list[EngineState]:
 
 
 def _one_of(engines: Sequence[EngineState], keys: Sequence[bytes]) -> list[EngineState]:
-    """One that runs prompts: all read what it brings. Which one, the prompt says, so that many spread."""
+    """One engine that runs prompts, since all read what it brings; the prompt decides which, to spread the load."""
     able = [engine for engine in engines if engine.role in ("prefill", "any")] or engines
     return [able[int.from_bytes(keys[-1][:4]) % len(able)]]
 
 
 def _check_answers(order: CacheOrder, answers: Mapping[str, CacheAnswer]) -> None:
-    """Raises what `CachePages.answer` says, where nobody did anything."""
+    """Raise the errors of `CachePages.answer` if no engine succeeded."""
     tiers = [(name, tier) for name, answer in answers.items() for tier in answer.tiers]
     if not tiers:
         raise _no_tier(order, dict.fromkeys(tier for answer in answers.values() for tier in answer.known))
@@ -343,7 +342,7 @@ def _check_answers(order: CacheOrder, answers: Mapping[str, CacheAnswer]) -> Non
 
 
 def _no_tier(order: CacheOrder, known: Collection[str]) -> InvalidRequest:
-    """Why none is what an order is about."""
+    """The error for an order whose tier does not exist."""
     for param, name in (("from", order.source), ("tier", order.tier)):
         if name and not any(names_tier(name, tier) for tier in known):
             text = f"no engine has a tier {clip(name)!r}; known: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""GET /docs: Swagger UI over /openapi.json. Its files are those of the package fastapi-offline: nothing is fetched."""
+"""GET /docs: Swagger UI over /openapi.json. Its files come from the package fastapi-offline: nothing is fetched."""
 
 import asyncio
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ def docs_routes() -> list[Route]:
 
 
 class _WholeFile(FileResponse):
-    """Whatever part of it is asked for: errors about ranges would not have the shape of all others."""
+    """The whole file, whatever range is requested: errors about ranges would not have the usual format."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [header for header in scope["headers"] if header[0] != b"range"]

@@ -21,7 +21,7 @@ _ERRORS = {
     "404": "another model",
     "408": "the body did not arrive in time",
     "413": "a body of more than --max-body-bytes",
-    "415": "another content type than application/json",
+    "415": "a content type other than application/json",
     "429": "the queue is full, or a key's limit is reached; with retry-after",
     "500": "the request failed in an engine",
     "503": "no engine, too much is in progress, or the server is stopping; with retry-after",
@@ -36,8 +36,8 @@ class Operation(NamedTuple):
     path: str
     summary: str
     reply: Struct
-    bodies: Sequence[Struct] = ()  # of one of these types
-    events: Sequence[Struct] = ()  # of a stream, each of one of these types
+    bodies: Sequence[Struct] = ()  # one of these types
+    events: Sequence[Struct] = ()  # events of a stream, each of one of these types
     errors: Sequence[str] = ()
     tag: str = "server"
 

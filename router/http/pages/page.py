@@ -146,4 +146,4 @@ ERROR_HANDLERS: dict[Any, Callable[[Request, Exception], Coroutine[Any, Any, Res
     HTTPException: _http_error,
     Exception: internal_error,
 }
-"""Of an application with pages."""
+"""Handlers of an application with pages."""

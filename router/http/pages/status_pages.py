@@ -1,4 +1,4 @@
-"""What the router says of itself: the model, its health, its figures, its engines, its API."""
+"""Status pages of the router: the model, its health, metrics, engines and API."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,7 +39,7 @@ class ModelList(BaseModel):
 
 
 class Version(BaseModel):
-    """Of pdkv."""
+    """The version of pdkv."""
 
     version: str = __version__
 
@@ -59,7 +59,7 @@ class ServerLoad(BaseModel):
 
 
 class StatusPages:
-    """Requests that generate nothing and change nothing."""
+    """Endpoints that generate nothing and change nothing."""
 
     def __init__(
         self, dispatcher: "Dispatcher", model: Callable[[], ServedModel], metrics: Metrics, drain: Drain
@@ -74,7 +74,7 @@ class StatusPages:
         self._created = int(unix_time())
 
     def routes(self) -> list[Route]:
-        """All of them; what monitors ask for ever again is bare."""
+        """All status pages; those that monitors poll are bare."""
         told: dict[str, Any] = {"tags": ["server"], "dependencies": freshened(self._dispatcher), "response_model": None}
         return [
             Route("/health", self._health),
@@ -90,7 +90,7 @@ class StatusPages:
 
     async def _health(self, request: Request) -> Response:
         if self._drain.draining:
-            text = f"the server is stopping: {self._drain.num_requests} requests still run"
+            text = f"the server is stopping: {self._drain.num_requests} requests are still running"
             return json_response(error_body(text, status=503, code=Draining.code), status=503)
         fault = self._dispatcher.fault
         if fault:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize in vLLM's shapes, with the bounds that prompts have."""
+"""POST /tokenize and /detokenize in vLLM's format, with the limits that prompts have."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -29,7 +29,7 @@ class TokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None  # as the vocabulary writes them
+    token_strs: list[str] | None = None  # as in the vocabulary
 
 
 class DetokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,9 @@ Answer = Callable[[bytes | bytearray, ServedModel, HttpApi, Cancelled], msgspec.
 
 
 def tokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelled: Cancelled) -> TokenizeReply:
-    """Raises InvalidRequest: malformed, or longer than a prompt may be; RequestAborted: it was cancelled meanwhile."""
+    """Tokenize a body. Raises InvalidRequest if it is malformed or longer than a prompt may be, and RequestAborted if
+    cancelled.
+    """
     if has_field(body, "messages"):
         chat = TOKENIZE_CHAT.decode(body, ignore_unknown=api.ignores_unknown)
         model.check_name(chat.model)
@@ -62,7 +64,7 @@ def tokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelle
 
 
 def detokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelled: Cancelled) -> DetokenizeReply:
-    """Raises InvalidRequest: malformed, too many tokens, or one outside the vocabulary."""
+    """Detokenize a body. Raises InvalidRequest if it is malformed, too long, or has an id outside the vocabulary."""
     request = DETOKENIZE.decode(body, ignore_unknown=api.ignores_unknown)
     model.check_name(request.model)
     if len(request.tokens) > model.max_model_len:
@@ -76,7 +78,9 @@ def detokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancel
 
 
 class TextEndpoint:
-    """An endpoint that the router answers by itself, without an engine; it is a request of its key while it runs."""
+    """An endpoint that the router answers itself, without an engine; it counts as a request of its key while it
+    runs.
+    """
 
     def __init__(self, answer: Answer, shared: Shared) -> None:
         self._answer = answer

@@ -1,4 +1,4 @@
-"""JSON with everything but ASCII escaped: no client takes U+2028 and the like within an event for a line's end."""
+"""JSON with non-ASCII characters escaped: no client takes U+2028 and the like within an event for the end of a line."""
 
 import re
 from json.encoder import encode_basestring_ascii
@@ -9,7 +9,7 @@ _OTHERS = re.compile("[^\x00-\x7f]+")
 
 
 def ascii_json(value: object) -> bytes:
-    """A value of JSON's types, of structs, and of `msgspec.Raw` that is such JSON already."""
+    """Encode a value made of JSON's types, structs, and `msgspec.Raw` that is already such JSON."""
     data = msgspec.json.encode(value)
     if data.isascii():
         return data

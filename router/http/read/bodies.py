@@ -1,8 +1,8 @@
-"""The request bodies that the router takes, as typed structs: OpenAI's API with vLLM's extras. Null is absent.
+"""The request bodies that the router accepts, as typed structs: OpenAI's API with vLLM's extras. Null means absent.
 
-Every field is known by name. What cannot be done has a type that leaves its neutral value only: `None` alone, one
+Every field is known by name. An unsupported field has a type that allows only its neutral value: `None` alone, one
 literal, an empty list, or a `neutral` bool. Labels are accepted for the client's sake and have no effect here.
-`lenient` makes of each the type for `--unknown-fields ignore`.
+`lenient` turns each into the type for `--unknown-fields ignore`.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,16 @@ from pdkv.parsers.tools import ToolChoice
 from pdkv.sampling.params import PARAMS_IN_BODIES, SamplingParams
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""What the wire to the engines can carry."""
+"""Range of integers that the wire to the engines can carry."""
 
 
 def neutral(value: float, why: str = "") -> msgspec.Meta:
-    """For a bool or a number of which this value alone changes nothing; `decoding` refuses the others, and says why."""
+    """A bool or a number that changes nothing at this one value; `decoding` refuses others, and says why."""
     return msgspec.Meta(extra={"only": value, "why": why}, extra_json_schema={"enum": [value]})
 
 
 def absent(why: str) -> msgspec.Meta:
-    """For null as a field's only value; `decoding` says why."""
+    """A field whose only value is null; `decoding` says why."""
     return msgspec.Meta(extra={"why": why})
 
 
@@ -38,11 +38,11 @@ TRANSFER_FIELDS = frozenset(
         *("bootstrap_host", "bootstrap_port", "bootstrap_room", "data_parallel_rank", "disagg_prefill_dp_rank"),
     }
 )
-"""Names under which vLLM and SGLang take hosts and transfers from a request: no client may say where KV goes."""
+"""Names under which vLLM and SGLang take hosts and transfers from a request; here, no client may say where KV goes."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a stream is sent."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # usage in every chunk; needs include_usage, as in vLLM
@@ -50,7 +50,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A schema with OpenAI's words around it. It is enforced whether `strict` or not."""
+    """A schema in OpenAI's wrapper. It is enforced whether `strict` or not."""
 
     name: str
     schema: dict[str, Any] | bool | None = None
@@ -59,12 +59,12 @@ class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The shape of an answer: OpenAI's, and vLLM's structural tags."""
+    """The format of an answer: OpenAI's, and vLLM's structural tags."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
     format: dict[str, Any] | None = None  # of a structural tag
-    structures: list[dict[str, Any]] | None = None  # of an older one
+    structures: list[dict[str, Any]] | None = None  # of an older structural tag
     triggers: list[str] | None = None
 
 
@@ -77,15 +77,15 @@ class ShapeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     choice: list[str] | None = None
     grammar: str | None = None
     structural_tag: dict[str, Any] | str | None = None
-    disable_fallback: bool | None = None  # of vLLM's choice of libraries: there is one here
+    disable_fallback: bool | None = None  # vLLM's choice of libraries: there is only one here
     disable_any_whitespace: OnlyFalse | None = None
     disable_additional_properties: OnlyFalse | None = None
     whitespace_pattern: None = None
 
 
 def _sampling_body() -> Any:
-    """A struct with a field of each sampling parameter that bodies do not declare themselves. Ranges are checked by
-    SamplingParams; a list of texts may be one text.
+    """A struct with a field for each sampling parameter that bodies do not declare themselves. SamplingParams checks
+    the ranges; a list of texts may also be one text.
     """
     hints = get_type_hints(SamplingParams)
     kinds = {name: hints[name] | str if hints[name] == tuple[str, ...] else hints[name] for name in PARAMS_IN_BODIES}
@@ -100,17 +100,19 @@ else:
 
 
 class GenerationBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What all requests that generate share, beside sampling parameters."""
+    """Fields common to all requests that generate, besides sampling parameters."""
 
-    model: str | None = None  # absent: the one that is served
+    model: str | None = None  # absent: the served one
     stream: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None  # a hint: there is one tier
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = (
+        None  # a hint; only one service tier exists
+    )
     store: OnlyFalse | None = None
     # labels
     user: str | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
-    # hints: requests of one key go to one prefill engine where loads allow it
+    # hints: requests with the same key go to one prefill engine if loads allow it
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in-memory", "in_memory"] | None = None
     session_id: str | None = None  # vLLM's
@@ -131,7 +133,7 @@ class GenerationBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fie
     spaces_between_special_tokens: OnlyTrue | None = None
     stream_interval: Literal[1] | None = None
     structured_outputs: ShapeBody | None = None
-    guided_json: dict[str, Any] | str | bool | None = None  # the four were vLLM's before structured_outputs
+    guided_json: dict[str, Any] | str | bool | None = None  # vLLM had these four before structured_outputs
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -142,7 +144,7 @@ class GenerationBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class _Body(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What completions and chat completions share."""
+    """Fields common to completions and chat completions."""
 
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -158,7 +160,7 @@ class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     prompt: str | list[str | int | list[int]]
     logprobs: Int64 | None = None
     echo: bool | None = None
-    best_of: Int64 | None = None  # must be n: all choices are returned
+    best_of: Int64 | None = None  # must equal n: all choices are returned
     suffix: Literal[""] | None = None
     prompt_embeds: None = None
 
@@ -171,14 +173,14 @@ class TextPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ToolFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an assistant called: the arguments as JSON text, or as an object."""
+    """The function that an assistant called, with its arguments as JSON text or as an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A call in an assistant's turn of the history."""
+    """A call in an assistant's earlier turn."""
 
     function: ToolFunction
     id: str | None = None
@@ -187,7 +189,7 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One turn of a conversation. `content` may be null, or missing, in an assistant's turn only."""
+    """One turn of a conversation. `content` may be null or missing only in an assistant's turn."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Sequence[TextPart] | None = None
@@ -200,7 +202,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     audio: None = None
     function_call: None = None
     refusal: Literal[""] | None = None
-    type: Literal["text"] | None = None  # lm-eval's, beside the role
+    type: Literal["text"] | None = None  # sent by lm-eval, next to the role
     provider_specific_fields: dict[str, Any] | None = None  # litellm's notes on a reply that is sent back
 
 
@@ -234,7 +236,7 @@ class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class _TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both forms of POST /tokenize have."""
+    """Fields common to both forms of POST /tokenize."""
 
     model: str | None = None
     add_special_tokens: bool | None = None
@@ -242,13 +244,13 @@ class _TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class TokenizeTextBody(_TokenizeBody, frozen=True, kw_only=True):
-    """POST /tokenize of a text."""
+    """POST /tokenize with a text."""
 
     prompt: str
 
 
 class TokenizeChatBody(_TokenizeBody, frozen=True, kw_only=True):
-    """POST /tokenize of a conversation."""
+    """POST /tokenize with a conversation."""
 
     messages: Sequence[Message]
     add_generation_prompt: bool | None = None

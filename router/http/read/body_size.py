@@ -1,6 +1,6 @@
-"""How many values a body has, counted before it is decoded: what would become a million small objects is refused.
+"""Counts the values of a body before it is decoded, to refuse one that would become a million small objects.
 
-Everything is done piece by piece: other threads, the event loop's above all, get the interpreter in between.
+Works piece by piece, so that other threads, above all the event loop's, get the interpreter in between.
 """
 
 from collections.abc import Iterator
@@ -9,25 +9,25 @@ from pdkv.base.limits import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_MESSAGES, MAX_STOP
 from pdkv.errors import InvalidRequest
 
 PIECE_BYTES = 256 * 1024
-"""Looking through so many takes less than a millisecond, and decoding them two."""
+"""Bytes of a piece: scanning it takes less than a millisecond, decoding it two."""
 
 MAX_VALUES_AT_ONCE = 2**16
-"""Values of a body that is decoded in one go: that takes ten milliseconds, or twenty where they are messages."""
+"""The most values of a body that is decoded in one go: ten milliseconds, or twenty for messages."""
 
 _MAX_VALUES = 2**20
-"""Values of one body, as counted by commas: token ids for the most part."""
+"""The most values of one body, counted by commas: mostly token ids."""
 
 _MAX_CONTAINERS = 3 * MAX_MESSAGES + MAX_CHOICES + 2**14
-"""Lists and objects of one body: those of as many messages as may be, or of prompts, and those of tools."""
+"""The most lists and objects of one body: enough for the largest number of messages or prompts, and their tools."""
 
 _MAX_STRINGS = 10 * MAX_MESSAGES + MAX_CHOICES + MAX_LOGIT_BIAS + MAX_STOPS + 2**15
-"""Strings of one body, names of fields included: five pairs per message, part or call, and those of tools."""
+"""The most strings of one body, including field names: five pairs per message, part or call, and those of tools."""
 
-_SHORTEN = "drop or sum up the oldest messages, or send fewer or simpler tools"
+_SHORTEN = "drop or summarize the oldest messages, or send fewer or simpler tools"
 
 
 class Characters:
-    """A text as its UTF-8 bytes, of which never more are made than a piece."""
+    """A text seen as its UTF-8 bytes, which are only made piece by piece."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -39,12 +39,12 @@ class Characters:
         return self._text[piece].encode("utf-8", "replace")
 
     def count(self, char: bytes, begin: int, end: int) -> int:
-        """As that of bytes."""
+        """As `bytes.count`."""
         return self._text.count(char.decode(), begin, end)
 
 
 def check_size(body: bytes | bytearray | Characters) -> int:
-    """How many values a body has, as counted by commas: at most, or exactly if they are more than MAX_VALUES_AT_ONCE.
+    """The number of values of a body, counted by commas: an upper bound, or exact if above MAX_VALUES_AT_ONCE.
 
     Counting is a hundred times cheaper than decoding: 4 MiB of `[5],` take half a second. A text with many brackets or
     commas is counted again without its strings.
@@ -69,7 +69,7 @@ def check_size(body: bytes | bytearray | Characters) -> int:
 
 
 def too_many_values(limit: int, where: str = "") -> InvalidRequest:
-    """The error for more values than may be, all in all or in one place."""
+    """The error for too many values, in total or in one place."""
     return InvalidRequest(f"the body is not a request: it has more than {limit} values{where}")
 
 
@@ -79,20 +79,20 @@ def count(data: bytes | bytearray | Characters, char: bytes) -> int:
 
 
 def _outside_strings(body: bytes | bytearray | Characters) -> Iterator[bytes]:
-    """What stands outside of strings, by and by. Raises InvalidRequest for too many strings."""
+    """The parts outside of strings, one after the other. Raises InvalidRequest for too many strings."""
     inside, num_quotes = False, 0
     for piece in _whole_escapes(body):
-        plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")  # what is left of quotes begins or ends a string
+        plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a string
         num_quotes += plain.count(b'"')
         if num_quotes > 2 * _MAX_STRINGS:
-            raise InvalidRequest(f"the body has more than {_MAX_STRINGS} texts and names of fields: {_SHORTEN}")
+            raise InvalidRequest(f"the body has more than {_MAX_STRINGS} strings and field names: {_SHORTEN}")
         parts = plain.split(b'"')
         yield b"".join(parts[inside::2])
         inside ^= len(parts) % 2 == 0
 
 
 def _whole_escapes(body: bytes | bytearray | Characters) -> Iterator[bytes]:
-    """The body in pieces, none of which ends between a backslash and what it escapes."""
+    """The body in pieces, none of which separates a backslash from what it escapes."""
     begin = 0
     while begin < len(body):
         end = min(begin + PIECE_BYTES, len(body))

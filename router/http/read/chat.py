@@ -1,4 +1,4 @@
-"""Messages of a conversation: their bounds, and the prompt that the model's chat template makes of them."""
+"""Messages of a conversation: their limits, and the prompt that the model's chat template makes of them."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,8 @@ def read_conversation(
     """The prompt of a conversation.
 
     Raises:
-        InvalidRequest: no messages, too many or too long ones, or the chat template refuses them.
-        RequestAborted: it was cancelled meanwhile.
+        InvalidRequest: there are no messages, too many or too long ones, or the chat template refuses them.
+            RequestAborted: the request was cancelled.
     """
     _check_messages(body.messages, model, truncated=truncation is not None)
     variables = dict(body.chat_template_kwargs or {})
@@ -53,20 +53,20 @@ def read_conversation(
 
 
 def _check_template(source: str, model: ServedModel) -> None:
-    """Raise InvalidRequest for a chat template that is not taken, and RequestAborted where it would stop a loop."""
+    """Raise InvalidRequest for a chat template that is not accepted, and RequestAborted if it would block a loop."""
     if not model.takes_templates:
-        text = "chat_template is not taken from requests: start the server with --trust-request-chat-template"
+        text = "chat_template is not accepted from requests: start the server with --trust-request-chat-template"
         raise InvalidRequest(text, param="chat_template")
     if len(source) > MAX_TEMPLATE_CHARS:
         text = f"chat_template must have at most {MAX_TEMPLATE_CHARS} characters, got {len(source)}"
         raise InvalidRequest(text, param="chat_template")
     with contextlib.suppress(RuntimeError):
         asyncio.get_running_loop()
-        raise RequestAborted("a chat template is rendered on a thread", request_id="")
+        raise RequestAborted("a chat template must be rendered on a thread", request_id="")
 
 
 def _ending(body: ChatBody | TokenizeChatBody) -> dict[str, Any]:
-    """How the prompt ends: with the beginning of an answer, if the request says nothing."""
+    """The end of the prompt: the beginning of an answer, unless the request says otherwise."""
     continues = body.continue_final_message or False
     if continues and body.add_generation_prompt:
         raise InvalidRequest(
@@ -77,18 +77,18 @@ def _ending(body: ChatBody | TokenizeChatBody) -> dict[str, Any]:
 
 
 def _check_messages(messages: Sequence[Message], model: ServedModel, *, truncated: bool) -> None:
-    """Counts and characters, before the template sees them."""
+    """Check counts and characters before the template sees the messages."""
     if not messages:
         raise InvalidRequest("messages must not be empty", param="messages")
     num_parts = sum(_num_parts(message) for message in messages)
     if max(len(messages), num_parts) > MAX_MESSAGES:
         raise InvalidRequest(
-            f"messages must have at most {MAX_MESSAGES} turns and as many text parts and calls, "
-            f"got {len(messages)} and {num_parts}: drop the oldest turns, or sum them up in one",
+            f"messages must have at most {MAX_MESSAGES} turns and as many text parts and calls, got {len(messages)} "
+            f"and {num_parts}: drop the oldest turns, or summarize them in one",
             param="messages",
         )
     calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
-    check_size(Characters(",".join(text for text in calls if isinstance(text, str))))  # they are JSON, too
+    check_size(Characters(",".join(text for text in calls if isinstance(text, str))))  # arguments are JSON, too
     if not truncated:
         check_chars(sum(map(_num_chars, messages)), model, "messages")
 
@@ -109,7 +109,7 @@ def _num_chars(message: Message) -> int:
 
 
 def _as_mapping(message: Message) -> dict[str, Any]:
-    """What a template may see of a message."""
+    """The part of a message that a template may see."""
     values = {name: getattr(message, name) for name in _SHOWN}
     shown: dict[str, Any] = msgspec.to_builtins(values)
     return shown

@@ -1,4 +1,4 @@
-"""Bodies to typed structs, and what is wrong with a body in words that name the field and what it may be."""
+"""Decodes bodies to typed structs; errors name the field and what it may be."""
 
 import functools
 import operator
@@ -30,7 +30,7 @@ _WRONG_VALUE = re.compile(r"^Invalid enum value (?P<value>.*)$", re.DOTALL)
 _INDEX = re.compile(r"\[[^]]*]")
 
 _MAX_MESSAGE = 16 * 1024
-"""Characters of msgspec's message of which the ends are read: what it is at one of them, where it is at the other."""
+"""Characters at the two ends of msgspec's message that are read: they hold what is wrong, and where."""
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class BodyDecoder(Generic[T]):
     """Decodes one kind of body."""
 
     def __init__(self, strict: type[T], *, tokens: str = "") -> None:
-        """`tokens`: the field that may hold a great many token ids."""
+        """`tokens`: the field that may hold very many token ids."""
         lax: type[T] = lenient(strict)
         self._strict, self._lenient = msgspec.json.Decoder(strict), msgspec.json.Decoder(lax)
         self._long = LongBodies(strict, lax, tokens) if tokens else None
@@ -47,7 +47,7 @@ class BodyDecoder(Generic[T]):
         self._only = list(_only_values(self._type))
 
     def decode(self, body: bytes | bytearray, *, ignore_unknown: bool = False) -> T:
-        """The body as its type.
+        """Decode a body.
 
         Raises:
             InvalidRequest: malformed JSON, an unknown, missing or unsupported field, or a wrong type; names the field.
@@ -81,7 +81,7 @@ class BodyDecoder(Generic[T]):
 
 
 def lenient(kind: Any) -> Any:
-    """The same type, whose structs, and those within them, take unknown fields and drop them."""
+    """The same type, except that its structs, including nested ones, accept unknown fields and drop them."""
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         fields = [(field, lenient(field.type)) for field in msgspec.structs.fields(kind)]
         own = [(field, type_) for field, type_ in fields if type_ is not field.type]
@@ -98,7 +98,7 @@ def lenient(kind: Any) -> Any:
 
 
 def has_field(body: bytes | bytearray, name: str) -> bool:
-    """Whether a body is an object with that field; what else is wrong with it is not looked at."""
+    """Whether a body is an object with that field; other errors in it are not looked for."""
     check_size(body)
     try:
         return name in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -107,7 +107,7 @@ def has_field(body: bytes | bytearray, name: str) -> bool:
 
 
 def _only_values(type_: inspect.Type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object, str]]:
-    """The fields of which one value alone is accepted, and why, in objects within objects, too."""
+    """The fields that accept only one value, and why, including those of nested objects."""
     for option in _options(type_):
         if isinstance(option, inspect.Metadata) and option.extra is not None and "only" in option.extra:
             yield path, option.extra["only"], option.extra["why"]
@@ -121,7 +121,7 @@ def _options(type_: inspect.Type) -> Sequence[inspect.Type]:
 
 
 def _invalid_field(text: str, type_: inspect.Type) -> InvalidRequest:
-    """msgspec's message as an error that names the field."""
+    """The error for msgspec's message, naming the field."""
     if len(text) > _MAX_MESSAGE:  # it repeats what was sent, and each step below would make a copy
         text = text[: _MAX_MESSAGE // 2] + text[-_MAX_MESSAGE // 2 :]
     at = _AT.search(text)
@@ -139,7 +139,7 @@ def _invalid_field(text: str, type_: inspect.Type) -> InvalidRequest:
     if what.startswith("Expected `null`"):
         why = _why_absent(type_, path)
         reason = why and f", since {why}"
-        return InvalidRequest(f"{path} is not supported{reason}: leave it out, or send null", param=path)
+        return InvalidRequest(f"{path} is not supported{reason}: leave it out or send null", param=path)
     if (wrong := _WRONG_VALUE.match(what)) is not None:
         what = f"{clip(wrong['value'])} is not supported"
     allowed = _allowed(type_, [part for part in _INDEX.sub(".[]", path).split(".") if part])
@@ -148,7 +148,7 @@ def _invalid_field(text: str, type_: inspect.Type) -> InvalidRequest:
 
 
 def _why_absent(type_: inspect.Type, path: str) -> str:
-    """Why a field of the body may be null only; nothing where there is no more to say."""
+    """Why a field of the body may only be null; empty if there is no more to say."""
     assert isinstance(type_, inspect.StructType)
     for field in type_.fields:
         if field.encode_name == path and isinstance(field.type, inspect.Metadata) and field.type.extra is not None:
@@ -166,7 +166,7 @@ def _unknown_field(path: str, field: str) -> InvalidRequest:
 
 
 def _allowed(type_: inspect.Type, path: Sequence[str]) -> list[object]:
-    """The values of which the field at `path` must be one; empty where other values may be right, too."""
+    """The values that the field at `path` is limited to; empty if other values may be right, too."""
     values: list[object] = []
     for option in _options(type_):
         if isinstance(option, inspect.LiteralType) and not path:

@@ -1,4 +1,6 @@
-"""From a connection to a prepared request: the body within its bounds, decoded and tokenized off the event loop."""
+"""From a connection to a prepared request: receives the body within limits, decodes and tokenizes it off the event
+loop.
+"""
 
 import asyncio
 import functools
@@ -24,11 +26,11 @@ from pdkv.router.metrics.tracing import Tracer
 T = TypeVar("T")
 
 _INLINE_S = 0.005
-"""What a small body may take of the event loop; a schema of 2,000 bytes can take a hundred times as long."""
+"""Seconds that a small body may take of the event loop; a schema of 2,000 bytes can take a hundred times as long."""
 
 
 class Intake:
-    """Where bodies come in; one budget and one pool for all endpoints."""
+    """Receives bodies, with one budget and one pool for all endpoints."""
 
     def __init__(self, limits: HttpLimits, bodies: ByteBudget, pool: TextPool) -> None:
         self._limits = limits
@@ -45,14 +47,14 @@ class Intake:
         request_id: str,
         on_body: Callable[[], None],
     ) -> tuple[T, "asyncio.Task[None]"]:
-        """What `prepare` makes of the body, and the task that ends when the client goes away.
+        """The result of `prepare` for the body, and a task that ends when the client goes away.
 
         The body is dropped on return. `on_body` is called when it is complete.
 
         Raises:
-            InvalidRequest: the body is too large, or came too slowly; or what `prepare` raises.
+            InvalidRequest: the body is too large or arrived too slowly, or `prepare` raises it.
             RequestTimeout: the deadline has passed.
-            ServerBusy: there was no room for it in time.
+            ServerBusy: there was no memory for it in time.
             Disconnected: the client is gone.
         """
         key = payer(scope)
@@ -77,7 +79,7 @@ class Intake:
         request_id: str,
         key: str,
     ) -> T:
-        """Given up when the client goes away or its deadline passes."""
+        """Prepare on a thread; given up when the client goes away or its deadline passes."""
         work = asyncio.ensure_future(self._pool.run(len(body), functools.partial(prepare, body), key))
         try:
             await asyncio.wait({work, gone}, timeout=deadline.left_s, return_when=asyncio.FIRST_COMPLETED)
@@ -89,7 +91,7 @@ class Intake:
             raise RequestTimeout(text, request_id=request_id)
         finally:
             work.cancel()
-            del work  # a failure's traceback holds this frame: it must not hold the failure, and the body with it
+            del work  # a failure's traceback holds this frame, which must not hold the failure, and with it the body
 
 
 class Shared(NamedTuple):
@@ -108,7 +110,7 @@ class Shared(NamedTuple):
 
 
 def _prepare_inline(body: bytes | bytearray, prepare: Callable[[bytes | bytearray, Cancelled], T]) -> T | None:
-    """None: it takes too long for the event loop."""
+    """Prepare on the event loop. None: it would take too long there."""
     end = time.thread_time() + _INLINE_S
     try:
         return prepare(body, lambda: time.thread_time() > end)
@@ -117,6 +119,6 @@ def _prepare_inline(body: bytes | bytearray, prepare: Callable[[bytes | bytearra
 
 
 async def _wait_until_gone(receive: Receive) -> None:
-    """Returns when the client has gone away; the body must have been read."""
+    """Wait until the client has gone away; the body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,4 +1,4 @@
-"""From a typed OpenAI request to what is generated: every check, the chat template, the tokenizer.
+"""Turns a typed OpenAI request into a job for the engines: every check, the chat template, the tokenizer.
 
 Nothing here awaits: small bodies are prepared on the event loop, others on a thread of `text_pool.py`. Counts and
 lengths are checked before anything is done per choice, prompt, message or character.
@@ -43,36 +43,37 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     chat: bool
     prompts: list[Prompt]
-    params: SamplingParams  # of every choice; where the client gave no seed, one is drawn per prompt
+    params: SamplingParams  # of every choice; without a seed from the client, one is drawn per prompt
     grammar_param: str = ""  # the field that asks for params.grammar
     stops: StopAutomaton | None = None  # of params.stop
-    shows_stop: bool = False  # what ends the text belongs to it
+    shows_stop: bool = False  # the string that ends the text is part of it
     n: int
     stream: bool
     include_usage: bool
     continuous_usage: bool = False  # usage in every chunk, too
     echo: bool = False
-    prompt_only: bool = False  # max_tokens 0: one token is generated and not shown
+    prompt_only: bool = False  # max_tokens 0: one token is generated but not shown
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    num_prompt_logprobs: int | None = None  # asked for by name; echo has its own way to show them
+    num_prompt_logprobs: int | None = None  # requested by name; echo has its own way to show them
     cache_salt: str = ""
-    tenant: str = ""  # its digest; "": clients need no key
-    kv_terms: KVTerms | None = None  # its tenant's; no client can ask for any
+    tenant: str = ""  # the key's digest; "": clients need no key
+    kv_terms: KVTerms | None = None  # from its tenant; no client can ask for terms
     priority: int = 0
-    affinity: str = ""  # requests that share it like to run where the others ran
-    answer: AnswerFormat | None = None  # how its calls and thoughts are told from its text; None: it is all text
-    own_tools: Mapping[str, Any] = {}  # of /v1/responses: what the client calls its functions
-    keep: Callable[[str, bytes], None] | None = None  # of it: keeps a response by its id, and the items of its output
-    repeated: bytes = b""  # of /v1/responses: what its reply says again of the request, a JSON object in ASCII
+    affinity: str = ""  # requests with the same key prefer the same engine
+    answer: AnswerFormat | None = None  # how its calls and reasoning are told apart from its text; None: it is all text
+    own_tools: Mapping[str, Any] = {}  # of /v1/responses: the client's names of its functions
+    keep: Callable[[str, bytes], None] | None = (
+        None  # of /v1/responses: keeps a response by its id, and the items of its output
+    )
+    repeated: bytes = b""  # of /v1/responses: what its reply repeats of the request, a JSON object in ASCII
 
 
 def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:
     """Check and tokenize a completions request.
 
     Raises:
-        InvalidRequest: names the field and what was expected of it.
-        RequestAborted: it was cancelled meanwhile.
+        InvalidRequest: names the field and what was expected. RequestAborted: the request was cancelled.
     """
     model.check_name(body.model)
     echo = body.echo or False
@@ -114,10 +115,10 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
 
 
 def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:
-    """Check, render and tokenize a chat request; raises as `prepare_completion`."""
+    """Check, render and tokenize a chat request; raises the same as `prepare_completion`."""
     model.check_name(body.model)
     if body.top_logprobs is not None and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        raise InvalidRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     if body.max_tokens is not None and max_tokens != body.max_tokens:
         raise InvalidRequest(
@@ -199,7 +200,7 @@ def _sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    """Sampling parameters as the client gave them, else the model's defaults, in their ranges."""
+    """The client's sampling parameters, or the model's defaults, checked against their ranges."""
     given: dict[str, Any] = {name: value for name, value in model.sampling_defaults.items() if name in _SAMPLING_FIELDS}
     for name in _SAMPLING_FIELDS:
         value = getattr(body, name)
@@ -217,20 +218,20 @@ def _sampling_params(
 
 
 def _grammar(rules: AnswerRules, model: ServedModel, num_choices: int, cancelled: Cancelled) -> Grammar | None:
-    """What engines are told of an answer's shape, in the Submit of every choice."""
+    """The shape of an answer, sent to engines in the Submit of every choice."""
     grammar = rules.grammar(model.tokenizer.knows, SchemaTime(cancelled))
     size = 0 if grammar is None else len(grammar.text)
     if size * num_choices > MAX_GRAMMAR_BYTES_OF_CHOICES:
         raise InvalidRequest(
-            f"the grammar's size times choices must be at most {MAX_GRAMMAR_BYTES_OF_CHOICES}, "
-            f"got {size} * {num_choices}",
+            f"the grammar's size times the number of choices must be at most {MAX_GRAMMAR_BYTES_OF_CHOICES}, got "
+            f"{size} * {num_choices}",
             param="n",
         )
     return grammar
 
 
 def _client_name(param: str, body: CompletionBody | ChatBody) -> str:
-    """The field that the client wrote for one of SamplingParams'."""
+    """The client's name of a field of SamplingParams."""
     if isinstance(body, ChatBody):
         if param == "logprobs":
             return "top_logprobs"
@@ -242,7 +243,7 @@ def _client_name(param: str, body: CompletionBody | ChatBody) -> str:
 
 
 def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model: ServedModel) -> None:
-    """What SamplingParams cannot check by itself: it knows no model."""
+    """Check what SamplingParams cannot, since it knows no model."""
     if body.cache_salt is not None:
         check_cache_salt(body.cache_salt)
         if body.cache_salt == PROBE_SALT:
@@ -265,7 +266,7 @@ def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model
 
 
 def _check_total(num_tokens: int, n: int, param: str) -> None:
-    """Every choice's Submit carries its prompt."""
+    """Check the tokens of all choices together: every choice's Submit carries its prompt."""
     if num_tokens * n > MAX_TOTAL_PROMPT_TOKENS:
         raise InvalidRequest(
             f"prompt tokens times n must be at most {MAX_TOTAL_PROMPT_TOKENS}, got {num_tokens} * {n}", param=param
@@ -273,7 +274,7 @@ def _check_total(num_tokens: int, n: int, param: str) -> None:
 
 
 def _check_shown(num_tokens: int, n: int, shown: bool, param: str) -> None:
-    """Each choice of the reply shows its prompt."""
+    """Check the prompt tokens to show: each choice of the reply shows its prompt."""
     if shown and num_tokens * n > MAX_SHOWN_PROMPT_TOKENS:
         raise InvalidRequest(
             f"{param}: the reply would show more than {MAX_SHOWN_PROMPT_TOKENS} prompt tokens: {num_tokens} * {n}",
@@ -282,7 +283,7 @@ def _check_shown(num_tokens: int, n: int, shown: bool, param: str) -> None:
 
 
 def _check_prompt_logprobs(num_tokens: int, num_logprobs: int | None, num_shown: int, param: str) -> None:
-    """They are in the reply `num_shown` times."""
+    """Check the prompt's logprobs, which are in the reply `num_shown` times."""
     if num_logprobs is not None and num_tokens * (num_logprobs + 1) * num_shown > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"{param}: the reply would hold more than {MAX_PROMPT_LOGPROBS} logprobs of prompt tokens: "

@@ -1,4 +1,4 @@
-"""Bodies with many token ids, decoded a piece at a time: a million in one go would hold the interpreter for 40 ms."""
+"""Decodes bodies with many token ids piece by piece: a million in one go would hold the interpreter for 40 ms."""
 
 from collections.abc import Iterator
 from typing import Any, Generic, TypeVar, get_type_hints
@@ -14,10 +14,10 @@ _SPACES_AND_COMMAS = b" \t\r\n,"
 
 
 class LongBodies(Generic[T]):
-    """Decodes one kind of body, of which one field may hold a great many token ids."""
+    """Decodes one kind of body, one field of which may hold very many token ids."""
 
     def __init__(self, strict: type[T], lenient: type[T], field: str) -> None:
-        """`field`: a list of ids, or where its type allows it of lists of ids."""
+        """`field`: a list of ids, or of lists of ids if its type allows it."""
         self._strict = strict
         self._field = field
         self._is_flat = get_type_hints(strict)[field] == list[int]
@@ -27,10 +27,10 @@ class LongBodies(Generic[T]):
         self._ids = msgspec.json.Decoder(msgspec.defstruct("Ids", [(field, list[int])]))
 
     def decode(self, body: bytes | bytearray, num_values: int, *, ignore_unknown: bool) -> T:
-        """A body that has so many values (`check_size`).
+        """Decode a body with this many values (`check_size`).
 
         Raises:
-            InvalidRequest: too many of them are elsewhere, or the ids are not of one kind. msgspec's own errors.
+            InvalidRequest: too many of them are in other fields, or the ids are not of one kind. msgspec's own errors.
         """
         raw = bytes(getattr(self._found.decode(body), self._field)).strip()
         is_list = raw.startswith(b"[") and b'"' not in raw
@@ -44,7 +44,7 @@ class LongBodies(Generic[T]):
         return self._strict(**fields)
 
     def _read(self, raw: bytes) -> list[int] | list[list[int]]:
-        """The ids in a list, or in lists within it: of one prompt, or of several."""
+        """The ids in a list, or in nested lists: of one prompt, or of several."""
         last = len(raw) - 1
         if self._is_flat or raw.find(b"[", 1) < 0:
             return self._read_ids(raw, 1, last)
@@ -68,12 +68,12 @@ class LongBodies(Generic[T]):
 
 
 def _with_raw(kind: type[Any], field: str) -> type[Any]:
-    """The same with one field as it was sent."""
+    """The same body with one field undecoded."""
     return msgspec.defstruct(kind.__name__, [(field, msgspec.Raw)], bases=(kind,), frozen=True, kw_only=True)
 
 
 def _pieces(raw: bytes, begin: int, end: int) -> Iterator[bytes]:
-    """What stands between two places, numbers and commas, cut at commas."""
+    """The numbers and commas between two positions, cut at commas."""
     while (cut := raw.find(b",", begin + PIECE_BYTES, end)) >= 0:
         yield raw[begin:cut]
         begin = cut + 1

@@ -1,4 +1,4 @@
-"""Prompts of a request: texts or token ids, in their bounds, tokenized, and cut where the client asks for it."""
+"""Prompts of a request: texts or token ids, checked, tokenized, and truncated if the client asks for it."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
@@ -8,17 +8,17 @@ from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 
 SAMPLE_CHARS_PER_TOKEN = 16
-"""Of a text with more characters per token of the model's length, one end is tokenized first."""
+"""Characters per token of the model's length above which only one end of a text is tokenized first."""
 
 _MARGIN_TOKENS = 64
-"""Of a cut text, this far from the cut the tokens are those of the whole text."""
+"""Distance from the cut, in characters, beyond which a cut text has the tokens of the whole text."""
 
 
 class Prompt(NamedTuple):
     """One prompt."""
 
     token_ids: list[int]
-    text: str | None  # as the client wrote it; None: it gave token ids, or they were cut
+    text: str | None  # as the client wrote it; None: the client gave token ids, or they were truncated
 
 
 class Truncation(NamedTuple):
@@ -28,13 +28,13 @@ class Truncation(NamedTuple):
     side: Literal["left", "right"]  # on which tokens are dropped
 
     def cut(self, token_ids: list[int]) -> list[int]:
-        """At most `num_tokens` of them."""
+        """Truncate to `num_tokens`."""
         if len(token_ids) <= self.num_tokens:
             return token_ids
         return token_ids[-self.num_tokens :] if self.side == "left" else token_ids[: self.num_tokens]
 
     def kept_end(self, text: str, num_chars: int) -> str:
-        """That many characters of the end that is kept."""
+        """This many characters of the end that is kept."""
         if len(text) <= num_chars:
             return text
         return text[-num_chars:] if self.side == "left" else text[:num_chars]
@@ -43,10 +43,10 @@ class Truncation(NamedTuple):
 def read_truncation(
     num_tokens: int | None, side: Literal["left", "right"] | None, model: ServedModel
 ) -> Truncation | None:
-    """`truncate_prompt_tokens` and `truncation_side`; -1 leaves room for one token. As vLLM, the end is kept.
+    """Read `truncate_prompt_tokens` and `truncation_side`; -1 leaves room for one token. As in vLLM, the end is kept.
 
     Raises:
-        InvalidRequest: a number that is neither -1 nor that of tokens that fit.
+        InvalidRequest: a number that is neither -1 nor a possible number of tokens.
     """
     if num_tokens is None:
         return None
@@ -68,11 +68,10 @@ def read_prompts(
     add_special_tokens: bool = True,
     truncation: Truncation | None = None,
 ) -> list[Prompt]:
-    """A text, a list of texts, token ids or a list of them.
+    """Read prompts: a text, a list of texts, token ids or a list of them.
 
     Raises:
-        InvalidRequest: none, too many, too long, or not of one kind.
-        RequestAborted: it was cancelled meanwhile.
+        InvalidRequest: none, too many, too long, or not of one kind. RequestAborted: the request was cancelled.
     """
     parts = [prompt] if isinstance(prompt, str) else prompt
     if not parts:
@@ -82,7 +81,7 @@ def read_prompts(
             check_length(len(parts), None, model, "prompt")
     elif len(parts) * n > MAX_CHOICES:
         raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}, got {len(parts)} * {n}", param="prompt")
-    kinds = {type(part) for part in parts}  # no set(map(…)): of a million parts, that keeps other threads waiting
+    kinds = {type(part) for part in parts}  # no set(map(…)): with a million parts, it keeps other threads waiting
     if len(kinds) > 1:
         raise InvalidRequest("prompt must be of one kind: texts, token ids, or lists of token ids", param="prompt")
     if kinds == {str}:
@@ -129,13 +128,13 @@ def encode(
 ) -> list[int]:
     """Tokens of a text; with a truncation at least those that it keeps, for the caller to cut.
 
-    The tokenizer cannot be interrupted, so of a text that will hardly fit one end comes first: if that alone has
-    twice the model's length, no other end can make it fit, and the far half of its tokens is what it would be in the
-    whole text (what is cut off changes the few tokens beside the cut).
+    The tokenizer cannot be interrupted, so for a text that will hardly fit, one end is tokenized first. If that end
+    alone has twice the model's length, the text cannot fit, and the far half of its tokens is the same as in the whole
+    text (a cut changes only the few tokens next to it).
 
     Raises:
         InvalidRequest: it cannot fit.
-        RequestAborted: it was cancelled meanwhile.
+        RequestAborted: the request was cancelled.
     """
     limit = model.max_model_len
     if truncation is None:
@@ -152,7 +151,7 @@ def encode(
         if piece is not text and len(token_ids) >= 2 * limit:
             if truncation is None:
                 raise too_long(
-                    f"the prompt has {len(text)} characters, the first {len(piece)} of them have {len(token_ids)} "
+                    f"the prompt has {len(text)} characters, the first {len(piece)} of which have {len(token_ids)} "
                     f"tokens, but the model's length is {limit} tokens",
                     param,
                 )
@@ -161,7 +160,7 @@ def encode(
 
 
 def check_chars(num_chars: int, model: ServedModel, param: str) -> None:
-    """Before a text is tokenized: whether it can fit at all. Raises InvalidRequest."""
+    """Check before tokenizing whether a text can fit at all. Raises InvalidRequest."""
     if num_chars > model.max_prompt_chars:
         raise too_long(
             f"the prompt has {num_chars} characters, but the model's length is {model.max_model_len} tokens "
@@ -171,7 +170,7 @@ def check_chars(num_chars: int, model: ServedModel, param: str) -> None:
 
 
 def check_length(num_prompt: int, max_tokens: int | None, model: ServedModel, param: str) -> None:
-    """Whether the prompt and the output that was asked for fit into the model's length. Raises InvalidRequest."""
+    """Check that the prompt and the requested output fit into the model's length. Raises InvalidRequest."""
     limit = model.max_model_len
     if num_prompt >= limit:
         raise too_long(
@@ -188,12 +187,12 @@ def check_length(num_prompt: int, max_tokens: int | None, model: ServedModel, pa
 
 
 def too_long(message: str, param: str) -> InvalidRequest:
-    """A prompt that does not fit, as OpenAI calls it."""
+    """The error for a prompt that does not fit, with OpenAI's code."""
     error = InvalidRequest(message, param=param)
     error.code = "context_length_exceeded"
     return error
 
 
 def longest(prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest of them."""
+    """Tokens of the longest prompt."""
     return max(len(prompt.token_ids) for prompt in prompts)

@@ -1,4 +1,4 @@
-"""The model that a router serves, and what every kind of request is checked against."""
+"""The model that a router serves, against which every kind of request is checked."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,30 +11,28 @@ from pdkv.parsers.tool_parser import ToolParser
 from pdkv.text import Tokenizer
 
 Cancelled = Callable[[], bool]
-"""Whether nobody waits for the result any more; asked between two prompts."""
+"""Whether the result is no longer wanted; called between two prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModel:
-    """What requests are checked against."""
+    """The served model and its limits for requests."""
 
-    names: Sequence[str]  # all mean this model; the first is that of answers
+    names: Sequence[str]  # all mean this model; the first is used in answers
     tokenizer: Tokenizer
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    max_model_len: int  # tokens, prompt and output together
-    sampling_defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of SamplingParams, where a request says nothing
+    max_model_len: int  # defaults of SamplingParams fields
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults of SamplingParams fields
     tool_parser: type[ToolParser] | None = None
     reasoning_parser: type[ReasoningParser] | None = None
-    stops_in_thoughts: bool = False  # whether stop strings look at them, too
-    logits_processors: tuple[str, ...] = ()  # names that requests may say
+    stops_in_thoughts: bool = False  # whether stop strings apply to reasoning, too
+    logits_processors: tuple[str, ...] = ()  # names that requests may use
     takes_templates: bool = False  # requests may bring chat templates
 
     @property
     def name(self) -> str:
-        """In answers."""
+        """Its name in answers."""
         return self.names[0]
 
     @property
@@ -43,12 +41,12 @@ class ServedModel:
         return self.max_model_len * self.tokenizer.max_token_chars
 
     def check_name(self, name: str | None) -> None:
-        """Raises InvalidRequest (404) for another model's name; no name means this model."""
+        """Raise InvalidRequest (404) for another model's name; no name means this model."""
         if name is not None and name not in self.names:
             raise unknown_model(name, self)
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises InvalidRequest for an id outside the vocabulary."""
+        """Raise InvalidRequest for an id outside the vocabulary."""
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self.vocab_size):
             wrong = next(i for i in token_ids if not 0 <= i < self.vocab_size)
             raise InvalidRequest(
@@ -57,7 +55,7 @@ class ServedModel:
 
 
 def unknown_model(name: str, model: ServedModel) -> InvalidRequest:
-    """HTTP 404."""
+    """The error for an unknown model: HTTP 404."""
     error = InvalidRequest(
         f"the model {clip(name)!r} does not exist; this server has {', '.join(map(repr, model.names))}",
         param="model",

@@ -1,4 +1,4 @@
-"""Which shape a request asks of its answers' text, by one of several fields: OpenAI's, vLLM's and vLLM's older ones."""
+"""Reads the shape that a request demands of its answers, from OpenAI's, vLLM's or vLLM's older fields."""
 
 import msgspec
 
@@ -11,10 +11,10 @@ _GUIDED = {f"guided_{name}": name for name in ("json", "regex", "choice", "gramm
 
 
 def read_shape(body: CompletionBody | ChatBody) -> AskedShape | None:
-    """The shape that is asked for; None: the text is free. What is in a schema is not looked at.
+    """The requested shape; None: free text. The content of a schema is not checked.
 
     Raises:
-        InvalidRequest: two fields ask for one, or one asks for none, for several, or without what it needs.
+        InvalidRequest: two fields ask for a shape, or one asks for none, for several, or lacks something it needs.
     """
     asked = []
     if body.response_format is not None and body.response_format.type != "text":
@@ -24,7 +24,7 @@ def read_shape(body: CompletionBody | ChatBody) -> AskedShape | None:
     asked += [name for name in _GUIDED if getattr(body, name) is not None]
     if len(asked) > 1:
         raise InvalidRequest(
-            f"{asked[0]} and {asked[1]} both give the answer a shape: one of them at most", param=asked[1]
+            f"{asked[0]} and {asked[1]} both give the answer a shape: send at most one of them", param=asked[1]
         )
     if body.response_format is not None:
         _check_fields(body.response_format)
@@ -41,14 +41,14 @@ def read_shape(body: CompletionBody | ChatBody) -> AskedShape | None:
 
 
 def _check_fields(given: ResponseFormat) -> None:
-    """Each of its fields belongs to one type."""
+    """Check that each given field belongs to the type."""
     fields = ("json_schema", "format", "structures", "triggers")
     own = {"json_schema": fields[:1], "structural_tag": fields[1:]}.get(given.type, ())
     for name in fields:
         if getattr(given, name) is not None and name not in own:
             needed = "json_schema" if name == "json_schema" else "structural_tag"
             raise InvalidRequest(
-                f"response_format.{name} needs response_format.type {needed!r}, got {given.type!r}",
+                f"response_format.{name} requires response_format.type {needed!r}, got {given.type!r}",
                 param=f"response_format.{name}",
             )
 

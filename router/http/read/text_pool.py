@@ -1,4 +1,4 @@
-"""Where large bodies are decoded and tokenized, and large replies encoded: threads, so that the loop goes on."""
+"""Threads that decode and tokenize large bodies and encode large replies, so that the event loop goes on."""
 
 import asyncio
 import functools
@@ -15,20 +15,20 @@ from pdkv.router.http.server.budget import SMALL_BYTES
 T = TypeVar("T")
 
 INLINE_BYTES = 2_000
-"""Bodies up to this size are worked on by the caller: it takes some milliseconds at most."""
+"""Bodies up to this size are processed by the caller: it takes some milliseconds at most."""
 
 _BASE_S, _S_PER_BYTE = 0.005, 1e-6
-"""A processor's time that a text may take, twice as much as was measured. What takes longer makes a schema."""
+"""Processor seconds that a text may take, twice as much as was measured. Only a schema takes longer."""
 
 _SCHEMA_S = 0.1
-"""What a schema is thought to take."""
+"""Processor seconds assumed for a schema."""
 
 Work = Callable[[Callable[[], bool]], T]
-"""Done on a thread; what it is given says whether it is to end, which it does with RequestAborted."""
+"""A function run on a thread; its argument says whether it is cancelled, and it then raises RequestAborted."""
 
 
 class _Lane:
-    """One thread. Turns go by key, and what a key's work took of a processor counts for its next turns."""
+    """One thread. Keys take turns, and the processor time of a key's work counts against its next turns."""
 
     def __init__(self, name: str) -> None:
         self._thread = ThreadPoolExecutor(1, name)
@@ -36,7 +36,7 @@ class _Lane:
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], T], key: str, seconds: float) -> "Future[T]":
-        """The result of `work`, of which it is thought that it takes so many seconds."""
+        """The result of `work`, with its estimated seconds."""
         future, turns = Future[T](), Turns()
         with self._lock:
             item = (future, work, turns, seconds)
@@ -46,7 +46,7 @@ class _Lane:
 
     def _run_next(self) -> None:
         with self._lock:
-            if not self._queue:  # it was closed
+            if not self._queue:  # the lane was closed
                 return
             future, work, turns, seconds = self._queue.pop()
         began = time.thread_time()
@@ -60,7 +60,7 @@ class _Lane:
         del future, work  # a failure's traceback holds this frame, which must not hold the failure and the body
 
     def close(self) -> None:
-        """Drop what waits; what runs ends with its piece."""
+        """Drop waiting work; running work ends after its current piece."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         with self._lock:
             while self._queue:
@@ -68,25 +68,25 @@ class _Lane:
 
 
 class TextPool:
-    """Three queues with a thread each, whose turns go by key: nobody waits behind all that another has sent.
+    """Three queues with a thread each, in which keys take turns, so that no client waits behind everything another has
+    sent.
 
-    Bodies of more than SMALL_BYTES have the second one, so that no other waits behind them. The third is for what takes
-    longer than its text explains: schemas. It is begun there anew.
-    Replies have a thread of their own: what they say is here already.
-    Work that nobody waits for any more leaves its queue; what has begun is told by its `cancelled`, and ends with the
-    piece at hand.
+    Bodies of more than SMALL_BYTES use the second queue, so that no others wait behind them. The third is for work that
+    takes longer than its text explains: schemas. Such work is started again there. Replies have a separate thread,
+    since their results are already computed. Cancelled work leaves its queue; once started, it learns it from
+    `cancelled` and ends after its current piece.
     """
 
     def __init__(self) -> None:
         self._short, self._long, self._schemas = (_Lane(f"text-{name}") for name in ("short", "long", "schemas"))
         self._replies = ThreadPoolExecutor(1, "text-replies")
         self.held = 0
-        """Bytes that wait or are worked on."""
+        """Bytes that wait or are being processed."""
 
     async def run(self, size: int, work: Work[T], key: str = "") -> T:
         """The result of `work(cancelled)` on a body of `size` bytes of `key`; cancel the caller to give it up.
 
-        Raises whatever `work` raises.
+        Raises what `work` raises.
         """
         cancelled = threading.Event()
         seconds = _BASE_S + size * _S_PER_BYTE
@@ -95,20 +95,20 @@ class TextPool:
             try:
                 lane = self._long if size > SMALL_BYTES else self._short
                 return await _result(lane, functools.partial(_on_text, work, cancelled, seconds), key, seconds)
-            except RequestAborted:  # by its own time: its caller has not left
+            except RequestAborted:  # by its own deadline: its caller has not left
                 pass
             return await _result(self._schemas, functools.partial(work, cancelled.is_set), key, _SCHEMA_S)
         finally:
             cancelled.set()
             self.held -= size
-            del work  # a failure's traceback holds this frame: it must not hold the body
+            del work  # a failure's traceback holds this frame, which must not hold the body
 
     async def encode(self, work: Callable[[], T]) -> T:
-        """The result of `work`, a piece of a reply; cancel the caller to drop it from the queue."""
+        """The result of `work`, which encodes a part of a reply; cancel the caller to drop it from the queue."""
         return await asyncio.wrap_future(self._replies.submit(work))
 
     def close(self) -> None:
-        """Drop what waits; what runs ends with its piece."""
+        """Drop waiting work; running work ends after its current piece."""
         self._replies.shutdown(wait=False, cancel_futures=True)
         for lane in (self._short, self._long, self._schemas):
             lane.close()

@@ -1,4 +1,4 @@
-"""What a chat request says about tools and thoughts: which tools answers may call, and how answers are read."""
+"""Tools and reasoning in a chat request: which tools answers may call, and how answers are parsed."""
 
 from collections.abc import Sequence
 
@@ -17,10 +17,10 @@ from pdkv.router.http.read.served_model import ServedModel
 
 
 def check_tools(body: ChatBody, model: ServedModel) -> list[Tool]:
-    """The tools that answers may call; none where calls are not read.
+    """The tools that answers may call; none if calls are not parsed.
 
     Raises:
-        InvalidRequest: a tool that is no function, a choice that is none of them, or no way to read calls.
+        InvalidRequest: a tool that is not a function, a choice of an unknown tool, or no parser for calls.
     """
     choice = body.tool_choice
     if not body.tools:
@@ -35,8 +35,8 @@ def check_tools(body: ChatBody, model: ServedModel) -> list[Tool]:
     if _parser(body, model) is None:
         known = ", ".join(TOOL_PARSERS.shipped)
         raise InvalidRequest(
-            f"tools with tool_choice {_named(choice)!r} need a tool parser, and the server has none: its model's chat "
-            f"template is of no family that it knows. Start it with --tool-parser NAME (one of {known}), or send "
+            f"tools with tool_choice {_named(choice)!r} need a tool parser, and the server has none, because its "
+            f"model's chat template is of no known family. Start it with --tool-parser NAME (one of {known}), or send "
             "tool_choice 'none', 'required' or the name of a tool",
             param="tools",
         )
@@ -44,13 +44,13 @@ def check_tools(body: ChatBody, model: ServedModel) -> list[Tool]:
 
 
 def _parser(body: ChatBody, model: ServedModel) -> type[ToolParser] | None:
-    """Who reads the calls; without a parser for the model's own format those that have to be are a JSON list."""
+    """The parser of calls; without one for the model's own format, required calls are a JSON list."""
     is_free = body.tool_choice in (None, "auto")
     return model.tool_parser or (None if is_free else JsonListParser)
 
 
 def call_rules(body: ChatBody, tools: Sequence[Tool], model: ServedModel) -> Calls | None:
-    """Which calls an answer may hold, or has to; None: there are no tools."""
+    """The calls that an answer may or must hold; None: there are no tools."""
     parser = _parser(body, model)
     if not tools or parser is None:
         return None
@@ -65,15 +65,15 @@ def call_rules(body: ChatBody, tools: Sequence[Tool], model: ServedModel) -> Cal
 
 
 def answer_format(body: ChatBody, prompt: Prompt, tools: list[Tool], model: ServedModel) -> AnswerFormat | None:
-    """How the answers are read; None: all of them is text.
+    """How the answers are parsed; None: all of it is text.
 
     Raises:
-        InvalidRequest: thoughts shall be left out, and no parser finds them.
+        InvalidRequest: reasoning is to be left out, but there is no parser for it.
     """
     if body.include_reasoning is False and model.reasoning_parser is None:
         raise InvalidRequest(
-            "include_reasoning: false needs a server with --reasoning-parser NAME: without one thoughts are not told "
-            "from the answer",
+            "include_reasoning: false needs a server with --reasoning-parser NAME: without one, reasoning cannot be "
+            "told apart from the answer",
             param="include_reasoning",
         )
     if model.reasoning_parser is None and not tools:
@@ -91,18 +91,18 @@ def answer_format(body: ChatBody, prompt: Prompt, tools: list[Tool], model: Serv
 
 
 def _thinking(body: ChatBody, prompt: Prompt, model: ServedModel) -> Thinking:
-    """Where the answer begins: as the template ends the prompt, or as the message is that it goes on."""
+    """Whether the answer begins in reasoning: as the template ends the prompt, or as the continued message stands."""
     parser = model.reasoning_parser
     if parser is None:
         return "closed"
     if body.continue_final_message:
         content = body.messages[-1].content
         return "open" if isinstance(content, str) and parser.thinking_within(content) == "open" else "closed"
-    if body.add_generation_prompt is False:  # the end is a message's, whatever it says
+    if body.add_generation_prompt is False:  # the end belongs to a message, whatever it says
         return "unsaid"
     return parser.thinking_of(prompt.text or "")
 
 
 def _named(choice: str | NamedToolChoice | None) -> str:
-    """A tool_choice in words."""
+    """The tool_choice in words."""
     return clip(choice.function.name) if isinstance(choice, NamedToolChoice) else choice or "auto"

@@ -1,4 +1,4 @@
-"""Items of a request's input as turns of a chat."""
+"""Turns the items of a request's input into turns of a chat."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, get_args
@@ -10,7 +10,7 @@ from pdkv.router.http.responses_api.tools import custom_arguments, function_name
 
 
 class _Kind(NamedTuple):
-    """What an item of one type has beside its type, id and status."""
+    """The fields of an item of one type, besides type, id and status."""
 
     required: frozenset[str]
     optional: frozenset[str]
@@ -32,11 +32,11 @@ _FIELDS = sorted({name for kind in _KINDS.values() for name in kind.required | k
 
 
 def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> list[Message]:
-    """The turns of a chat: instructions as its system's, and what the model said, thought and called between two
-    turns of others as one turn.
+    """The turns of a chat: instructions as the system's turn, and all that the model said, thought and called between
+    two other turns as one turn.
 
     Raises:
-        InvalidRequest: an item that lacks a field of its type, or has one of another's.
+        InvalidRequest: an item that lacks a field of its type, or has one of another type.
     """
     turns = _Turns()
     if instructions is not None:
@@ -54,7 +54,7 @@ def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> l
 
 
 class _Turns:
-    """The turns so far; what the model said last may go on."""
+    """The turns so far; the model's last turn may continue."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -63,12 +63,12 @@ class _Turns:
         self._calls: list[ToolCall] = []
 
     def add(self, message: Message) -> None:
-        """A turn of somebody else."""
+        """Add a turn that is not the model's."""
         self.end_answer()
         self.messages.append(message)
 
     def add_item(self, item: InputItem) -> None:
-        """An item that has been checked."""
+        """Add an item that has been checked."""
         match item.type:
             case "reasoning":
                 self._begin_answer()
@@ -87,12 +87,12 @@ class _Turns:
                 self.add(Message(role=item.role, content=_content(item.content)))
 
     def _begin_answer(self) -> None:
-        """Thoughts and text stand in front of the calls of one turn."""
+        """Start the model's turn: reasoning and text precede the calls of one turn."""
         if self._content is not None or self._calls:
             self.end_answer()
 
     def end_answer(self) -> None:
-        """What the model says is one turn up to here."""
+        """End the model's turn."""
         thoughts = "\n".join(filter(None, self._thoughts))
         if thoughts or self._content is not None or self._calls:
             calls = self._calls or None
@@ -112,7 +112,7 @@ def _check(item: InputItem, place: str) -> None:
         if given is not None and field not in kind.required | kind.optional:
             allowed = ", ".join(sorted(kind.required | kind.optional))
             raise InvalidRequest(
-                f"{place}.{field} is not a field of a {name}, which has {allowed}", param=f"{place}.{field}"
+                f"{place}.{field} is not a field of a {name}, which may have {allowed}", param=f"{place}.{field}"
             )
     if name == "reasoning" and isinstance(item.content, str):
         raise InvalidRequest(f"{place}.content must be a list of reasoning_text", param=f"{place}.content")
@@ -136,6 +136,6 @@ def _content(parts: str | Sequence[InputPart] | None) -> str | list[TextPart]:
 
 
 def _thoughts(item: InputItem) -> str:
-    """As the model wrote them, or else in summary."""
+    """The reasoning as the model wrote it, or else its summary."""
     given: Iterable[str] = () if isinstance(item.content, str) else (part.text for part in item.content or ())
     return "".join(given) or "\n".join(part.text for part in item.summary or ())

@@ -1,4 +1,4 @@
-"""What a response puts out, item by item, and the events that tell of it while it comes."""
+"""The output items of a response, and the events that report them as they come."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -13,13 +13,13 @@ from pdkv.router.http.responses_api.tools import OwnTool, custom_input
 from pdkv.text import Tokenizer
 
 Event = dict[str, Any]
-"""A typed event, as yet without its number."""
+"""A typed event that has no number yet."""
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Item:
-    """An item that is not complete: `begin`, `add` as often as there is more, `end`."""
+    """An item that is not complete: `begin`, then `add` for each addition, then `end`."""
 
     kind = ""
     prefix = ""
@@ -128,7 +128,7 @@ class _Call(_Item):
 
 
 class _CustomCall(_Call):
-    """Its input is within the arguments: it is known when they are complete."""
+    """A custom call. Its input is within the arguments, so it is known once they are complete."""
 
     kind, prefix = "custom_tool_call", "ctc"
 
@@ -150,7 +150,7 @@ T = TypeVar("T", _Message, _Thoughts)
 
 
 class OutputItems:
-    """The items of one response. What is not complete when it ends, or fails, is incomplete."""
+    """The items of one response. Those not complete when it ends or fails are incomplete."""
 
     def __init__(self, serial: str, tokenizer: Tokenizer, tools: Mapping[str, OwnTool]) -> None:
         self._serial = serial
@@ -165,7 +165,7 @@ class OutputItems:
         return self._done if self._open is None else [*self._done, self._open.body("incomplete")]
 
     def push(self, parts: Sequence[Part], logprobs: Sequence[ShownLogprob] | None = None) -> list[Event]:
-        """The events of what is new, and of the tokens that say it."""
+        """The events of a delta, with the tokens that it came from."""
         if logprobs:
             self._tokens.add(logprobs)
         events: list[Event] = []
@@ -200,7 +200,7 @@ class OutputItems:
         return item, self._begin(item)
 
     def finish(self, *, complete: bool) -> list[Event]:
-        """The answer ends. One that says nothing is an empty message; a call that is still open was cut off."""
+        """End the answer. An empty one becomes an empty message; a call that is still open was cut off."""
         begun = self._begin(_Message(*self._next)) if self._open is None and not self._done else []
         return begun + self._end("completed" if complete and isinstance(self._open, _TextItem) else "incomplete")
 
@@ -209,7 +209,7 @@ class OutputItems:
         return self._serial, len(self._done) + (self._open is not None)
 
     def _begin(self, item: _Thoughts | _Message | _Call) -> list[Event]:
-        """Text that was open is complete."""
+        """Begin an item; text that was open is complete."""
         ended = self._end("completed" if isinstance(self._open, _TextItem) else "incomplete")
         self._open = item
         return ended + item.begin()

@@ -1,4 +1,4 @@
-"""From the body of POST /v1/responses to a checked request: it is put as a chat, and errors name its own fields."""
+"""Turns the body of POST /v1/responses into a checked request by way of a chat; errors name its own fields."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -43,20 +43,20 @@ _OWN_NAMES = (
     (re.compile(r"\bresponse_format(\.json_schema)?\b"), "text.format"),
     (re.compile(r"\b(tools\[\d+](?:\.tools\[\d+])?|tool_choice)\.function\b"), r"\1"),
 )
-"""What chat calls its fields, and what they are called here."""
+"""Names of fields in chat, and their names here."""
 
 _INPUT = (re.compile(r"\bmessages\b"), "input")
-"""In errors about them alone: elsewhere it is a word."""
+"""Renamed only in errors about these fields; elsewhere it is an ordinary word."""
 
 
 class Kept(NamedTuple):
-    """Where the responses of one API key are kept."""
+    """The store of the responses of one API key."""
 
     store: ResponseStore
     owner: str
 
     def items(self, response_id: str) -> list[InputItem]:
-        """Of a conversation up to that response. Raises InvalidRequest."""
+        """Items of a conversation up to and including a response. Raises InvalidRequest."""
         return _ITEMS.decode(b"[" + self.store.conversation(self.owner, response_id) + b"]")
 
 
@@ -69,8 +69,7 @@ def prepare_responses(
     """Check, render and tokenize a request. `kept`: None keeps no responses.
 
     Raises:
-        InvalidRequest: names the field and what was expected of it.
-        RequestAborted: it was cancelled meanwhile.
+        InvalidRequest: names the field and what was expected. RequestAborted: the request was cancelled.
     """
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
         raise InvalidRequest(f"top_logprobs needs include to hold {LOGPROBS!r}", param="top_logprobs")
@@ -98,12 +97,15 @@ def prepare_responses(
 def _check_stateless(body: ResponsesBody) -> None:
     for name, given in (("previous_response_id", body.previous_response_id), ("store", body.store or None)):
         if given is not None:
-            text = f"{name}: {clip(repr(given))} is not supported, since {STATELESS}; clients with an API key have them"
+            text = (
+                f"{name}: {clip(repr(given))} is not supported, since {STATELESS}; only clients with an API key have "
+                "them"
+            )
             raise InvalidRequest(text, param=name)
 
 
 def _keeper(body: ResponsesBody, kept: Kept) -> Callable[[str, bytes], None]:
-    """What keeps the response: what is new of its request, and its output."""
+    """A function that keeps the response: the new part of its request, and its output."""
     given = body.input
     if isinstance(given, str):
         given = [InputItem(role="user", content=[InputPart(type="input_text", text=given)])]
@@ -151,7 +153,7 @@ def _check_logprobs(params: SamplingParams, model: ServedModel) -> None:
 
 
 def _response_format(given: TextFormat | None) -> ResponseFormat | None:
-    """A shape as chat has it: what is said of a schema in an object of its own. Raises InvalidRequest."""
+    """A shape in chat's format, with the schema's fields in a separate object. Raises InvalidRequest."""
     if given is None:
         return None
     about = {name: getattr(given, name) for name in ("schema", "description", "strict")}
@@ -164,12 +166,12 @@ def _response_format(given: TextFormat | None) -> ResponseFormat | None:
     for name, value in {"name": given.name, **about}.items():
         if value is not None:
             param = f"text.format.{name}"
-            raise InvalidRequest(f"{param} needs text.format.type 'json_schema', got {given.type!r}", param=param)
+            raise InvalidRequest(f"{param} requires text.format.type 'json_schema', got {given.type!r}", param=param)
     return ResponseFormat(type=given.type)
 
 
 def _renamed(error: InvalidRequest, own: OwnTools) -> InvalidRequest:
-    """The same in the words of this API."""
+    """The same error in the words of this API."""
     message, param = (
         re.sub(r"\btools\[(\d+)]", lambda found: own.places[int(found[1])], text, count=1)
         for text in (str(error), error.param or "")
@@ -181,7 +183,7 @@ def _renamed(error: InvalidRequest, own: OwnTools) -> InvalidRequest:
 
 
 def _own_name(text: str, names: Sequence[tuple[re.Pattern[str], str]]) -> str:
-    """A field's name, or a message that has it once."""
+    """The name of a field, or a message with the field's name replaced once."""
     for pattern, name in names:
         text = pattern.sub(name, text, count=1)
     return text
@@ -195,15 +197,15 @@ def _encoded(repeated: dict[str, Any]) -> bytes:
     if len(data) > MAX_REPEATED_BYTES:
         largest = max(repeated, key=lambda name: len(ascii_json(repeated[name])))
         raise InvalidRequest(
-            f"{largest} is too large: what a response repeats of its request must have at most {MAX_REPEATED_BYTES} "
-            f"bytes, got {len(data)}",
+            f"{largest} is too large: the parts of the request that a response repeats must have at most "
+            f"{MAX_REPEATED_BYTES} bytes, got {len(data)}",
             param=largest,
         )
     return data
 
 
 def _repeated(body: ResponsesBody, params: SamplingParams, own: OwnTools, *, keeps: bool) -> dict[str, Any]:
-    """The fields of a response that say what was asked for, defaults filled in."""
+    """The fields of a response that repeat the request, with defaults filled in."""
     text, reasoning = body.text, body.reasoning
     return {
         "background": False,

@@ -1,4 +1,6 @@
-"""The body of POST /v1/responses as typed structs, by the rules of `pdkv.router.http.read.bodies`. Null is absent."""
+"""The body of POST /v1/responses as typed structs, by the rules of `pdkv.router.http.read.bodies`. Null means
+absent.
+"""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -12,14 +14,14 @@ STATELESS = "no responses are kept (send the whole conversation as input)"
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Status = Literal["in_progress", "completed", "incomplete"]
 Hint = Literal["auto", "concise", "detailed", "none"]
-"""Of how much a client would like to see: thoughts are shown as they are."""
+"""How much of the reasoning a client would like to see; it is shown as it is."""
 
 CallOfServer = Literal["web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"]
-"""Items of tools that other servers ran: they are left out."""
+"""Items of tools that other servers ran, which are left out."""
 
 
 class InputPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Text of an item: a user's, the model's, or its thoughts."""
+    """Text of an item: a user's, the model's, or its reasoning."""
 
     type: Literal["input_text", "output_text", "reasoning_text"]
     text: str
@@ -29,16 +31,16 @@ class InputPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
 
 class SummaryPart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A part of what is told of thoughts."""
+    """A part of a summary of reasoning."""
 
     type: Literal["summary_text"]
     text: str
 
 
 class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One item of the history; `conversation.py` has what belongs to which type.
+    """One item of the history; `conversation.py` says which fields belong to which type.
 
-    One struct for all, since no field says which it is that is always there: a message may leave its type out.
+    One struct serves all types, since no field that tells them apart is always present: a message may omit its type.
     """
 
     type: (
@@ -65,7 +67,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     input: str | None = None  # of a custom tool
     output: str | Sequence[InputPart] | None = None
     summary: Sequence[SummaryPart] | None = None
-    encrypted_content: str | None = None  # of another server: nobody here can read it
+    encrypted_content: str | None = None  # encrypted by another server, so unreadable here
     encrypted_function_args: list[str] | None = None
     internal_chat_message_metadata_passthrough: dict[str, Any] | None = None  # Codex's notes
     # of tools that other servers ran
@@ -80,14 +82,14 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
 
 
 class ToolChoiceFunction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The function, or custom tool, that is to be called."""
+    """The function or custom tool that must be called."""
 
     type: Literal["function", "custom"]
     name: str
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The shape of the text. The fields behind the first are those of a schema, enforced whether `strict` or not."""
+    """The shape of the text. The fields after the first are a schema's, enforced whether `strict` or not."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -97,14 +99,14 @@ class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the answer's text is written."""
+    """Options of the answer's text."""
 
     format: TextFormat | None = None
-    verbosity: Literal["low", "medium", "high"] | None = None  # a hint that no model here is told
+    verbosity: Literal["low", "medium", "high"] | None = None  # a hint that is not passed to models here
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the model thinks. Thoughts are shown as they are, never in summary."""
+    """Options of reasoning, which is shown as it is, never summarized."""
 
     effort: Effort | None = None
     summary: Hint | None = None
@@ -114,7 +116,7 @@ class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How events are sent."""
+    """Options of a stream."""
 
     include_obfuscation: OnlyFalse | None = None
     reasoning_summary_delivery: str | None = None  # there are no summaries
@@ -123,8 +125,8 @@ class ResponseStreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_un
 LOGPROBS = "message.output_text.logprobs"
 Includable = Literal[
     "message.output_text.logprobs",
-    "reasoning.encrypted_content",  # thoughts are in plain text, which can be sent back as well
-    # of what never is in an answer here
+    "reasoning.encrypted_content",  # reasoning is in plain text, which can be sent back as well
+    # kinds that never occur in an answer here
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -149,16 +151,16 @@ class ResponsesBody(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fi
     top_logprobs: Int64 | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None
-    max_tool_calls: Int64 | None = None  # of tools that the server runs: it has none
+    max_tool_calls: Int64 | None = None  # calls of tools that the server runs: it has none
     chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
     client_metadata: dict[str, Any] | None = None  # Codex's: a label
-    previous_response_id: str | None = None  # of those that are kept for an API key
+    previous_response_id: str | None = None  # one of those kept for an API key
     store: bool | None = None
-    # what would need a server that keeps more
+    # fields that would need a server that keeps more
     background: Annotated[bool, neutral(False, "no response is made in the background")] | None = None
     conversation: Annotated[None, absent("no conversations are kept (send it as input)")] = None
     prompt: Annotated[None, absent("no prompts are kept (send it as instructions and input)")] = None
-    # what else is not supported
+    # other unsupported fields
     access_programs: None = None
     context_management: Empty | None = None
     image: None = None

@@ -1,4 +1,4 @@
-"""Replies of POST /v1/responses: the typed events of a stream, or the response whole."""
+"""Replies to POST /v1/responses: the typed events of a stream, or the whole response."""
 
 import functools
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from pdkv.router.http.server.errors import describe_error
 
 
 class ResponseEvents:
-    """Encodes the events of one response, and numbers them."""
+    """Encodes and numbers the events of one response."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
@@ -26,7 +26,7 @@ class ResponseEvents:
         self._num_events = 0
 
     def begin(self) -> bytes:
-        """The response without its output."""
+        """The events before output: the response without its output."""
         response = _response(self._asked, "in_progress", ())
         return self._encoded(
             [{"type": f"response.{what}", "response": response} for what in ("created", "in_progress")]
@@ -42,17 +42,17 @@ class ResponseEvents:
         return self._encoded(events)
 
     def end(self, counts: TokenCounts) -> bytes:
-        """The response with all that was put out."""
+        """The last event: the response with all of its output."""
         response = _ended(self._asked, self._items, self._finish_reason, counts)
         status = "incomplete" if self._finish_reason == "length" else "completed"
         return self._encoded([{"type": f"response.{status}", "response": response}])
 
     def fail(self, error: PdkvError) -> bytes:
-        """What went wrong as an event of its own, which OpenAI's clients raise, and as the response's end."""
+        """The error as an event of its own, which OpenAI's clients raise, and as the response's end."""
         _, body = describe_error(error)
         said = body["error"]
         flat = {name: said[name] for name in ("code", "message", "param")}
-        code = "rate_limit_exceeded" if isinstance(error, TooManyRequests) else "server_error"  # OpenAI's only
+        code = "rate_limit_exceeded" if isinstance(error, TooManyRequests) else "server_error"  # only OpenAI's
         failure = {"code": code, "message": said["message"]}
         response = _response(self._asked, "failed", self._items.output, error=failure)
         return self._encoded(
@@ -69,16 +69,16 @@ class ResponseEvents:
 
 
 class WholeResponse:
-    """Gathers a response."""
+    """Gathers a whole response."""
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
         self._parts: list[Part] = []
-        self._logprobs: list[tuple[int, list[ShownLogprob]]] = []  # behind how many parts they stand
+        self._logprobs: list[tuple[int, list[ShownLogprob]]] = []  # number of parts before them
         self._finish_reason: str | None = None
 
     def add(self, delta: ChoiceDelta) -> None:
-        """The next delta."""
+        """Add the next delta."""
         self._parts += delta.parts or ()
         if delta.logprobs:
             self._logprobs.append((len(self._parts), delta.logprobs))
@@ -86,11 +86,11 @@ class WholeResponse:
 
     @property
     def num_logprobs(self) -> int:
-        """Tokens whose logprobs are shown, or might be."""
+        """Number of tokens whose logprobs are shown, or might be."""
         return sum(len(logprobs) for _, logprobs in self._logprobs)
 
     async def body(self, counts: TokenCounts, work: Work) -> object:
-        """The response."""
+        """The response as JSON."""
         return await work(functools.partial(self._body, counts))
 
     def _body(self, counts: TokenCounts) -> msgspec.Raw:
@@ -120,7 +120,7 @@ def _response_id(serial: str) -> str:
 
 
 def _response(asked: Asked, status: str, output: Iterable[dict[str, Any]], **fields: Any) -> msgspec.Raw:
-    """A response object; what repeats the request was encoded with it."""
+    """A response object; the part that repeats the request is already encoded."""
     body = {
         "id": _response_id(asked.serial),
         "object": "response",

@@ -9,21 +9,21 @@ from pdkv.router.http.responses_api.protocol import Effort, Status, TextFormat, 
 
 
 class InputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the prompt's tokens."""
+    """Details of the prompt's tokens."""
 
-    cached_tokens: int  # that were not computed for this request
-    cache_write_tokens: int  # 0: whatever is computed may be cached, and nobody counts it
-    lossy_tokens: int | None = None  # whose KV may have gone through a codec with errors
+    cached_tokens: int  # tokens that were not computed for this request
+    cache_write_tokens: int  # 0: everything computed may be cached, and is not counted
+    lossy_tokens: int | None = None  # tokens whose KV may have gone through a lossy codec
 
 
 class OutputTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """Of the tokens that were generated."""
+    """Details of the generated tokens."""
 
     reasoning_tokens: int
 
 
 class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Token counts."""
+    """Token counts of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
@@ -33,21 +33,21 @@ class ResponseUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
-    """What the model says."""
+    """Text of the model's answer."""
 
     text: str
     annotations: list[Any]
-    logprobs: list[ChatTokenLogprob]  # of the tokens, where they were asked for
+    logprobs: list[ChatTokenLogprob]  # of the tokens, if requested
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
-    """What it thinks."""
+    """Text of the model's reasoning."""
 
     text: str
 
 
 class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
-    """An item for the user."""
+    """A message to the user."""
 
     id: str
     status: Status
@@ -56,7 +56,7 @@ class OutputMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type",
 
 
 class ReasoningItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
-    """Thoughts."""
+    """An item of reasoning."""
 
     id: str
     status: Status
@@ -90,7 +90,7 @@ OutputItem = OutputMessage | ReasoningItem | FunctionCall | CustomToolCall
 
 
 class ResponseError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a response failed; the event of type error has more."""
+    """Why a response failed; the event of type error says more."""
 
     code: Literal["server_error", "rate_limit_exceeded"]
     message: str
@@ -103,20 +103,20 @@ class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningUsed(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked of thoughts."""
+    """The requested reasoning options."""
 
     effort: Effort | None
     summary: None
 
 
 class TextUsed(msgspec.Struct, frozen=True, kw_only=True):
-    """What was asked of the text."""
+    """The requested text options."""
 
     format: TextFormat
 
 
 class Response(msgspec.Struct, frozen=True, kw_only=True):
-    """Of /v1/responses."""
+    """The response object of /v1/responses."""
 
     id: str
     object: Literal["response"]
@@ -128,7 +128,7 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     output: list[OutputItem]
     usage: ResponseUsage | None
-    # what was asked for, defaults filled in
+    # the request's values, with defaults filled in
     background: Literal[False]
     instructions: str | None
     max_output_tokens: int | None
@@ -160,27 +160,27 @@ class _OfResponse(_Event, frozen=True, kw_only=True):
 
 
 class ResponseCreated(_OfResponse, frozen=True, kw_only=True, tag="response.created"):
-    """The first event: nothing was put out."""
+    """The first event: the response has no output yet."""
 
 
 class ResponseInProgress(_OfResponse, frozen=True, kw_only=True, tag="response.in_progress"):
-    """The same."""
+    """The second event: the response has no output yet."""
 
 
 class ResponseCompleted(_OfResponse, frozen=True, kw_only=True, tag="response.completed"):
-    """The last event."""
+    """The last event of a response that was completed."""
 
 
 class ResponseIncomplete(_OfResponse, frozen=True, kw_only=True, tag="response.incomplete"):
-    """The last event where max_output_tokens, or the model's length, ended it."""
+    """The last event if max_output_tokens or the model's length ended the response."""
 
 
 class ResponseFailed(_OfResponse, frozen=True, kw_only=True, tag="response.failed"):
-    """The last event, behind that of the error."""
+    """The last event of a response that failed, after the error's event."""
 
 
 class ErrorEvent(_Event, frozen=True, kw_only=True, tag="error"):
-    """What went wrong."""
+    """An error."""
 
     code: str | None
     message: str
@@ -198,7 +198,7 @@ class OutputItemAdded(_OfItem, frozen=True, kw_only=True, tag="response.output_i
 
 
 class OutputItemDone(_OfItem, frozen=True, kw_only=True, tag="response.output_item.done"):
-    """An item as it stays."""
+    """A complete item."""
 
 
 class _WithinItem(_Event, frozen=True, kw_only=True):
@@ -216,11 +216,11 @@ class ContentPartAdded(_OfPart, frozen=True, kw_only=True, tag="response.content
 
 
 class ContentPartDone(_OfPart, frozen=True, kw_only=True, tag="response.content_part.done"):
-    """A text as it stays."""
+    """A complete text."""
 
 
 class OutputTextDelta(_WithinItem, frozen=True, kw_only=True, tag="response.output_text.delta"):
-    """More of what the model says."""
+    """An addition to the answer's text."""
 
     content_index: int
     delta: str
@@ -228,7 +228,7 @@ class OutputTextDelta(_WithinItem, frozen=True, kw_only=True, tag="response.outp
 
 
 class OutputTextDone(_WithinItem, frozen=True, kw_only=True, tag="response.output_text.done"):
-    """All that it said."""
+    """The complete text of an answer."""
 
     content_index: int
     text: str
@@ -236,40 +236,40 @@ class OutputTextDone(_WithinItem, frozen=True, kw_only=True, tag="response.outpu
 
 
 class ReasoningTextDelta(_WithinItem, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
-    """More of what it thinks."""
+    """An addition to the reasoning."""
 
     content_index: int
     delta: str
 
 
 class ReasoningTextDone(_WithinItem, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
-    """All that it thought."""
+    """The complete reasoning."""
 
     content_index: int
     text: str
 
 
 class ArgumentsDelta(_WithinItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"):
-    """More of a call's arguments."""
+    """An addition to a call's arguments."""
 
     delta: str
 
 
 class ArgumentsDone(_WithinItem, frozen=True, kw_only=True, tag="response.function_call_arguments.done"):
-    """All of them."""
+    """The complete arguments of a call."""
 
     name: str
     arguments: str
 
 
 class InputDelta(_WithinItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"):
-    """More of a custom tool's input."""
+    """An addition to a custom tool's input."""
 
     delta: str
 
 
 class InputDone(_WithinItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"):
-    """All of it."""
+    """The complete input of a custom tool."""
 
     input: str
 
@@ -294,4 +294,4 @@ EVENTS = (
     ErrorEvent,
     ResponseFailed,
 )
-"""What a stream consists of."""
+"""The events of a stream."""

@@ -1,4 +1,4 @@
-"""Responses that are kept for a while, so that a client can go on from one by its id: in memory, per API key."""
+"""Stores responses in memory for a while, per API key, so that a client can continue from one by its id."""
 
 import threading
 from collections import Counter, OrderedDict
@@ -10,13 +10,13 @@ from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 
 _ENTRY_BYTES = 512
-"""What an entry takes beside its items."""
+"""Bytes of an entry besides its items."""
 
 
 @dataclass(slots=True)
 class _Entry:
     previous: str | None
-    items: bytes  # that it adds to those of `previous`: a JSON list without its brackets
+    items: bytes  # its items beyond those of `previous`: a JSON list without its brackets
     until: float
 
     @property
@@ -25,12 +25,14 @@ class _Entry:
 
 
 class ResponseStore:
-    """What does not fit, or is too old, is forgotten: first the oldest of the owner that has most. Any thread."""
+    """The stored responses. What does not fit or is too old is dropped, starting with the oldest of the owner with
+    most. Any thread.
+    """
 
     def __init__(
         self, max_bytes: int, keep_s: float, max_conversation_bytes: int, clock: Callable[[], float] = MONOTONIC.now
     ) -> None:
-        """`keep_s`: 0 keeps none. `max_conversation_bytes`: of JSON that one response may stand on."""
+        """`keep_s`: 0 keeps none. `max_conversation_bytes`: of JSON that one response may build on."""
         self.keep_s = keep_s
         self._max_bytes = max_bytes
         self._max_conversation_bytes = max_conversation_bytes
@@ -41,11 +43,11 @@ class ResponseStore:
 
     @property
     def held(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all responses."""
         return sum(self._sizes.values())
 
     def put(self, owner: str, response_id: str, previous: str | None, items: bytes) -> None:
-        """Keep what a response and its request add to the `previous` one."""
+        """Store the items that a response and its request add to the `previous` one."""
         entry = _Entry(previous, items, self._clock() + self.keep_s)
         with self._lock:
             self._entries[owner, response_id] = entry
@@ -53,10 +55,10 @@ class ResponseStore:
             self._forget()
 
     def conversation(self, owner: str, response_id: str) -> bytes:
-        """All items up to a response's end, as a JSON list without its brackets; they are kept anew.
+        """All items up to a response's end, as a JSON list without its brackets; their time to live starts over.
 
         Raises:
-            InvalidRequest: the owner has no such response, not any more, or the conversation is too long.
+            InvalidRequest: the owner has no such response, or no longer has it, or the conversation is too long.
         """
         with self._lock:
             self._forget()
@@ -95,7 +97,7 @@ class ResponseStore:
 
 def _not_found(response_id: str) -> InvalidRequest:
     error = InvalidRequest(
-        f"previous_response_id: there is no response {clip(response_id)!r} of this API key, or not any more: send the "
+        f"previous_response_id: this API key has no response {clip(response_id)!r}, or no longer has it: send the "
         "whole conversation as input",
         param="previous_response_id",
     )

@@ -1,4 +1,4 @@
-"""Which tokens' logprobs belong to a message: those that its text is made of, not those of tags, calls and thoughts."""
+"""Finds the tokens whose logprobs belong to a message: those of its text, not those of tags, calls and reasoning."""
 
 from collections.abc import Sequence
 
@@ -9,27 +9,27 @@ from pdkv.text import Tokenizer
 
 
 class TokenEntries:
-    """Tokens whose text has not come yet, each with its entry of `logprobs` as JSON."""
+    """Tokens whose text has not appeared yet, each with its entry of `logprobs` as JSON."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._waiting: list[tuple[bytes, bytes]] = []  # (what the token stands for, its entry)
+        self._waiting: list[tuple[bytes, bytes]] = []  # (the token's text, its entry)
 
     def add(self, logprobs: Sequence[ShownLogprob]) -> None:
-        """The next tokens."""
+        """Add the next tokens."""
         entries = chat_logprobs(logprobs, self._tokenizer)["content"]
         for shown, entry in zip(logprobs, entries, strict=True):
             self._waiting.append((self._tokenizer.token_bytes(shown.token_id), ascii_json(entry)))
 
     def drop(self) -> None:
-        """The text so far is none of a message."""
+        """Drop all tokens so far: they belong to no message."""
         self._waiting.clear()
 
     def take(self, text: str) -> list[bytes]:
-        """The entries of the tokens that a message's text is made of; the ones before them are left out for good.
+        """The entries of the tokens that a message's text is made of; tokens before them are dropped for good.
 
-        Parsers hold spaces back, so those at its ends may be of tokens that were taken, or are still to be. Where the
-        text is not found, since it stands for what is no UTF-8, it is all of them.
+        Parsers hold spaces back, so spaces at the ends may come from tokens already taken or still to come. If the text
+        is not found, because it replaces invalid UTF-8, the result is all entries.
         """
         if not self._waiting:
             return []

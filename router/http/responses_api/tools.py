@@ -1,7 +1,7 @@
-"""Tools of a response as functions, which are all that chat knows.
+"""Translates tools of a response to functions, the only kind that chat knows.
 
-Functions of a namespace get its name in front of theirs, a custom tool becomes a function of one text, and tools that
-OpenAI's servers run themselves, of which this one has none, are left out.
+Functions of a namespace are prefixed with its name, a custom tool becomes a function with one text parameter, and tools
+that OpenAI's servers run themselves, of which this one has none, are left out.
 """
 
 import json
@@ -23,34 +23,36 @@ _HOSTED = frozenset(
 )
 
 _PLAIN_NAMESPACE = "functions"
-"""Where clients put functions that have none."""
+"""Namespace in which clients put functions that have none."""
 
 _MAX_GRAMMAR = 16 * 1024
-"""Characters of a custom tool's grammar that its description tells the model."""
+"""The most characters of a custom tool's grammar that the model is told in its description."""
 
 _log_limit = LogLimit(10.0)
 logger = logging.getLogger(__name__)
 
 
 class OwnTool(NamedTuple):
-    """What the client calls a function of the model's."""
+    """The client's tool behind a function of the model."""
 
     name: str
     namespace: str | None
-    is_custom: bool  # its input is a text, and no JSON
+    is_custom: bool  # its input is a text, not JSON
 
 
 class OwnTools(NamedTuple):
     """The tools of one request."""
 
-    functions: list[dict[str, Any]]  # as chat has them
-    places: list[str]  # where each stands in the request
-    names: dict[str, OwnTool]  # by their names as functions
-    kept: list[dict[str, Any]]  # of the request's, those that the model is told of
+    functions: list[dict[str, Any]]  # as functions of chat
+    places: list[str]  # the place of each in the request
+    names: dict[str, OwnTool]  # by their function names
+    kept: list[dict[str, Any]]  # those of the request that the model is told of
 
 
 def read_own_tools(tools: Sequence[Mapping[str, Any]]) -> OwnTools:
-    """Raises InvalidRequest for what is neither function, custom tool, namespace of these, nor a server's own tool."""
+    """Read the tools. Raises InvalidRequest for anything but functions, custom tools, namespaces of these, and server
+    tools.
+    """
     own = OwnTools([], [], {}, [])
     left_out = set()
     for index, tool in enumerate(tools):
@@ -64,16 +66,16 @@ def read_own_tools(tools: Sequence[Mapping[str, Any]]) -> OwnTools:
             continue
         name, members = tool.get("name"), tool.get("tools")
         if not isinstance(name, str) or not isinstance(members, list):
-            raise InvalidRequest(f"{place} must have a name and a list of tools: it is a namespace", param=place)
+            raise InvalidRequest(f"{place} is a namespace, so it must have a name and a list of tools", param=place)
         for number, member in enumerate(members):
             _add(own, member, f"{place}.tools[{number}]", name)
     if left_out and _log_limit.passes():
-        logger.info("tools that this server does not have were left out: %s", ", ".join(sorted(left_out)))
+        logger.info("left out tools that this server does not have: %s", ", ".join(sorted(left_out)))
     return own
 
 
 def function_name(namespace: str | None, name: str) -> str:
-    """What the model knows a function by."""
+    """The function name that the model sees."""
     if not namespace or namespace == _PLAIN_NAMESPACE:
         return name
     return namespace + name if namespace.endswith("__") else f"{namespace}__{name}"
@@ -85,7 +87,7 @@ def custom_arguments(given: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """The reverse; arguments that are something else as they are."""
+    """The reverse of `custom_arguments`; arguments of another form are returned unchanged."""
     try:
         return msgspec.json.decode(arguments, type=dict[str, str])["input"]
     except (msgspec.MsgspecError, KeyError):
@@ -109,14 +111,14 @@ def _add(own: OwnTools, tool: object, place: str, namespace: str | None) -> None
         meant = OwnTool(name, namespace, kind == "custom")
         if own.names.setdefault(known, meant) != meant:
             raise InvalidRequest(
-                f"{place}.name: {clip(known)!r} is the name of another tool, too", param=f"{place}.name"
+                f"{place}.name: {clip(known)!r} is also the name of another tool", param=f"{place}.name"
             )
     own.functions.append({"type": "function", "function": function})
     own.places.append(place)
 
 
 def _described(tool: Mapping[str, Any]) -> str:
-    """A custom tool's description, with the grammar of its input: nothing else tells the model of that."""
+    """A custom tool's description with the grammar of its input, which the model learns in no other way."""
     about, format = tool.get("description"), tool.get("format")
     text = about if isinstance(about, str) else ""
     definition = format.get("definition") if isinstance(format, dict) else None

@@ -1,6 +1,6 @@
-"""A line per request on the logger `pdkv.access`: who, how it ended, where it ran, tokens by source, times.
+"""Access log: one line per request on the logger `pdkv.access`: client, outcome, engines, tokens by source, times.
 
-Requests that generate write their own; for all others there is `AccessLogged`. No line has anything of a prompt, a
+Requests that generate write their own line; `AccessLogged` writes the others. No line contains any part of a prompt, a
 reply, a header other than the client's ids, or a query string.
 """
 
@@ -20,24 +20,24 @@ from pdkv.router.admission.tenants import TENANT
 logger = logging.getLogger("pdkv.access")
 
 CLIENT_GONE = 499
-"""The status of a request whose client left before there was one, as nginx has it."""
+"""The status of a request whose client left before there was one, as in nginx."""
 
 QUIET_PATHS = frozenset({"/health", "/metrics", "/ping", "/load"})
-"""What monitors ask for every few seconds: logged only where it fails."""
+"""Paths that monitors request every few seconds: logged only if they fail."""
 
 _MAX_CLIENT = 64
-"""Characters of an address and its port, as shown; an IPv6 address has 45 at most."""
+"""The most characters shown of an address and its port; an IPv6 address has 45 at most."""
 
-_WORD = re.compile(r"[!#-<>-~]+")  # what stands in a text line as it is: no space, no quote, no "="
+_WORD = re.compile(r"[!#-<>-~]+")  # written unquoted in a text line: no space, no quote, no "="
 
 
 class AccessLine(LogFields):
-    """One request. A text line begins `METHOD PATH STATUS OUTCOME`, then has NAME=VALUE; None is left out."""
+    """One request's line. As text it begins `METHOD PATH STATUS OUTCOME`, followed by NAME=VALUE; None is left out."""
 
     __slots__ = ("_fields",)
 
     def __init__(self, scope: Scope, *, status: int, outcome: str, duration_s: float, **fields: object) -> None:
-        """`fields`: more of them, numbers and short texts, in the order in which they shall stand."""
+        """`fields`: further numbers and short texts, in output order."""
         client = scope.get("client")
         self._fields: dict[str, object] = {
             "method": scope["method"],
@@ -50,7 +50,7 @@ class AccessLine(LogFields):
         }
 
     def log_fields(self) -> dict[str, object]:
-        """All that are known."""
+        """All known fields."""
         return {name: value for name, value in self._fields.items() if value is not None}
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class AccessLine(LogFields):
 
 
 def _shown(value: object) -> str:
-    """A value of a text line: as it is, or quoted where that would not be one word."""
+    """A value of a text line: as it is, or quoted if it would not be one word."""
     if isinstance(value, str):
         return value if _WORD.fullmatch(value) else json.dumps(value)
     if isinstance(value, float):
@@ -75,12 +75,12 @@ def log_access(line: AccessLine) -> None:
 
 
 def wants_access_lines() -> bool:
-    """Whether it is worth making them."""
+    """Whether access lines are enabled."""
     return logger.isEnabledFor(logging.INFO)
 
 
 def key_name(scope: Scope) -> str | None:
-    """Of the API key; None where there is none."""
+    """Name of the API key; None if there is none."""
     tenant = scope.get(TENANT)
     return tenant.name if tenant is not None else None
 
@@ -98,7 +98,7 @@ class AccessLogged:
         status = 0
         began = MONOTONIC.now()
 
-        def watched(message: Message) -> Awaitable[None]:  # no coroutine of its own: it is called for every token
+        def watched(message: Message) -> Awaitable[None]:  # not a coroutine: it is called for every token
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -107,7 +107,7 @@ class AccessLogged:
         try:
             await self._app(scope, receive, watched)
         except Exception:
-            status = status or 500  # what the server will answer
+            status = status or 500  # the status that the server will send
             raise
         finally:
             status = status or CLIENT_GONE

@@ -1,4 +1,4 @@
-"""Who may ask for what: an API key for every path that is not open to all, an admin's for some."""
+"""Access control: an API key for every path that is not open to all, an admin's key for some."""
 
 import re
 from collections.abc import Collection
@@ -14,19 +14,19 @@ from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.server.errors import describe_error, json_response
 
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/docs", "/openapi.json"})
-"""What needs no key. Whatever is not named here does."""
+"""Paths that need no key. All others do."""
 
 OBSERVED_PATHS = frozenset({"/metrics", "/topology"})
-"""What needs none either, unless --protect-metrics is given: then an admin's."""
+"""Further paths that need none, unless --protect-metrics is given: then they need an admin's."""
 
 RESET_PATH = "/reset_prefix_cache"
-"""vLLM's; an admin's, too."""
+"""A path of vLLM's that needs an admin's key."""
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class PlainPaths:
-    """ASGI middleware: 404 for a path with a control character, before anybody compares it.
+    """ASGI middleware: 404 for a path with a control character, before the path is compared.
 
     Routes are regular expressions, whose `$` also matches before a line end: `/metrics%0A` would be served as
     `/metrics`, and is no path that `Authenticate` knows.
@@ -65,7 +65,7 @@ def authenticate(scope: Scope, keys: KeyRing) -> None:
     """Put the tenant into the scope. Raises Unauthorized."""
     tenant = keys.authenticate(Headers(scope=scope).get("authorization"))
     if _needs_admin(scope["path"]) and not tenant.grant.admin:
-        raise Unauthorized(f"the key {tenant.name!r} is no admin's (admin = true in the key file)", status=403)
+        raise Unauthorized(f"the key {tenant.name!r} has no admin rights (admin = true in the key file)", status=403)
     scope[TENANT] = tenant
 
 

@@ -1,4 +1,4 @@
-"""A bound on the bytes that many requests hold together: what finds no room waits for its turn."""
+"""A limit on the bytes that many requests hold together; requests for which there is no room wait in turn."""
 
 import asyncio
 import contextlib
@@ -9,17 +9,17 @@ from dataclasses import dataclass, field
 from pdkv.errors import ServerBusy
 
 SMALL_BYTES = 64 * 1024
-"""Whoever has more waits behind others that have more; some room is kept for the rest."""
+"""Bytes above which a waiting request waits behind others of the same size; some room is kept for smaller ones."""
 
 
 @dataclass(slots=True)
 class Held:
-    """What one request holds of a budget."""
+    """The bytes that one request holds of a budget."""
 
-    key: str = ""  # whose it is: such a one may hold as much as it leaves free; "": as much as there is
-    expected: int = 0  # what it will come to at least, as far as that is known
+    key: str = ""  # the owner, which may hold as much as it leaves free; "": no limit but the budget
+    expected: int = 0  # its expected size, at least, as far as known
     size: int = 0
-    exempt: int = 0  # of that: held by the one that is exempt from the bound
+    exempt: int = 0  # the part held by the exempt request
     is_exempt: bool = False
 
 
@@ -33,24 +33,23 @@ class _Waiter:
 
 
 _Queue = dict[str, deque[_Waiter]]
-"""Those who wait, by key; the key whose turn is next is the first."""
+"""Waiters by key; the key whose turn is next is first."""
 
 
 class ByteBudget:
-    """Bytes that are held now, over all requests. Safe to use from several threads.
+    """The bytes held by all requests. Safe to use from several threads.
 
     A key holds at most as much as it leaves free (dynamic thresholds; Choudhury and Hahne, 1998), so that there is room
-    for the next one; those that wait get their turns by key, and in order within each.
-    A request may take more while it holds some. So that requests which wait for each other's bytes get on, one at a
-    time is *exempt*: the first that waited, until it lets go of all it has. Room for the largest is kept for it.
+    for the next one; waiting keys take turns, with requests in order within each. A request may take more while it
+    holds some. So that requests waiting for one another's bytes make progress, one at a time is *exempt*: the first
+    that waited, until it gives back everything. Room for the largest request is kept for it.
     """
 
     def __init__(self, limit: int, what: str, *, largest: int = 0, unread: int = 0) -> None:
-        """`what` the bytes are, and the option that bounds them, for errors.
+        """`what`: the kind of bytes, and the option that limits them, for errors.
 
-        Args:
-            largest: what one request may come to, and be exempt with.
-            unread: what may be here already of those that wait.
+        Args: largest: the largest size of one request, and so of the exempt one. unread: bytes that may already have
+        arrived of waiting requests.
         """
         self.limit = limit
         self.what = what
@@ -58,17 +57,17 @@ class ByteBudget:
         spared = limit // 8
         self._bound_of_small = max(limit - largest - unread, spared)
         self._bound = self._bound_of_small - spared
-        self._held = 0  # but for what is exempt
-        self._of_key: Counter[str] = Counter()  # of that; without keys that hold nothing
+        self._held = 0  # except for the exempt request
+        self._of_key: Counter[str] = Counter()  # bytes by key, without keys that hold nothing
         self._exempt: Held | None = None
-        self._unread = 0  # what is here already of those that wait
+        self._unread = 0  # bytes that have arrived of waiting requests
         self._waiting: _Queue = {}
         self._small_waiting: _Queue = {}
         self._lock = threading.Lock()
 
     @property
     def held(self) -> int:
-        """Bytes that are held now; 0 when nothing is under way."""
+        """Bytes held now; 0 when nothing is in progress."""
         exempt = self._exempt
         return self._held + self._unread + (0 if exempt is None else exempt.exempt)
 
@@ -78,7 +77,7 @@ class ByteBudget:
         return sum(len(waiting) for queue in (self._waiting, self._small_waiting) for waiting in queue.values())
 
     def take(self, holder: Held, size: int) -> None:
-        """Hold `size` bytes more, now or not at all.
+        """Take `size` more bytes, now or not at all.
 
         Raises:
             ServerBusy: there is no room for them.
@@ -87,7 +86,7 @@ class ByteBudget:
             raise self.busy()
 
     def try_take(self, holder: Held, size: int) -> bool:
-        """Hold `size` bytes more if that can be now, and nothing is before it."""
+        """Take `size` more bytes if there is room now, and nothing is ahead of it."""
         with self._lock:
             queue = self._queue(holder, size)
             if holder.is_exempt:
@@ -100,13 +99,12 @@ class ByteBudget:
             return True
 
     async def wait(self, holder: Held, size: int, *, unread: int = 0) -> None:
-        """Hold `size` bytes more as soon as there is room, and it is its turn.
+        """Take `size` more bytes as soon as there is room and its turn has come.
 
-        Args:
-            unread: as many bytes are here already; they count while they wait.
+        Args: unread: bytes that have already arrived; they count while they wait.
 
         Raises:
-            ServerBusy: too many are here already.
+            ServerBusy: too many have already arrived.
         """
         with self._lock:
             if unread and self._unread + unread > self._max_unread:
@@ -128,7 +126,7 @@ class ByteBudget:
                     self._let_in()  # it may have kept others waiting
 
     def give(self, holder: Held) -> None:
-        """Let go of all that it holds. Idempotent."""
+        """Give back everything that it holds. Idempotent."""
         with self._lock:
             self._hold(holder, holder.exempt - holder.size)
             assert self._held >= 0, "more was given back than taken"
@@ -138,7 +136,7 @@ class ByteBudget:
             self._let_in()
 
     def busy(self) -> ServerBusy:
-        """There is no room."""
+        """The error for a full budget."""
         return ServerBusy(f"{self.what} of all requests together exceed {self.limit} bytes: try again")
 
     def _hold(self, holder: Held, size: int) -> None:
@@ -152,11 +150,11 @@ class ByteBudget:
         return self._small_waiting if _is_small(holder, size) else self._waiting
 
     def _room(self, holder: Held, size: int) -> int:
-        """Bytes that are free for such a request; negative where it has none."""
+        """Bytes that are free for such a request; negative if there are none."""
         return (self._bound_of_small if _is_small(holder, size) else self._bound) - self._held - size
 
     def _has_share(self, holder: Held, size: int) -> bool:
-        """Whether its key may hold so much; one that holds nothing may have what there is."""
+        """Whether its key may hold this much; a key that holds nothing may take all that is free."""
         own = self._of_key.get(holder.key, 0)
         return not own or own + size <= self._room(holder, size)
 
@@ -168,7 +166,7 @@ class ByteBudget:
         return any(self._has_share(waiting[0].holder, waiting[0].size) for waiting in queue.values())
 
     def _let_in(self) -> None:
-        """Those that are next, while there is room."""
+        """Let in the next waiters while there is room."""
         for queue in (self._waiting, self._small_waiting):
             keys = list(queue)
             for key in keys:
@@ -180,16 +178,16 @@ class ByteBudget:
                     self._exempt, holder.is_exempt = holder, True
                     holder.exempt = size
                 elif self._has_share(holder, size):
-                    break  # what comes later may be smaller: it must not pass for ever
+                    break  # later requests may be smaller: they must not overtake for ever
                 else:
                     continue
                 holder.size += size
                 turn = waiting.popleft().turn
                 del queue[key]
-                if waiting:  # its next turn comes behind the others'
+                if waiting:  # its next turn comes after the others'
                     queue[key] = waiting
                     keys.append(key)
-                with contextlib.suppress(RuntimeError):  # its loop has ended, and so has it
+                with contextlib.suppress(RuntimeError):  # its loop has ended, and its task with it
                     turn.get_loop().call_soon_threadsafe(_begin, turn)
 
 

@@ -1,4 +1,4 @@
-"""The certificate of the HTTP server: checked before anything starts, and read again while it runs."""
+"""The HTTP server's certificate: checked before anything starts, and read again at run time."""
 
 import logging
 import ssl
@@ -13,7 +13,7 @@ from pdkv.config import TlsConfig
 from pdkv.errors import ConfigError
 
 SOON = timedelta(days=14)
-"""A certificate that has less than that left is warned of."""
+"""Seconds of remaining validity below which a certificate is warned of."""
 
 _MAX_FILE_BYTES = 4 << 20
 _VERIFY = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
@@ -22,36 +22,36 @@ logger = logging.getLogger(__name__)
 
 
 class Tls:
-    """The certificate and what clients must show, as the files had them last."""
+    """The server's certificate and the requirements for clients', as last read from the files."""
 
     def __init__(self, config: TlsConfig) -> None:
-        """Raises ConfigError for files that a server cannot use."""
+        """Read the files. Raises ConfigError if a server cannot use them."""
         self._config = config
         self._failures = LogLimit()
-        self.context = load_context(config)  # of handshakes that begin from now on
+        self.context = load_context(config)  # of future handshakes
         _warn_of_dates(config)
 
     def reload(self) -> None:
-        """Read the files again. What is wrong with them is logged, and the certificate of before stays.
+        """Read the files again. If they are invalid, the error is logged and the previous certificate stays.
 
-        Connections go on as they are.
+        Open connections are not affected.
         """
         try:
             self.context = load_context(self._config)
         except ConfigError as error:
-            logger.error("the certificate stays as it is: %s", error)
+            logger.error("keeping the previous certificate: %s", error)
             return
         logger.info("the certificate of %s is in force", self._config.ssl_certfile)
         _warn_of_dates(self._config)
 
     def failed(self, client: object, error: OSError) -> None:
-        """A handshake was none. Who only connects, such as a port scanner, is not worth a line."""
+        """Log a failed handshake. A client that only connects, such as a port scanner, is not worth a line."""
         if isinstance(error, ssl.SSLError) and self._failures.passes():
-            logger.info("no TLS handshake with %s: %s", client, error)
+            logger.info("TLS handshake with %s failed: %s", client, error)
 
 
 def load_context(config: TlsConfig) -> ssl.SSLContext:
-    """What the files say, as a server needs it: TLS 1.2 or later.
+    """A server's TLS context made from the files: TLS 1.2 or later.
 
     Raises:
         ConfigError: a file that cannot be read, holds something else, or does not belong to the others; the message
@@ -68,8 +68,8 @@ def load_context(config: TlsConfig) -> ssl.SSLContext:
 
     def refuse_password() -> NoReturn:
         raise ConfigError(
-            f"--ssl-keyfile: the private key in {key or certificate} is encrypted, and nobody could type its password: "
-            "give one that is not (`openssl pkey`), readable by you alone"
+            f"--ssl-keyfile: the private key in {key or certificate} is encrypted, and there is no way to enter its "
+            "password: give an unencrypted one (`openssl pkey`), readable only by you"
         )
 
     try:
@@ -77,7 +77,7 @@ def load_context(config: TlsConfig) -> ssl.SSLContext:
     except OSError as error:
         files = f"{certificate} and {key}" if key is not None else f"{certificate}"
         if _reason(error) == "KEY_VALUES_MISMATCH":
-            raise ConfigError(f"--ssl-certfile: the certificate and the private key of {files} do not match") from None
+            raise ConfigError(f"--ssl-certfile: the certificate and the private key in {files} do not match") from None
         raise ConfigError(f"--ssl-certfile: {files} cannot be used: {_reason(error)}") from None
     if authorities is not None:
         _check_pem("--ssl-ca-certs", authorities, b"CERTIFICATE-----", "a certificate")
@@ -103,7 +103,7 @@ class Dates(NamedTuple):
 
 
 def certificate_dates(path: Path) -> Dates:
-    """Of the first certificate in a PEM file, which is the server's own; those of its authorities follow it.
+    """Dates of the first certificate in a PEM file, which is the server's own; those of its authorities follow it.
 
     Raises:
         OSError: there is none, or it is damaged.
@@ -114,31 +114,33 @@ def certificate_dates(path: Path) -> Dates:
 
 
 def date_problem(path: Path, now: datetime) -> str:
-    """Why clients refuse the certificate for its dates, or soon will; empty: they do not. It is served all the same."""
+    """Why clients refuse the certificate for its dates, or soon will; empty: they do not. It is served in any case."""
     try:
         begins, ends = certificate_dates(path)
     except OSError as error:
-        return f"until when {path} holds cannot be read: {error}"
+        return f"the validity of {path} cannot be read: {error}"
     if now < begins:
-        return f"the certificate of {path} holds only from {begins} on: clients refuse it until then"
+        return f"the certificate of {path} is valid only from {begins} on: clients refuse it until then"
     if now >= ends:
         return f"the certificate of {path} expired on {ends}: clients refuse it"
     if ends - now < SOON:
-        return f"the certificate of {path} expires on {ends}: renew it, and send SIGHUP"
+        return f"the certificate of {path} expires on {ends}: renew it, then send SIGHUP"
     return ""
 
 
 def _reason(error: OSError) -> str:
-    """OpenSSL's word for what is wrong, or the system's where a file has just gone."""
+    """OpenSSL's description of the error, or the system's if a file has just disappeared."""
     return (error.reason if isinstance(error, ssl.SSLError) else error.strerror) or str(error)
 
 
 def _check_pem(flag: str, path: Path, sign: bytes, what: str) -> None:
-    """Raise ConfigError where `path` cannot be read or has no `sign`: OpenSSL does not say which file it is about."""
+    """Raise ConfigError if `path` cannot be read or lacks `sign`: OpenSSL does not say which file its errors
+    are about.
+    """
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES)
     except OSError as error:
         raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from None
     if sign not in data:
-        raise ConfigError(f"{flag}: {path} holds no PEM block of {what}")
+        raise ConfigError(f"{flag}: {path} contains no PEM block of {what}")

@@ -1,4 +1,4 @@
-"""A stop without a loss: what has begun is answered to its end, while admission lets nothing new begin."""
+"""A stop without losses: running requests are answered to their end, while admission lets nothing new begin."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pdkv.router.generations.changes import Changes
 
 
 class Drain:
-    """Counts the requests that are being answered, from their headers to the last byte of their answers."""
+    """Counts requests from their headers to the last byte of their answers."""
 
     def __init__(self, admission: Admission) -> None:
         self.num_requests = 0
@@ -17,15 +17,15 @@ class Drain:
 
     @property
     def draining(self) -> bool:
-        """Whether nothing new is taken."""
+        """Whether new requests are refused."""
         return bool(self._admission.draining)
 
     def begin(self) -> None:
-        """From now on requests are refused. Idempotent."""
+        """Refuse requests from now on. Idempotent."""
         self._admission.drain("the server is stopping")
 
     async def wait_idle(self, timeout_s: float) -> bool:
-        """Return True when all requests that had begun are answered, False when they are not within `timeout_s`."""
+        """Return True once all requests that had begun are answered; False if they are not within `timeout_s`."""
         return await self._changes.wait_for(lambda: self.num_requests == 0, timeout_s)
 
     @contextlib.contextmanager

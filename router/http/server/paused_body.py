@@ -5,35 +5,35 @@ import select
 from collections.abc import Callable
 
 PAUSE_BODY = "pdkv.pause_body"
-"""Where a scope has the PauseBody of a server that can."""
+"""Key of an ASGI scope that holds the PauseBody of a server that supports it."""
 
 CHECK_S = 1.0
-"""How often its client is looked at: where nothing is read, the event loop does not notice that it has left."""
+"""Seconds between checks of its client: while nothing is read, the event loop does not notice that it has left."""
 
-_LEFT = getattr(select, "POLLRDHUP", 0)  # where there is no such thing it is noticed when it is read again
+_LEFT = getattr(select, "POLLRDHUP", 0)  # elsewhere it is noticed at the next read
 
 
 class PausedBody:
-    """Nothing is read from its connection until the application receives again; ends it if its client has left."""
+    """Stops reading from its connection until the application receives again; ends it if its client has left."""
 
     def __init__(self, connection: asyncio.Transport, num_bytes: int, on_left: Callable[[], None]) -> None:
         """`on_left` is called by `left`."""
         self.num_bytes = num_bytes
-        """Those of the body that are here already."""
+        """Bytes of the body that have already arrived."""
         self._connection = connection
         self._on_left: Callable[[], None] | None = on_left
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(CHECK_S, self._look)
 
     def left(self) -> None:
-        """The connection is gone. Idempotent."""
+        """Note that the connection is gone. Idempotent."""
         on_left = self._on_left
         self.end()
         if on_left is not None:
             on_left()
 
     def end(self) -> None:
-        """There is room: the application goes on. Idempotent."""
+        """Resume: there is room, and the application goes on. Idempotent."""
         self._on_left = None
         self._timer.cancel()
 
@@ -48,4 +48,4 @@ class PausedBody:
 
 
 PauseBody = Callable[[Callable[[], None]], PausedBody]
-"""Stops reading from a connection until its application receives. Calls its argument if the client leaves meanwhile."""
+"""Stops reading from a connection until its application receives. Calls its argument if the client leaves first."""

@@ -1,7 +1,7 @@
-"""HTTP connections within bounds: uvicorn's protocol, with limits on headers, URLs, time and what is sent unasked.
+"""HTTP connections with limits: uvicorn's protocol, with limits on headers, URLs, time and unsolicited data.
 
-uvicorn's own protocol takes headers of any size, waits for them for ever, writes plain text where the parser fails and
-closes on clients that still send, which then see a reset instead of the answer.
+uvicorn's own protocol accepts headers of any size, waits for them without end, answers parser errors in plain text and
+closes connections on clients that are still sending, which then see a reset instead of the answer.
 """
 
 import asyncio
@@ -34,20 +34,22 @@ logger = logging.getLogger(__name__)
 
 _LINGER_S = 5.0
 _LINGER_BYTES = 256 << 20
-"""How long, and how much of what a client still sends is dropped, so that it reads the answer before the end."""
+"""Seconds and bytes for which a client's remaining input is read and dropped, so that it reads the answer before the
+end.
+"""
 
 _URGENT_PATHS = frozenset({"/health", "/ping"})
-"""Asked by those who take a late answer for a dead router, and cheap: they go past the turnstile."""
+"""Paths requested by monitors that take a late answer for a dead router; cheap, so they bypass the turnstile."""
 
 
 class _Phase(enum.Enum):
-    IDLE = enum.auto()  # nothing of the next request is here
+    IDLE = enum.auto()  # nothing of the next request has arrived
     HEADERS = enum.auto()
     BODY = enum.auto()
 
 
 class _BodyReader:
-    """Tells a connection of one body and the trailers behind it, whatever its parser finds behind those."""
+    """Tells a connection about one body and its trailers, whatever the parser finds after those."""
 
     def __init__(self, connection: "LimitedProtocol") -> None:
         self._connection = connection
@@ -59,23 +61,23 @@ class _BodyReader:
             self._connection.on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Those that the parser was given to read a body at all."""
+        """The headers that make the parser read a body at all."""
         self._has_begun = True
 
     def on_body(self, body: bytes) -> None:
-        """A piece of it."""
+        """A piece of the body."""
         if not self._is_in:
             self._connection.on_body(body)
 
     def on_message_complete(self) -> None:
-        """That was all."""
+        """The end of the body."""
         if not self._is_in:
             self._is_in = True
             self._connection.declined_body_is_in()
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """One connection."""
+    """One HTTP connection."""
 
     def __init__(
         self,
@@ -89,7 +91,9 @@ class LimitedProtocol(HttpToolsProtocol):
         bodies: ByteBudget,
         turnstile: Turnstile,
     ) -> None:
-        """All connections share `room`, `turnstile` and `bodies`, which counts what is kept of pipelined requests."""
+        """All connections share `room`, `turnstile` and `bodies`, which counts the stored bytes of pipelined
+        requests.
+        """
         super().__init__(config, server_state, app_state, _loop)
         self._limits = limits
         self._room = room
@@ -98,24 +102,24 @@ class LimitedProtocol(HttpToolsProtocol):
         self._phase = _Phase.IDLE
         self._size = RequestSize(limits)
         self._refusal: Refusal | None = None  # why the request being parsed is refused
-        self._deaf = False  # a response is under way, and what comes behind its request is no request
-        self._rest = b""  # received behind a request that waits for its turn
+        self._deaf = False  # a response is in progress, and the input after its request is not a request
+        self._rest = b""  # received after a request that waits for its turn
         self._kept = Held()  # its bytes
         self._header_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._num_unread = 0  # bytes that the client had to read when that timer was set
-        self._must_read = 0  # bytes that it has to have read when that rings, for the average
+        self._must_read = 0  # bytes that it must have read when that timer fires, for the average
         self._num_dropped = 0
-        self._paused: PausedBody | None = None  # the body that was kept waiting last
-        self._served: RequestResponseCycle | None = None  # begun last: those behind it wait for their turn
-        self._ahead: PausedBody | None = None  # watches a client of which nothing is read, since it has sent ahead
-        self.underlying: asyncio.Transport | None = None  # what TLS writes to; set before the connection is made
+        self._paused: PausedBody | None = None  # the body that was last made to wait
+        self._served: RequestResponseCycle | None = None  # the last to begin: those after it wait for their turn
+        self._ahead: PausedBody | None = None  # watches a client whose input is not read, since it has sent ahead
+        self.underlying: asyncio.Transport | None = None  # the transport below TLS; set before the connection is made
 
     # --- the connection -------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Admit it, or say that there are too many."""
+        """Admit the connection, or answer that there are too many."""
         self._connection = transport
         super().connection_made(ResponseTransport(transport, self.end))
         self._kept.key = payer({"client": self.client})
@@ -125,7 +129,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_header_timer()
         else:
             self._deaf = True
-            self._answer(503, "too many connections: try again", "server_busy")
+            self._answer(503, "too many connections: try again later", "server_busy")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._room.lost(self)
@@ -138,23 +142,23 @@ class LimitedProtocol(HttpToolsProtocol):
         if isinstance(self.transport, ResponseTransport):
             self.transport.closed = True
         super().connection_lost(exc)
-        if self._served is not None and not self._served.response_complete:  # uvicorn tells the last one that came
+        if self._served is not None and not self._served.response_complete:  # uvicorn only tells the last one received
             self._served.disconnected = True
             self._served.message_event.set()
         self._served = None
 
     @property
     def num_unsent(self) -> int:
-        """Bytes that were written and that the kernel has not taken yet, since the client does not read so fast."""
+        """Bytes written that the kernel has not accepted yet, since the client does not read fast enough."""
         size = self._connection.get_write_buffer_size()
         return size if self.underlying is None else size + self.underlying.get_write_buffer_size()
 
     def evict(self) -> None:
-        """Close now; nothing is answered."""
+        """Close now, without an answer."""
         self._connection.abort()
 
     def end(self) -> None:
-        """uvicorn has closed the connection: do so when the client has read the answer."""
+        """Close once the client has read the answer: uvicorn has closed the connection."""
         self._room.leave(self)
         self._stop_timers()
         unread = self._phase is not _Phase.IDLE or bool(self._rest) or self._deaf
@@ -165,13 +169,13 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._room.ending(self)
         self._linger_timer = self.loop.call_later(_LINGER_S, self._connection.abort)
-        if self._connection.can_write_eof():  # TLS has no such thing: that the answer is the last one, a header says
+        if self._connection.can_write_eof():  # TLS has no half-close: a header says that the answer is the last one
             self._connection.write_eof()
         if self.flow.read_paused:
             self._connection.resume_reading()
 
     def shutdown(self) -> None:
-        """The server ends: a connection that has all it is to get need not wait for its client."""
+        """End at shutdown: a connection that has sent everything need not wait for its client."""
         if self.transport.is_closing() and not self.num_unsent:
             self._connection.abort()
         super().shutdown()
@@ -203,14 +207,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        if not self.transport.is_closing():  # else there is a little left to be read
+        if not self.transport.is_closing():  # else a little is left to read
             self._stop_watching_reader()
 
     def _watch_reader(self, must_read: int = 0) -> None:
-        """End the connection when its client reads nothing of what is there for as long as it may, or too slowly.
+        """End the connection if its client reads nothing for longer than allowed, or reads too slowly.
 
-        It is slow if it is more than one such time behind what --min-send-rate makes of those that have passed.
-        With TLS it has to say goodbye, too, when it has read everything.
+        It is too slow if it is more than one such period behind --min-send-rate over the periods so far. With TLS, the
+        client must also close properly once it has read everything.
         """
         if self._reader_timer is not None:
             self._num_unread = max(self._num_unread, self.num_unsent)
@@ -259,7 +263,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._parse(memoryview(data))
 
     def _parse(self, data: memoryview) -> None:
-        """Feed the parser piece by piece: a check between two, and nothing behind a request that has to wait."""
+        """Feed the parser piece by piece, with a check in between, and nothing after a request that has to wait."""
         drops = self._phase is _Phase.BODY and not self._responding
         while data and not self._deaf and not self.transport.is_closing():
             size = len(data) if self._phase is _Phase.BODY else PARSED_BYTES
@@ -283,7 +287,7 @@ class LimitedProtocol(HttpToolsProtocol):
             if rest is not None:
                 self._decline_upgrade(rest)
         except httptools.HttpParserCallbackError as error:
-            logger.error("a request could not be received", exc_info=error.__context__)
+            logger.error("failed to receive a request", exc_info=error.__context__)
             self._refuse(500, "internal error", "internal_error")
             return
         except httptools.HttpParserError as error:
@@ -295,7 +299,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._refuse(*refusal)
 
     def _feed(self, piece: memoryview) -> memoryview | None:
-        """What is behind the headers of a request that offers another protocol; None: there is none in this piece."""
+        """Feed a piece; returns what follows the headers of a request that offers another protocol, or None."""
         try:
             self.parser.feed_data(piece)
         except httptools.HttpParserUpgrade as upgrade:
@@ -305,8 +309,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def _decline_upgrade(self, rest: memoryview) -> None:
         """Serve a request that offers another protocol as if it did not, as a server may (RFC 9110, 7.8).
 
-        The parser takes what comes behind its headers for the other protocol. It is the body, if there is one; what
-        comes behind that may be of the other protocol, and nothing is made of it.
+        The parser takes the input after its headers for the other protocol. It is the body, if there is one; input
+        after the body may belong to the other protocol and is dropped.
         """
         if self._refusal is not None:
             return
@@ -320,25 +324,25 @@ class LimitedProtocol(HttpToolsProtocol):
             self.parser.feed_data(rest)
 
     def declined_body_is_in(self) -> None:
-        """Of a request whose offer of another protocol was declined."""
+        """End the body of a request whose offer of another protocol was declined."""
         self.on_message_complete()
         self._be_deaf()
 
     def _length_of_body(self) -> bytes:
-        """The header that says how long the body of the request being parsed is; empty: it has none."""
+        """The header that gives the length of the body being parsed; empty: there is no body."""
         for name, value in self.headers:
             if name == b"transfer-encoding" or (name == b"content-length" and int(value)):
                 return name + b": " + value
         return b""
 
     def _too_much(self) -> Refusal | None:
-        """Why what has come of the request so far is refused."""
+        """Why the part of the request so far is refused."""
         if self._phase is _Phase.HEADERS:
             return self._size.too_much_head()
         return self._size.too_small_chunks() if self._phase is _Phase.BODY else None
 
     def _keep(self, data: bytes) -> None:
-        """Until the requests before it are answered."""
+        """Store input until the requests before it are answered."""
         try:
             self._bodies.take(self._kept, len(data))
         except ServerBusy:
@@ -349,7 +353,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._watch_ahead()
 
     def _watch_ahead(self) -> None:
-        """Nothing is read until a response is complete: a client that leaves before is to be noticed."""
+        """Watch for the client leaving: nothing is read until a response is complete."""
         if self._ahead is None:
             self._ahead = PausedBody(self._connection, 0, lambda: None)
 
@@ -383,7 +387,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._refusal = self._refusal or refusal
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header, or a trailer, which nobody asked for."""
+        """A header, or an unrequested trailer."""
         refusal = self._size.add_header(name, value)
         if refusal is None and self._phase is _Phase.HEADERS:
             super().on_header(name, value)
@@ -393,7 +397,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._stop_header_timer()
         self._phase = _Phase.BODY
         if self._refusal is None and not _has_path(self.url):
-            self._refusal = 400, "the request is not valid HTTP/1.1: its URL was not understood"
+            self._refusal = 400, "the request is not valid HTTP/1.1: its URL cannot be parsed"
         if self._refusal is None:
             if self._responding:  # it waits for its turn
                 self._room.leave(self)
@@ -404,7 +408,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        """When it is the request's turn, behind those before it on this connection."""
+        """Start the application when it is the request's turn, after the earlier ones on this connection."""
         if isinstance(self.transport, ResponseTransport):
             self.transport.begin_response()
         self._served = cycle
@@ -422,7 +426,9 @@ class LimitedProtocol(HttpToolsProtocol):
                 self.flow.pause_reading()  # the application receives when there is room for more
 
     def _pause_body(self, on_left: Callable[[], None]) -> PausedBody:
-        """A `PauseBody`. Who is kept waiting is not to blame: it makes no room for other connections."""
+        """The `PauseBody` of this connection. A client that is made to wait is not at fault: it makes no room for
+        others.
+        """
         self._room.leave(self)
         self.flow.pause_reading()
         self._paused = PausedBody(self._connection, len(self.cycle.body), on_left)
@@ -448,19 +454,20 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         if self._responding and self._phase is _Phase.BODY:
             self._room.receiving(self)  # the next request's turn has come before its body
-        if self._rest and not self.pipeline:  # what waits may be the body of the request that is served now
+        if self._rest and not self.pipeline:  # what waits may be the body of the current request
             self.loop.call_soon(self._parse_rest)
         else:
             self._await_next()
 
     def _await_next(self, *, heard: bool = False) -> None:
-        """Where every request is answered: wait for the rest of its body, which had better be short, or for the next.
+        """Once every request is answered, wait for the rest of its body, which should be short, or for the next
+        request.
 
-        Once a byte was `heard`, its headers have little time; and so has the rest of a body.
+        Once a byte was `heard`, little time is left for its headers; the same holds for the rest of a body.
         """
         if self._responding or self._rest or self.transport.is_closing():
             return
-        if self._phase is _Phase.BODY:  # what is still to come of it is no next request: it is dropped
+        if self._phase is _Phase.BODY:  # the rest of its input is not a next request: it is dropped
             announced = self._length_of_body().partition(b"content-length: ")[2]
             if max(int(announced or 0), self._size.body_bytes) > self._limits.max_body_bytes:
                 self.transport.close()
@@ -472,7 +479,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._start_header_timer()
 
     def _be_deaf(self) -> None:
-        """The response that is under way is the last one."""
+        """Make the current response the last one."""
         self._deaf = True
         self._drop_rest()
         if self._responding:
@@ -484,7 +491,7 @@ class LimitedProtocol(HttpToolsProtocol):
         """Answer a request that the application does not get, or whose body is broken; the connection ends."""
         if self._responding:
             if not self.cycle.more_body or self.cycle.response_started or self.pipeline:
-                self._be_deaf()  # it is not this request's body: no answer fits in front of the one under way
+                self._be_deaf()  # it is not this request's body: no answer fits before the current one
                 return
             self.cycle.disconnected = True
             self.cycle.message_event.set()
@@ -507,7 +514,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
 
 def _has_path(url: bytes) -> bool:
-    """Whether uvicorn understands a URL."""
+    """Whether uvicorn accepts a URL."""
     try:
         return httptools.parse_url(url).path is not None
     except httptools.HttpParserInvalidURLError:

@@ -1,4 +1,4 @@
-"""The body of a request: received within its bounds of size, time and memory."""
+"""Receives the body of a request within its limits of size, time and memory."""
 
 import asyncio
 import zlib
@@ -16,24 +16,25 @@ from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.http.server.paused_body import PAUSE_BODY, PauseBody
 
 _AHEAD_BYTES = 256 * 1024
-"""What the server may read at once. Once a client has sent something, room for as much again is held before more is
-read of it, up to this: so it need not wait with much in hand, and who sends nothing holds nothing."""
+"""The most bytes that the server reads at once. After a client has sent something, room for as much again is reserved
+before more is read, up to this limit: an active client waits rarely, and a silent one holds nothing.
+"""
 
 _INFLATED_BYTES = 64 * 1024
-"""So much of a compressed body is made at once: a quarter of a millisecond."""
+"""Bytes of a compressed body that are inflated at once: a quarter of a millisecond."""
 
 _GRACE_S = 5.0
-"""For so long a client may send nothing although its body is the one that may exceed the bound, and others wait."""
+"""Seconds for which a client may be silent while its body is the exempt one and others wait."""
 
 _CHECK_S = 1.0
 
 
 class Disconnected(Exception):
-    """The client is gone: nobody is left to be told anything."""
+    """The client is gone, so no reply is needed."""
 
 
 class BodyReader:
-    """Receives one body, which holds its bytes of the budget until the reader is closed. A context manager."""
+    """Receives one body and holds its bytes of the budget until closed. A context manager."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class BodyReader:
         request_id: str,
         key: str = "",
     ) -> None:
-        """`key`: whose share of the budget it takes."""
+        """`key`: the owner, whose share of the budget it takes."""
         self._headers = Headers(scope=scope)
         self._receive = receive
         self._pause: PauseBody | None = scope.pop(PAUSE_BODY, None)
@@ -54,18 +55,18 @@ class BodyReader:
         self._deadline = deadline
         self._request_id = request_id
         self._held = Held(key)
-        self._size = 0  # of what was received
-        self._may_wait_s = limits.body_timeout_s  # for room, all in all
+        self._size = 0  # bytes received
+        self._may_wait_s = limits.body_timeout_s  # seconds waited for room, in total
         self._is_waiting = self._has_left = self._is_slow = False
         self._watch: asyncio.TimerHandle | None = None
 
     async def read(self) -> bytes | bytearray:
-        """The whole body, JSON by its content type.
+        """Read the whole body, which must be declared as JSON.
 
         Raises:
-            InvalidRequest: another content type (415), too many bytes (413), or they came too slowly (408).
+            InvalidRequest: another content type (415), too many bytes (413), or they arrived too slowly (408).
             RequestTimeout: the request's deadline has passed.
-            ServerBusy: there was no room for it in time.
+            ServerBusy: there was no memory for it in time.
             Disconnected: the client went away.
         """
         content_type = self._headers.get("content-type", "application/json").partition(";")[0].strip().lower()
@@ -73,7 +74,7 @@ class BodyReader:
             raise InvalidRequest(f"content-type must be application/json, got {clip(content_type)!r}", status=415)
         coding = self._headers.get("content-encoding", "identity").strip().lower()
         if coding not in ("identity", "gzip"):
-            raise InvalidRequest(f"content-encoding must be gzip, or left out, got {clip(coding)!r}", status=415)
+            raise InvalidRequest(f"content-encoding must be gzip or absent, got {clip(coding)!r}", status=415)
         self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 16) if coding == "gzip" else None
         announced = self._headers.get("content-length", "0")
         size = int(announced[:19]) if announced.isdecimal() else 0
@@ -106,7 +107,7 @@ class BodyReader:
                     raise self._too_large()
                 await self._hold(size, len(piece))
                 if not body and not more:
-                    return cast(bytes, piece)  # no second copy of what came at once
+                    return cast(bytes, piece)  # avoids a second copy if it arrived at once
                 body += piece
             del piece, message
             if not more:
@@ -116,7 +117,7 @@ class BodyReader:
                 await self._hold(min(ahead, max(announced, size)) if announced else ahead, 0)
 
     async def _inflate(self, inflater: "zlib._Decompress", piece: bytes, body: bytearray, *, is_last: bool) -> None:
-        """What a piece of a compressed body stands for, bit by bit: it may be a thousand times as long."""
+        """Inflate a piece of a compressed body bit by bit: it may become a thousand times as long."""
         made = piece
         while (piece or len(made) == _INFLATED_BYTES) and not inflater.eof:
             try:
@@ -134,13 +135,13 @@ class BodyReader:
             raise InvalidRequest("the body is not valid gzip: it must be one member, and whole")
 
     async def _hold(self, size: int, num_unread: int) -> None:
-        """Room for `size` bytes in all; `num_unread` of them are here."""
+        """Reserve room for `size` bytes in total; `num_unread` of them have arrived."""
         missing = size - self._held.size
         if missing > 0 and not self._budget.try_take(self._held, missing):
             await self._wait_for_room(missing, num_unread)
 
     async def _wait_for_room(self, size: int, num_unread: int) -> None:
-        """Meanwhile nothing is read, and the body's own time stands still."""
+        """Wait for room. Meanwhile nothing is read, and the body's own time stands still."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         left_s = (self._timeout.when() or began) - began
@@ -172,9 +173,9 @@ class BodyReader:
             self._turn.cancel()
 
     def _check_pace(self) -> None:
-        """Who keeps others waiting must come at the pace that its time-out allows on the average."""
+        """Require the average pace that its time-out allows from a client that makes others wait."""
         if self._timeout.expired():
-            return  # in this turn of the loop: the reader is yet to hear of it
+            return  # in this turn of the loop, the reader has not seen it yet
         loop = asyncio.get_running_loop()
         pace = self._limits.max_body_bytes / self._limits.body_timeout_s
         expected = pace * (loop.time() - self._exempt_since - _GRACE_S)
@@ -198,10 +199,12 @@ class BodyReader:
             what = "there was no room for the body" if self._is_waiting else "the body did not arrive"
             return RequestTimeout(f"{what} within {timeout_s:g} s", request_id=self._request_id)
         if self._is_waiting:
-            where = f"{self._budget.what}, {self._budget.limit} bytes of which a client may hold what it leaves free"
+            where = (
+                f"{self._budget.what}, {self._budget.limit} bytes, of which a client may hold as much as it leaves free"
+            )
             return ServerBusy(f"there was no room for the body within {limit_s:g} s in {where}: try again")
         if self._is_slow:
-            return InvalidRequest("the body came too slowly while others waited: send it faster", status=408)
+            return InvalidRequest("the body arrived too slowly while others waited: send it faster", status=408)
         return InvalidRequest(f"the body did not arrive within {limit_s:g} s (--body-timeout-s)", status=408)
 
     def __enter__(self) -> "BodyReader":

@@ -1,16 +1,16 @@
-"""What has come of a request so far, counted as it is parsed, and what of it is too much."""
+"""Counts the input of a request as it is parsed, and says what exceeds a limit."""
 
 from pdkv.config import HttpLimits
 
 Refusal = tuple[int, str]
-"""HTTP status, and why."""
+"""HTTP status and reason."""
 
 PARSED_BYTES = 16 * 1024
-"""Bytes that the parser gets at once while it reads headers: so much more than allowed may be there before a check."""
+"""Bytes given to the parser at once while it reads headers: they may exceed a limit by this much before the check."""
 
 
 class RequestSize:
-    """Of the request that a connection's parser is at."""
+    """The size of the request that a connection's parser is reading."""
 
     __slots__ = (
         *("_began", "_body_bytes_before", "_extra_bytes", "_header_bytes", "_limits", "_num_headers", "_url_bytes"),
@@ -21,24 +21,24 @@ class RequestSize:
         self._limits = limits
         self._num_headers = 0
         self._url_bytes = 0
-        self._header_bytes = 0  # of the URL and of whole headers
+        self._header_bytes = 0  # bytes of the URL and of whole headers
         self.body_bytes = 0
-        self._extra_bytes = 0  # received, and not of its body
-        self._began = False  # in the piece that is being parsed
+        self._extra_bytes = 0  # bytes received outside of its body
+        self._began = False  # the same in the piece being parsed
         self._body_bytes_before = 0  # that piece
 
     def begin(self) -> None:
-        """The next request begins."""
+        """Start the next request."""
         self._began = True
         self._num_headers = self._url_bytes = self._header_bytes = self.body_bytes = self._extra_bytes = 0
 
     def begin_piece(self) -> None:
-        """The parser gets a piece of what was received; the methods below are called meanwhile."""
+        """Start a piece of received input; the methods below are called while it is parsed."""
         self._began = False
         self._body_bytes_before = self.body_bytes
 
     def add_url(self, size: int) -> Refusal | None:
-        """A part of the URL."""
+        """Add a part of the URL."""
         self._url_bytes += size
         self._header_bytes += size
         if self._url_bytes > self._limits.max_url_bytes:
@@ -46,7 +46,7 @@ class RequestSize:
         return None
 
     def add_header(self, name: bytes, value: bytes) -> Refusal | None:
-        """A header, or a trailer."""
+        """Add a header or a trailer."""
         self._num_headers += 1
         self._header_bytes += len(name) + len(value) + 4
         if self._num_headers > self._limits.max_headers or self._header_bytes > self._limits.max_header_bytes:
@@ -54,22 +54,22 @@ class RequestSize:
         return None
 
     def add_body(self, size: int) -> None:
-        """A part of the body; whoever takes bodies bounds them."""
+        """Add a part of the body, whose size is limited elsewhere."""
         self.body_bytes += size
 
     def end_piece(self, size: int) -> None:
-        """The parser has read the piece, which had so many bytes."""
+        """End a piece of this many bytes."""
         if self._began:
             self._extra_bytes = self._header_bytes
         else:
             self._extra_bytes += size - (self.body_bytes - self._body_bytes_before)
 
     def too_much_head(self) -> Refusal | None:
-        """While its headers are read: parts of one that is not complete count, too."""
+        """What is too large while headers are read: parts of an incomplete one count, too."""
         return self._headers_too_large() if self._extra_bytes > self._limits.max_header_bytes else None
 
     def too_small_chunks(self) -> Refusal | None:
-        """While its body is read."""
+        """The error for tiny chunks while the body is read."""
         if self._extra_bytes <= self._limits.max_header_bytes + PARSED_BYTES + self.body_bytes:
             return None
         return 400, "the chunks of the body are smaller than their own headers: send larger ones"

@@ -1,4 +1,4 @@
-"""A connection as uvicorn sees it: what is done after `close` has no effect, and a head leaves with what follows it."""
+"""A transport for uvicorn: calls after `close` have no effect, and a response's head leaves with what follows it."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,8 +10,8 @@ _CONTINUE = b"HTTP/1.1 100 Continue"
 class ResponseTransport(asyncio.Transport):
     """Passes everything on until it is closed; the connection itself may go on for a while.
 
-    uvicorn writes a response's head and its body apart, each of which is a system call that wakes the client, on a busy
-    machine instead of this process. So the head waits for the next write, at most for a turn of the event loop.
+    uvicorn writes a response's head and its body separately. Each write is a system call that wakes the client, on a
+    busy machine instead of this process. So the head waits for the next write, at most for one turn of the event loop.
     """
 
     def __init__(self, connection: asyncio.Transport, on_close: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ class ResponseTransport(asyncio.Transport):
         self.closed = False
 
     def begin_response(self) -> None:
-        """What is written next is a response's head, or asks the client to go on with its body."""
+        """Announce that the next write is a response's head, or asks the client to send its body."""
         self._awaits_head = True
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:

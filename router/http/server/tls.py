@@ -1,4 +1,4 @@
-"""A connection's TLS handshake: one that costs no more than it may, in front of the HTTP protocol."""
+"""A connection's TLS handshake, with limits, in front of the HTTP protocol."""
 
 import asyncio
 from typing import cast
@@ -10,10 +10,10 @@ from pdkv.router.http.server.protocol import LimitedProtocol
 
 
 class TlsGate(asyncio.Protocol):
-    """A connection until its handshake is done; from then on it is `http`'s.
+    """A connection until its handshake is done; then it belongs to `http`.
 
-    It counts as a connection from the start, and one without requests: others may have its place. uvicorn's own TLS
-    does not know of connections before their handshake, and waits a minute for it.
+    It counts as an idle connection from the start, so it may be closed to make room. uvicorn's own TLS does not know of
+    connections before their handshake, and waits a minute for it.
     """
 
     def __init__(self, http: LimitedProtocol, tls: Tls, room: Connections, timeout_s: float) -> None:
@@ -22,7 +22,7 @@ class TlsGate(asyncio.Protocol):
         self._tls = tls
         self._room = room
         self._timeout_s = timeout_s
-        self._early: list[bytes] = []  # came before TLS was there to read it, or with the end of the handshake
+        self._early: list[bytes] = []  # arrived before TLS could read it, or with the end of the handshake
 
     num_unsent = 0
 
@@ -34,7 +34,7 @@ class TlsGate(asyncio.Protocol):
             self.evict()
             return
         self._room.idle(self)
-        self._raw.pause_reading()  # what comes is for TLS; uvloop reads once all the same
+        self._raw.pause_reading()  # input is for TLS; uvloop reads once all the same
         self._task = asyncio.get_running_loop().create_task(self._shake_hands())
 
     def data_received(self, data: bytes) -> None:
@@ -63,7 +63,7 @@ class TlsGate(asyncio.Protocol):
                 self._raw, self, self._tls.context, server_side=True, ssl_handshake_timeout=self._timeout_s,
                 ssl_shutdown_timeout=MAX_SECONDS,  # `LimitedProtocol` sees to it that clients go
             )  # fmt: skip
-        except OSError as error:  # ssl.SSLError is one, and what a time-out becomes
+        except OSError as error:  # ssl.SSLError is one, and so is a time-out
             self._tls.failed(client, error)
             self.evict()
             return
@@ -77,7 +77,7 @@ class TlsGate(asyncio.Protocol):
             self._http.data_received(data)
 
     def _feed(self, early: list[bytes]) -> None:
-        """Give TLS, which has just taken the connection over, what came before."""
+        """Give TLS, which has just taken over the connection, the earlier input."""
         tls = cast(asyncio.BufferedProtocol, self._raw.get_protocol())
         for data in early:
             rest = memoryview(data)

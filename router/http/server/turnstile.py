@@ -1,7 +1,7 @@
-"""How many requests begin in one turn of the event loop.
+"""Limits the requests that begin in one turn of the event loop.
 
-A hundred that arrive at the same moment would all begin in the same turn, which is read, checked and tokenized for half
-a millisecond each, and whoever is read behind them waits for all of it.
+A hundred that arrive at the same moment would all begin in the same turn. Each is read, checked and tokenized for half
+a millisecond, and the requests behind them would wait for all of it.
 """
 
 import asyncio
@@ -14,20 +14,20 @@ Start = Callable[[], None]
 
 
 class Turnstile:
-    """Lets requests begin in the order in which they came: some at once, the others in the next turns.
+    """Lets requests begin in order of arrival: some at once, the others in the next turns.
 
-    Between two turns the loop looks for input, and does what else is due. Of one event loop.
+    Between two turns the loop reads input and runs what is due. Belongs to one event loop.
     """
 
     def __init__(self, per_turn: int = STARTS_PER_TURN) -> None:
         self._per_turn = per_turn
         self._num_begun = 0  # in this turn
         self._waiting: deque[Start] = deque()
-        self._is_due = False  # the next turn is heard of
+        self._is_due = False  # the next turn is scheduled
 
     @property
     def num_waiting(self) -> int:
-        """Requests that came and have not begun."""
+        """Requests that have arrived but not begun."""
         return len(self._waiting)
 
     def enter(self, start: Start) -> None:
@@ -45,7 +45,7 @@ class Turnstile:
         start()
 
     def _turn(self) -> None:
-        """The next turn has come."""
+        """Begin the next turn."""
         self._num_begun, self._is_due = 0, False
         while self._waiting and self._num_begun < self._per_turn:
             self._begin(self._waiting.popleft())

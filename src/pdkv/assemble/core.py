@@ -1,4 +1,4 @@
-"""Puts an engine together from its parts: pool, cache, connector's scheduler side, roles, scheduler, executor."""
+"""Assembles an engine from its parts: pool, cache, connector's scheduler side, roles, scheduler, executor."""
 
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -24,7 +24,7 @@ from pdkv.wire.kv import EngineCard
 from pdkv.wire.step_watch import StepWatch
 
 LOCAL_PREFILL_TOKENS = 64
-"""Decode first: with fewer prompt tokens missing than this, decode prefills by itself."""
+"""Missing prompt tokens below which decode prefills by itself (with decode first)."""
 
 
 def build_core(
@@ -49,12 +49,12 @@ def build_core(
 
     Args:
         connector: the scheduler side; None for an engine without peers and stores.
-        block_table: what the block pool writes; from the connector where there is one.
+        block_table: written by the block pool; from the connector if there is one.
         shutdown: called once, when the core shuts down.
         hit_tokens: of the connector.
         processors: logits processors that requests may name.
-        grammars: who gets those of requests ready; None: requests that have one are refused. Stays the caller's.
-        preemption: what becomes of the KV of preempted requests.
+        grammars: prepares the grammars of requests; None: requests that have one are refused. The caller owns it.
+            preemption: what happens to the KV of preempted requests.
         prefix_caching: whether the pool's content can be found again.
     """
     layout = card.layout
@@ -75,7 +75,7 @@ def build_core(
     outbox = Outbox()
 
     def num_promised_blocks() -> int:
-        """Blocks of prompts in the making that will become leases."""
+        """Blocks of prompts in progress that will become leases."""
         loading = (load.request for load in external.loads.values())
         return sum(kv.num_kept(r.num_tokens) for r in chain(scheduler.running, loading) if r.kv == "handoff")
 

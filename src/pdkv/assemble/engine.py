@@ -52,19 +52,19 @@ class RankPlace(NamedTuple):
     """Where one rank of an engine finds the others."""
 
     rank: int
-    sockets: Sequence[socket.socket]  # rank 0: one to each other rank, in order; another: one to rank 0
-    peers: Sequence[socket.socket]  # one to each other rank, in order, for what they exchange in a forward pass
-    store: Path  # a file that the ranks make, in a private directory
-    start_timeout_s: float  # bound of each wait before the engine is ready
+    sockets: Sequence[socket.socket]  # rank 0: one to each other rank, in order; other ranks: one to rank 0
+    peers: Sequence[socket.socket]  # one to each other rank, in order, for data exchanged in a forward pass
+    store: Path  # a file made by the ranks, in a private directory
+    start_timeout_s: float  # limit of each wait before the engine is ready
     wake_fd: int = -1  # rank 0: a byte written here wakes the engine's loop
 
 
 def _nothing(*_: object) -> None:
-    """Nobody listens."""
+    """The default notification, which does nothing."""
 
 
 class _Plan(NamedTuple):
-    """What all parts of an engine are made from, the same on each of its ranks."""
+    """The input of all parts of an engine, the same on each of its ranks."""
 
     config: EngineConfig
     handoff: HandoffConfig
@@ -88,7 +88,9 @@ class _Plan(NamedTuple):
         kv_shards: int,
         proposer: Proposer | None,
     ) -> "_Plan":
-        """Raises ConfigError: a model directory that is missing, broken or not supported, an unknown processor."""
+        """Read the configuration. Raises ConfigError for a missing, broken or unsupported model directory, or an
+        unknown processor.
+        """
         if config.sizes_itself and config.max_kv_cache_memory is None:  # no launch has shared the host's memory out
             config = replace(config, max_kv_cache_memory=share_for_pools(1, loaded_bytes(config.model)))
         model = resolve_fp8(
@@ -106,11 +108,13 @@ class _Plan(NamedTuple):
 
     @property
     def hit_tokens(self) -> int:
-        """Where what others have stored ends; 0: the engine finds nothing by content."""
+        """Multiples of tokens at which others' stored KV ends; 0: the engine finds nothing by content."""
         return 0 if self.connector is None else self.connector.hit_spacing(self.config.block_size)
 
     def layout_of(self, executor: ModelExecutor) -> KVLayout:
-        """The executor's. What a lossy codec has been at is keyed apart from what is exact, wherever it lies."""
+        """The executor's layout. KV that may have gone through a lossy codec has other keys than exact KV, wherever it
+        is.
+        """
         codec = "" if self.connector is None else self.connector.codec
         return msgspec.structs.replace(executor.layout, codec=codec)
 
@@ -120,7 +124,7 @@ class _Plan(NamedTuple):
         return kind(self.config.model, self.model)
 
     def make_grammars(self, notify: Callable[[], None]) -> GrammarHost:
-        """Who matches the grammars of requests; starts nothing."""
+        """The object that matches the grammars of requests; starts nothing."""
         config, model, limits = self.config, self.model, self.limits
         return GrammarHost(
             config.model,
@@ -155,11 +159,10 @@ def build_engine(
     Args:
         handoff: None: an engine without a connector.
         connector: the plan of the connector; None: of the one that `handoff` names.
-        kv_shards: parts that stored KV heads are cut into, the same in all engines.
-        place: where the other ranks are, for config.tp > 1.
-        notify: thread-safe; the connector and what matches grammars wake the engine's loop with it.
-        on_progress: is told what takes time.
-        on_identity: is told the model's identity once, as soon as it is known: before the load, or after it.
+        kv_shards: number of parts that stored KV heads are cut into, the same in all engines. place: how to reach the
+            other ranks, for config.tp > 1. notify: thread-safe; the connector and the grammar matcher call it to wake
+            the engine's loop. on_progress: called with descriptions of slow steps. on_identity: called with the model's
+            identity once, as soon as it is known: before the load, or after it.
         proposer: guesses tokens of requests that decode; the same on every rank.
 
     Raises:
@@ -168,7 +171,7 @@ def build_engine(
     """
     plan = _Plan.read(config, handoff, connector, name, epoch, kv_shards, proposer)
     if config.tp > 1 and place is None:
-        raise ConfigError(f"tp {config.tp} needs a process per rank, which `pd launch` starts; here is only this one")
+        raise ConfigError(f"tp {config.tp} needs a process per rank, which `pd launch` starts; there is only this one")
     grammars = plan.make_grammars(notify)
     with plan.open_model() as source:
         on_progress("loading weights")
@@ -199,10 +202,9 @@ def run_rank(
     on_ready: Callable[[], None] = _nothing,
     proposer: Proposer | None = None,
 ) -> None:
-    """Be one more rank of an engine, whose rank 0 `build_engine` makes elsewhere; returns when that one stops.
+    """Run a further rank of an engine, the rank 0 of which `build_engine` makes elsewhere; returns when that one stops.
 
-    Args:
-        on_identity: is told the model's identity once; every rank takes it, and over all of the weights.
+    Args: on_identity: called with the model's identity once; every rank computes it, over all of the weights.
         on_ready: called when this rank can run steps.
 
     Raises:
@@ -259,10 +261,11 @@ def _limits(config: EngineConfig, handoff: HandoffConfig, proposer: Proposer | N
 def _load(
     source: ModelSource, on_identity: Callable[[str], None], make: Callable[[], _Executor]
 ) -> tuple[_Executor, str]:
-    """Make an executor while the identity of what it loads is taken, and tell that one. Compiled kernels come first.
+    """Make an executor while the identity of the loaded weights is computed, and report it. Compiled kernels come
+    first.
 
     Raises:
-        ModelError: a file changed meanwhile, or another rank has loaded another model.
+        ModelError: a file changed in the meantime, or another rank has loaded another model.
     """
     load_all()
     known = source.known()
@@ -276,7 +279,8 @@ def _load(
         for rank, other in enumerate(executor.models_of_other_ranks, 1):
             if other != identity:
                 raise ModelError(
-                    f"rank 0 has loaded model {identity}, rank {rank} has loaded {other}: the files changed meanwhile"
+                    f"rank 0 has loaded model {identity}, but rank {rank} has loaded {other}: the files changed in "
+                    "the meantime"
                 )
     except BaseException:
         executor.shutdown()
@@ -307,7 +311,7 @@ def _join(config: EngineConfig, place: RankPlace) -> TensorParallel:
     ranks = join_ranks(shard, device, place.peers, place.store, place.start_timeout_s)
     if not isinstance(ranks, DeviceRanks):
         return ranks
-    assert place.store is not None, "ranks on CUDA met in a file"
+    assert place.store is not None, "ranks on CUDA need a rendezvous file"
     symmetric = place.store.with_name(f"{place.store.name}.symmetric")
     return over_symmetric_memory(ranks, device, symmetric, place.start_timeout_s)
 
@@ -371,7 +375,7 @@ def _connect(
     executor: ModelExecutor,
     grammars: GrammarHost,
 ) -> EngineCore:
-    """Give the executor its pool and the core its card."""
+    """Give the pool to the executor and the card to the core."""
     scheduler_side = None if built is None else built.scheduler()
     worker = None if built is None else built.worker()
     known = plan.connector or NO_PLAN
@@ -419,12 +423,12 @@ def _connect(
         prefix_caching=plan.config.enable_prefix_caching,
         shutdown=shutdown,
     )
-    weakref.finalize(core, grammars.close)  # its thread would keep its processes
+    weakref.finalize(core, grammars.close)  # otherwise its thread would keep its processes alive
     return core
 
 
 def _shut_down(executor: Executor, built: Built | None, scheduler_side: SchedulerConnector | None = None) -> None:
-    """Worker side, scheduler side, then what both shared."""
+    """Shut down the worker side, the scheduler side, then shared objects."""
     executor.shutdown()
     if scheduler_side is not None:
         scheduler_side.shutdown()

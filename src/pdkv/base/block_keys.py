@@ -12,7 +12,9 @@ _DIGEST_BYTES = 16
 
 def root_key(*, model: str, layout: str, adapter: str = "", cache_salt: str = "") -> bytes:
     """The parent of a chain's first key: everything but the tokens that KV depends on."""
-    parts = "".join(f"{len(part)}:{part}" for part in (model, layout, adapter, cache_salt))  # no two read alike
+    parts = "".join(
+        f"{len(part)}:{part}" for part in (model, layout, adapter, cache_salt)
+    )  # unambiguous: no two inputs read alike
     return hashlib.blake2b(parts.encode(), digest_size=_DIGEST_BYTES, person=b"pdkv-root").digest()
 
 

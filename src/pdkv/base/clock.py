@@ -1,6 +1,6 @@
-"""Time of a process: what has a deadline is given a `Clock` when it is built, and reads no other.
+"""The time of a process: an object with deadlines is given a `Clock` when it is built, and reads no other.
 
-Deadlines are points of that clock, in seconds. A decision rests on the difference of two readings of one clock. Wall
+Deadlines are times of that clock, in seconds. A decision is based on the difference of two readings of one clock. Wall
 clock time (`unix_time`) is for records that people read and for times to live, which hosts share.
 """
 
@@ -12,39 +12,41 @@ from typing import Protocol
 
 
 class Handle(Protocol):
-    """A call that `Clock.call_at` has planned."""
+    """A call planned by `Clock.call_at`."""
 
     def cancel(self) -> None:
-        """Plan it no longer. Idempotent."""
+        """Cancel the call. Idempotent."""
 
 
 class Clock:
-    """The machine's monotonic clock. `pdkv.testing.VirtualClock` is one that a test moves."""
+    """The machine's monotonic clock. Tests use `pdkv.testing.VirtualClock`."""
 
     def __init__(self) -> None:
         self.now: Callable[[], float] = time.monotonic
-        """Seconds since a point of the past that is the same for all processes of the machine."""
+        """Seconds since a moment in the past that is the same for all processes of the machine."""
 
     def wait(self, event: Event | Condition, until: float | None = None) -> bool:
         """Block until the event is set, the (held) condition is notified, or the clock shows `until`.
 
         Returns:
-            False: `until` came first. A condition has to be looked at again in either case.
+            False: `until` came first. A condition must be checked again in either case.
         """
         return event.wait(None if until is None else max(until - self.now(), 0.0))
 
     def wait_for(self, condition: Condition, is_met: Callable[[], bool], until: float | None = None) -> bool:
-        """Block until `is_met()` under the (held) condition, which is notified of changes; False: not by `until`."""
+        """Block until `is_met()` under the (held) condition, which is notified of changes; returns False if it is not
+        by `until`.
+        """
         while not (met := is_met()) and (until is None or self.now() < until):
             self.wait(condition, until)
         return met
 
     def sleep(self, seconds: float) -> None:
-        """Block for so long; for pauses that no event can end."""
+        """Block for this long; for pauses that no event can end."""
         self.wait(Event(), self.now() + seconds)
 
     async def pause(self, seconds: float) -> None:
-        """`sleep` for a task of the running event loop."""
+        """Like `sleep`, for a task of the running event loop."""
         over = asyncio.Event()
         handle = self.call_at(self.now() + seconds, over.set)
         try:
@@ -59,10 +61,10 @@ class Clock:
 
 
 MONOTONIC = Clock()
-"""The clock of whatever is not given another."""
+"""The default clock."""
 
 unix_time: Callable[[], float] = time.time
-"""Seconds since 1970, as far as the host knows."""
+"""Seconds since 1970, by the host's clock."""
 
 unix_time_ns: Callable[[], int] = time.time_ns
-"""Nanoseconds since 1970, as far as the host knows."""
+"""Nanoseconds since 1970, by the host's clock."""

@@ -1,14 +1,14 @@
-"""What something costs as a line over its amount, from what was measured lately."""
+"""Estimates a cost as a linear function of an amount, from recent measurements."""
 
 DECAY = 0.9
-"""Weight of a measurement when the next one comes: the last ten or so count."""
+"""Weight of a measurement relative to the next one: about the last ten count."""
 
 
 class Line:
     """Seconds as a line over an amount, such as tokens or bytes: decayed least squares.
 
-    With w_i = DECAY^(age), slope = (Σw Σwxy - Σwx Σwy) / (Σw Σwx² - (Σwx)²), intercept = (Σwy - slope Σwx) / Σw. Where
-    amounts hardly differ, or the fit has a negative part, the line goes through the origin and the means.
+    With w_i = DECAY^(age), slope = (Σw Σwxy - Σwx Σwy) / (Σw Σwx² - (Σwx)²), intercept = (Σwy - slope Σwx) / Σw. If
+    amounts hardly differ, or the fit has a negative coefficient, the line goes through the origin and the means.
     """
 
     __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
@@ -17,7 +17,7 @@ class Line:
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
-        """One measurement; one of nothing is none."""
+        """Add a measurement; one with amount 0 is ignored."""
         if amount <= 0 or seconds <= 0:
             return
         self._n = self._n * DECAY + 1
@@ -33,11 +33,11 @@ class Line:
 
     @property
     def mean(self) -> float:
-        """Seconds per unit of the amount, what nothing takes included; of no measurement 0."""
+        """Seconds per unit of the amount, fixed costs included; 0 without measurements."""
         return self._y / self._x if self.known else 0.0
 
     def fit(self) -> tuple[float, float]:
-        """(seconds of nothing, seconds per unit of the amount); of no measurement (0, 0)."""
+        """(fixed seconds, seconds per unit of the amount); (0, 0) without measurements."""
         if not self.known:
             return 0.0, 0.0
         spread = self._n * self._xx - self._x * self._x

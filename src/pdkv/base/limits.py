@@ -1,6 +1,6 @@
-"""Bounds on what one request may hold: the router checks them before any work, the engine again on every Submit.
+"""Limits on the contents of one request: the router checks them before any work, the engine again on every Submit.
 
-They are constants, not options: both sides of the wire must agree on them. The HTTP server's own bounds, which are
+They are constants, not options: both sides of the wire must agree on them. The HTTP server's own limits, which are
 options, are in `HttpLimits` (`src/pdkv/config.py`).
 """
 
@@ -12,10 +12,12 @@ import msgspec
 from pdkv.errors import InvalidRequest
 
 MAX_CACHE_SALT_BYTES = 256
-"""UTF-8 of `cache_salt`: a key's worth. It is hashed once per prompt and copied into every choice's Submit."""
+"""Bytes of UTF-8 of `cache_salt`, the size of a key. It is hashed once per prompt and copied into every choice's
+Submit.
+"""
 
 MAX_AFFINITY_BYTES = 256
-"""UTF-8 of `prompt_cache_key` and of `session_id`."""
+"""Bytes of UTF-8 of `prompt_cache_key` and of `session_id`."""
 
 MAX_STOPS = 64
 """Stop strings of one request (OpenAI: 4)."""
@@ -24,7 +26,7 @@ MAX_LOGIT_BIAS = 1024
 """Entries of one request's `logit_bias` (OpenAI: 300)."""
 
 MAX_PROCESSOR_BYTES = 16 * 1024
-"""Their names and arguments, as msgpack."""
+"""Bytes of their names and arguments, as msgpack."""
 
 MAX_N = 128
 """Choices per prompt; `choice` of a Submit is below it."""
@@ -51,28 +53,28 @@ MAX_SHOWN_PROMPT_TOKENS = 2**21
 """Prompt tokens times n in one reply, as ids or as text: encoding them takes some 10 ms, and 15 MB."""
 
 MAX_REPEATED_BYTES = 2**20
-"""JSON of what a response repeats of its request: a stream says it three times."""
+"""Bytes of JSON that a response repeats of its request: a stream says it three times."""
 
 MAX_ADAPTER_BYTES = 256
-"""UTF-8 of an adapter's name."""
+"""Bytes of UTF-8 of an adapter's name."""
 
 MAX_WAIT_S = 24 * 3600.0
-"""How long an operator's request may wait, and so every duration that is waited for by one."""
+"""Longest time that an operator's request may wait, and the limit of every duration such requests give."""
 
 MAX_ID_CHARS = 256
-"""Of a request's, a transfer's, an engine's or a router's id."""
+"""Characters of a request's, a transfer's, an engine's or a router's id."""
 
 MAX_ECHO_CHARS = 128
-"""Characters of a name or value of the client's that an error repeats."""
+"""Characters of a client's name or value that an error repeats."""
 
 
 def utf8_bytes(text: str, limit: int) -> int:
-    """Bytes of `text` in UTF-8; of one with more than `limit` characters, that count, without a copy of it."""
+    """Bytes of `text` in UTF-8 or, if it has more than `limit` characters, their number, without copying it."""
     return len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
 
 
 def check_cache_salt(cache_salt: str) -> None:
-    """Raises InvalidRequest for more than MAX_CACHE_SALT_BYTES of UTF-8."""
+    """Raise InvalidRequest for more than MAX_CACHE_SALT_BYTES of UTF-8."""
     if utf8_bytes(cache_salt, MAX_CACHE_SALT_BYTES) > MAX_CACHE_SALT_BYTES:
         raise InvalidRequest(
             f"cache_salt must have at most {MAX_CACHE_SALT_BYTES} bytes of UTF-8, got {len(cache_salt)} characters: "
@@ -82,14 +84,16 @@ def check_cache_salt(cache_salt: str) -> None:
 
 
 def check_bytes(name: str, texts: Sequence[str], limit: int) -> None:
-    """Raises InvalidRequest where the texts of the field `name` have more than `limit` bytes together."""
+    """Raise InvalidRequest if the texts of the field `name` have more than `limit` bytes together."""
     size = sum(utf8_bytes(text, limit) for text in texts)
     if size > limit:
-        raise InvalidRequest(f"{name} must have at most {limit} bytes of UTF-8 in all, got {size} or more", param=name)
+        raise InvalidRequest(
+            f"{name} must have at most {limit} bytes of UTF-8 in total, got {size} or more", param=name
+        )
 
 
 def check_processor_arguments(asked: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest for too many logits processors, or arguments that are too long or no JSON object."""
+    """Raise InvalidRequest for too many logits processors, or arguments that are too long or not a JSON object."""
     if not asked:
         return
     try:
@@ -104,5 +108,5 @@ def check_processor_arguments(asked: Mapping[str, Any]) -> None:
 
 
 def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:
-    """`text`, or its beginning and how long it is: what an error may repeat of a client's words."""
+    """`text`, or its beginning and its length: the part of a client's words that an error may repeat."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

@@ -1,4 +1,4 @@
-"""What a log line says of a request: a word in a text line, fields of their own in a JSON line."""
+"""How a request appears in a log line: a word in a text line, separate fields in a JSON line."""
 
 from abc import ABC, abstractmethod
 
@@ -18,12 +18,12 @@ class LogFields(ABC):
 
 
 class RequestName(LogFields):
-    """What every process calls one attempt of a client's request: the client's own id comes first."""
+    """The name of one attempt of a client's request in every process: the client's own id comes first."""
 
     __slots__ = ("attempt", "label", "request_id", "traceparent")
 
     def __init__(self, request_id: str, attempt: int, *, label: str = "", traceparent: str = "") -> None:
-        """`request_id`: the router's, one per choice; `label`: the client's, "" where it has none."""
+        """`request_id`: the router's, one per choice; `label`: the client's, "" if it sent none."""
         self.request_id = request_id
         self.attempt = attempt
         self.label = label
@@ -46,7 +46,7 @@ class RequestName(LogFields):
 
 
 def printable(text: str) -> str:
-    """The text with control characters, line ends and other unprintable ones as escapes: it stays one line."""
+    """The text with control characters, line ends and other unprintable ones escaped, so that it stays one line."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else UNPRINTABLE.get(c) or ascii(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""At most one log line in a while: what peers do wrong must not fill a disk."""
+"""Limits how often a log line is written: misbehaving peers must not fill a disk."""
 
 from math import inf
 
@@ -13,7 +13,7 @@ class LogLimit:
         self._next = -inf
 
     def passes(self, now: float | None = None) -> bool:
-        """Whether a line may be logged now, which counts as one. `now`: None is the monotonic clock's."""
+        """Whether a line may be logged now, which then counts. `now`: None means the monotonic clock's time."""
         now = MONOTONIC.now() if now is None else now
         if now < self._next:
             return False

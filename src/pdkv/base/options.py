@@ -1,7 +1,7 @@
-"""Options as fields of dataclasses: the type says which values there are, the field its default and help text.
+"""Options as fields of dataclasses: the type defines the values, the field the default and the help text.
 
-A subclass of `Options` is what is configured by flags, PDKV_* variables and files (config.py), what a connector or a
-store takes as KEY=VALUE texts, and what a program gives by keyword. `options_of` reads msgspec structs alike.
+A subclass of `Options` is configured by flags, PDKV_* variables and files (config.py), by KEY=VALUE texts for a
+connector or a store, or by keywords in a program. `options_of` also reads msgspec structs.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from pdkv.base.vllm_names import own_name
 from pdkv.errors import ConfigError
 
 MAX_SECONDS = 1e6
-"""Longest duration that an option may ask for by default: what every timeout of the operating system can hold."""
+"""The longest duration of an option by default: every timeout of the operating system can represent it."""
 
 Natural = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -32,7 +32,7 @@ Threads = Annotated[int, Meta(ge=1, le=256)]
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 Names = tuple[Annotated[str, Meta(min_length=1)], ...]
 Bytes = Annotated[int, Meta(extra={"size": True})]
-"""Written such as 512MiB."""
+"""Written like 512MiB."""
 Size = Annotated[Bytes, Meta(ge=1)]
 
 Config = TypeVar("Config")
@@ -54,14 +54,11 @@ _BYTES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "
 
 
 def option(default: Any = dataclasses.MISSING, help: str = "", **details: Any) -> Any:
-    """A field that is an option.
+    """Define a field that is an option.
 
-    Args:
-        default: absent: the option must be given.
-        help: one line for people.
-        details: any of metavar, also (other words for a value, by word), was (names that it had before), secret=True
-            (it may hold a password: no `repr` shows it), and, as in `extra` of its type's Meta, expected (the values,
-            in words) and size=True.
+    Args: default: if absent, the option is required. help: one line of help. details: any of metavar, also (other words
+            for a value, by word), was (earlier names), secret=True (it may hold a password, so no `repr` shows it),
+            and, as in `extra` of its type's Meta, expected (the values, in words) and size=True.
     """
     metadata = {"help": help, **details}
     if isinstance(default, dict):
@@ -70,7 +67,7 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **details: Any) -
 
 
 def parse_count(text: str, more_units: Mapping[str, int] = {}) -> int:
-    """A whole number such as "8192", "8k" (8,000) or "8K" (8,192). Raises ValueError for what is none."""
+    """A whole number such as "8192", "8k" (8,000) or "8K" (8,192). Raises ValueError for anything else."""
     found = re.fullmatch(r"\s*([+-]?\d{1,32})(\.\d{1,9})?\s*([A-Za-z]*)\s*", text)
     if found is None:
         raise ValueError
@@ -85,7 +82,7 @@ def parse_size(text: str) -> int:
     """Bytes of a size such as "512MiB", "2GiB" or "1000000".
 
     Raises:
-        ConfigError: no such size.
+        ConfigError: it is not a size.
     """
     try:
         size = parse_count(text, _BYTES)
@@ -100,7 +97,7 @@ def parse_numbers(name: str, text: str) -> tuple[int, ...]:
     """The numbers of a list such as "0-3" or "0,2", each once, in its order.
 
     Raises:
-        ConfigError: malformed or empty; says so of the option `name`.
+        ConfigError: malformed or empty; the message names the option `name`.
     """
     numbers: dict[int, None] = {}
     for part in text.split(","):
@@ -122,7 +119,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """What follows an unknown name in an error: the nearest known one, or nothing."""
+    """The hint after an unknown name in an error: the nearest known name, or nothing."""
     close = nearest(name, known)
     return f" (did you mean {close!r}?)" if close else ""
 
@@ -133,18 +130,18 @@ class Option:
 
     name: str
     kind: Any  # the field's type with its bounds, without `| None`
-    base: Any  # without bounds
-    default: Any  # dataclasses.MISSING: it must be given
+    base: Any  # without limits
+    default: Any  # dataclasses.MISSING: it is required
     optional: bool  # whether None is a value
     details: Mapping[str, Any]  # see `option`, and `extra` of its type's Meta
-    choices: tuple[Any, ...]  # the only values; empty: there is no such list
+    choices: tuple[Any, ...]  # the only values; empty: any of its type
     is_map: bool  # KEY=VALUE
-    is_list: bool  # in text with commas between its values
+    is_list: bool  # as text, with commas between its values
     bounds: Mapping[str, float]  # by msgspec's names
 
     @classmethod
     def of_field(cls, name: str, hint: Any, default: Any, details: Mapping[str, Any]) -> Self:
-        """The option that is a field of the resolved type `hint`."""
+        """The option of a field with the resolved type `hint`."""
         is_union = typing.get_origin(hint) in (types.UnionType, typing.Union)
         [kind] = {*typing.get_args(hint)} - {types.NoneType} if is_union else [hint]
         base, metas = (kind.__origin__, kind.__metadata__) if hasattr(kind, "__metadata__") else (kind, ())
@@ -174,12 +171,12 @@ class Option:
 
     @property
     def help(self) -> str:
-        """One line for people."""
+        """One line of help."""
         return str(self.details["help"])
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in help texts."""
+        """The placeholder for the value in help texts."""
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
         words = {int: "N", float: "X", Path: "DIR", bool: "{true,false}"}.get(self.base, "TEXT")
@@ -189,7 +186,7 @@ class Option:
 
     @property
     def expected(self) -> str:
-        """The values that are accepted, in words that "was expected" follows."""
+        """The accepted values, in words that follow "expected"."""
         if self.choices or "expected" in self.details:
             return str(self.details.get("expected", f"one of {', '.join(self.choices)}"))
         if "size" in self.details and "multiple_of" not in self.bounds:
@@ -208,7 +205,7 @@ class Option:
         """A value from text, or from a file's or a program's own types.
 
         Raises:
-            ConfigError: it is none of this option's; the message says what was expected and what there is.
+            ConfigError: it is not a value of this option; the message says what was expected, and what was given.
         """
         if isinstance(value, str):
             value = self.details.get("also", {}).get(value, value)
@@ -220,18 +217,20 @@ class Option:
             raise ConfigError(f"{self.expected} was expected, got {value!r}") from None
 
     def check(self, value: Any) -> Any:
-        """The value, which must have the option's type and bounds. Raises ValueError or ValidationError."""
+        """Check the value, which must have the option's type and be within its limits. Raises ValueError or
+        ValidationError.
+        """
         converted = msgspec.convert(value, self.kind)
         if isinstance(converted, float) and not math.isfinite(converted):
             raise ValueError
         return converted
 
     def _read(self, value: Any) -> Any:
-        """Of its type, if it is a text; else as it is."""
+        """Convert text to the option's type; other values are returned unchanged."""
         if self.is_map:
             return parse_pairs(value)
         if self.is_list:
-            if isinstance(value, str) or self.base == Names:  # commas count in a command line's words, too
+            if isinstance(value, str) or self.base == Names:  # commas count within a command line's words, too
                 words = [value] if isinstance(value, str) else value
                 value = [part.strip() for word in words for part in str(word).split(",")]
             return msgspec.convert(value, self.kind, strict=False)
@@ -251,7 +250,7 @@ _BOUNDS["multiple_of"] = ""
 
 
 def options_of(config: type) -> Mapping[str, Option]:
-    """The options that are fields of a dataclass or a msgspec struct, by name."""
+    """The options of a dataclass or a msgspec struct, by name."""
     if config not in _known_options:
         hints = typing.get_type_hints(config, include_extras=True)
         is_struct = issubclass(config, msgspec.Struct)
@@ -267,7 +266,7 @@ _known_options: dict[type, Mapping[str, Option]] = {}
 
 
 def parse_pairs(value: Any) -> dict[str, str]:
-    """KEY=VALUE texts, or a file's table of scalars; of KEY=@FILE the value is what the file holds.
+    """KEY=VALUE texts, or a file's table of scalars; for KEY=@FILE the value is the file's content.
 
     Raises:
         ConfigError: it is neither, or such a file cannot be read.
@@ -305,13 +304,11 @@ def read_values(
     Args:
         given: names and values, in the order in which they were given.
         known: the options that may be given, by name.
-        owner: whose they are, for errors: such as "LLM: ".
-        kind: what a name is there: such as "option".
-        show: how a name is written there.
-        of_vllm: whether vLLM's names are read, too.
+        owner: prefix of error messages, such as "LLM: ". kind: the kind of a name, such as "option". show: how a name
+            is written in messages. of_vllm: whether vLLM's names are accepted, too.
 
     Raises:
-        ConfigError: an unknown name, with the nearest known one; a value out of its range, with what was expected; or
+        ConfigError: an unknown name, with the nearest known one; an invalid value, with what was expected; or
             two values under two names of one option.
     """
     was = {key.removesuffix(of.name) + old: key for key, of in known.items() for old in of.details.get("was", ())}
@@ -337,7 +334,7 @@ def read_values(
             converted = known[own].convert(value)
         except ConfigError as error:
             raise ConfigError(f"{owner}{'' if of_vllm else 'option '}{show(name)}: {error}") from None
-        if values.get(own, converted) != converted and written[own] != show(name):  # else the last one counts
+        if values.get(own, converted) != converted and written[own] != show(name):  # otherwise the last one counts
             both = f"{written[own]} {values[own]} and {show(name)} {converted}"
             raise ConfigError(without_secrets(f"{owner}{both} are two values of one option"))
         values[own], written[own] = converted, show(name)
@@ -345,13 +342,13 @@ def read_values(
 
 
 class OptionTexts(dict[str, str]):
-    """Options as they were typed, and whose they are: what errors say.
+    """Options as they were typed, with their owner, for errors.
 
-    A plain mapping does wherever one is expected; its errors then name no owner.
+    A plain mapping works wherever one is expected; its errors then name no owner.
     """
 
     def __init__(self, texts: Mapping[str, str], owner: str, *, prefix: str = "") -> None:
-        """`owner`: such as "connector nixl"; `prefix`: what stood before each name where it was typed."""
+        """`owner`: such as "connector nixl"; `prefix`: the text before each name where it was typed."""
         super().__init__(texts)
         self.owner = owner
         self.prefix = prefix
@@ -360,14 +357,16 @@ class OptionTexts(dict[str, str]):
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of classes whose fields are options. Every subclass is a frozen dataclass with keyword arguments."""
+    """Base of classes with options as fields. Every subclass is a frozen dataclass with keyword arguments."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
     def __post_init__(self) -> None:
-        """Refuse what a program says and no user could. Raises ConfigError that names the field and its value."""
+        """Refuse invalid values from a program, which no user could give. Raises ConfigError that names the field and
+        its value.
+        """
         for name, item in options_of(type(self)).items():
             value = getattr(self, name)
             if value is item.default or value is None:
@@ -384,29 +383,26 @@ class Options:
 
     @classmethod
     def parse(cls, texts: Mapping[str, Any], *, only: Collection[str] | None = None) -> Self:
-        """The options that texts say.
+        """The options given as texts.
 
-        Args:
-            texts: by name, perhaps OptionTexts.
-            only: names that may be given; None: all.
+        Args: texts: by name, possibly OptionTexts. only: names that may be given; None: all.
 
-        Raises:
-            ConfigError: an unknown name, a value out of its range, or an option that is missing; the message names the
-                option as it was typed, and the nearest known one.
+        Raises: ConfigError: an unknown name, an invalid value, or a missing option; the message names the option as it
+        was typed, and the nearest known one.
         """
         owner, prefix = (f"{texts.owner}: ", texts.prefix) if isinstance(texts, OptionTexts) else ("", "")
         known = {name: item for name, item in options_of(cls).items() if only is None or name in only}
         values = read_values(texts.items(), known, owner=owner, show=lambda name: prefix + name)
         for name, item in known.items():
             if item.required and not values.get(name):
-                raise ConfigError(f"{owner}needs the option {prefix}{name}={item.metavar}: {item.help}")
+                raise ConfigError(f"{owner}requires the option {prefix}{name}={item.metavar}: {item.help}")
         return cls(**values)
 
 
 def from_fields(config: type[Config], values: Mapping[str, Any], *, owner: str) -> Config:
-    """A configuration from fields that a program gives, with values of their own types or text; vLLM's names, too.
+    """A configuration from a program's fields, with values of their own types or text; vLLM's names are accepted, too.
 
     Raises:
-        ConfigError: an unknown field, with the nearest known one, or a value out of its range.
+        ConfigError: an unknown field, with the nearest known one, or an invalid value.
     """
     return config(**read_values(values.items(), options_of(config), owner=f"{owner}: ", of_vllm=True))

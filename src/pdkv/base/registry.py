@@ -11,17 +11,16 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The classes of one plug point. Nothing is imported before it is used."""
+    """The classes of one plug point, which are imported on first use."""
 
     def __init__(
         self, kind: str, group: str, shipped: Mapping[str, str], base: str, *, unknown: type[ConfigError] = ConfigError
     ) -> None:
         """Args:
-        kind: what errors call one of them, such as "connector".
+        kind: the name of one of them in errors, such as "connector".
         group: the entry points of third parties.
         shipped: name -> "module:Class" of this distribution's own.
-        base: "module:Class" of what all of them extend.
-        unknown: raised for a name that stands for nothing.
+        base: "module:Class" of their common base class. unknown: raised for an unknown name.
         """
         self.kind = kind
         self.group = group
@@ -33,11 +32,11 @@ class Registry(Generic[T]):
         """All known names with their "module:Class", shipped ones first."""
         targets = dict(self.shipped)
         for point in entry_points(group=self.group):
-            targets.setdefault(point.name, point.value)  # a third party cannot take a shipped name over
+            targets.setdefault(point.name, point.value)  # a third party cannot take over a shipped name
         return targets
 
     def target(self, name: str) -> str:
-        """The "module:Class" that `name` stands for.
+        """The "module:Class" behind `name`.
 
         Raises:
             ConfigError: neither a known name nor of the form "module:Class".
@@ -58,14 +57,15 @@ class Registry(Generic[T]):
         """Import and return the class behind `name`.
 
         Raises:
-            ConfigError: no such name, its module or class is missing or imports what is, or it extends something else.
+            ConfigError: unknown name, its module or class or one of its imports is missing, or it has another base
+                class.
         """
         target = self.target(name)
         try:
             loaded = EntryPoint(name, target, self.group).load()
         except (ImportError, AttributeError) as error:
             exists = isinstance(error, ImportError) and not _is_about(error, target.partition(":")[0])
-            raised = ConfigError if exists else self._unknown  # where it exists, what it imports does not
+            raised = ConfigError if exists else self._unknown  # the module exists, but one of its imports does not
             raise raised(f"{self.kind} {name!r} ({target}) cannot be imported: {error}") from error
         base = EntryPoint("base", self._base, self.group).load()
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
@@ -74,5 +74,5 @@ class Registry(Generic[T]):
 
 
 def _is_about(error: ImportError, module: str) -> bool:
-    """Whether the missing module is `module` itself or a package that it lies in."""
+    """Whether the missing module is `module` itself or a package that contains it."""
     return error.name is not None and (module == error.name or module.startswith(error.name + "."))

@@ -1,4 +1,4 @@
-"""Options that are secrets: read from a file instead of a command line, and masked wherever a text is shown."""
+"""Options that are secrets: read from a file instead of a command line, and masked wherever text is shown."""
 
 import os
 import re
@@ -10,10 +10,10 @@ from pdkv.errors import ConfigError
 MAX_FILE_BYTES = 64 * 1024
 
 STORE_SIGN_KEY = "PDKV_STORE_SIGN_KEY"
-"""The environment variable of the secret that stored values are signed with; it has no flag."""
+"""The environment variable of the secret that signs stored values; it has no flag."""
 
 API_KEY = "PDKV_API_KEY"
-"""The environment variable of the one key of a launch that has no key file; it has no flag either."""
+"""The environment variable of the only key of a launch without a key file; it has no flag either."""
 
 _URLS = re.compile(r"(?<=://)(?!/)[^\s'\"]+")  # file:///… has no user and no password
 _NEXT_URL = re.compile(r"(,[a-z+]+://)")
@@ -21,12 +21,12 @@ _IN_QUERY = re.compile(r"(?<=[?&])(user(?:name)?|password)=[^&\s'\",]*", re.IGNO
 
 
 def without_secrets(text: str) -> str:
-    """A text for logs and errors: what stands before the host of a URL, and passwords of its query, become ***.
+    """A text for logs and errors: credentials before the host of a URL, and passwords in its query, become ***.
 
-    A user and a password may hold what should have been quoted, such as "@", "/" and ",".
+    A user name and a password may contain characters that should have been quoted, such as "@", "/" and ",".
     """
     if "://" not in text and "?" not in text and "&" not in text:
-        return text  # what nearly every line is
+        return text  # true of nearly every line
     return _IN_QUERY.sub(r"\1=***", _URLS.sub(_mask_users, text))
 
 
@@ -36,12 +36,14 @@ def _mask_users(urls: re.Match[str]) -> str:
 
 
 def has_secret(text: str) -> bool:
-    """Whether there is something that `without_secrets` takes away."""
+    """Whether `without_secrets` would mask anything."""
     return without_secrets(text) != text
 
 
 def read_own_file(path: Path, what: str, max_bytes: int) -> str:
-    """The text of a file that nobody but its owner, this user or root, may write. Raises ConfigError; `what` is it."""
+    """The text of a file that is writable only by its owner, this user or root. Raises ConfigError, which names it by
+    `what`.
+    """
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
@@ -59,12 +61,12 @@ def read_own_file(path: Path, what: str, max_bytes: int) -> str:
 
 
 def read_option(value: str, where: str) -> str:
-    """A connector option's value: itself, or for @FILE what that file holds, less the end of its last line.
+    """A connector option's value: the text itself, or for @FILE the file's content without its last line end.
 
-    A value that begins with an "@" of its own is written with two.
+    A literal "@" at the beginning is written twice.
 
     Raises:
-        ConfigError: the file cannot be read, is too large or no text; `where` says whose it is.
+        ConfigError: the file cannot be read, is too large or not text; `where` names the option.
     """
     if not value.startswith("@") or value.startswith("@@"):
         return value.removeprefix("@")
@@ -77,7 +79,7 @@ def read_option(value: str, where: str) -> str:
         raise ConfigError(f"{where}: {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{where}: {path} is not UTF-8 text") from None
-    except (RuntimeError, ValueError) as error:  # a home that is not known; a name with a null byte
+    except (RuntimeError, ValueError) as error:  # an unknown home directory; a name with a null byte
         raise ConfigError(f"{where}: {path}: {error}") from None
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"{where}: {path} has more than {MAX_FILE_BYTES} bytes: too long for an option's value")

@@ -1,4 +1,4 @@
-"""A thread beside an object that owns it: its start, its end, and what is said if it fails or stays."""
+"""A thread that belongs to an object: its start, its end, and log lines if it fails or does not end."""
 
 import logging
 import threading
@@ -7,7 +7,7 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 5.0
-"""So long `stop` waits for a thread to end."""
+"""Seconds for which `stop` waits for a thread to end."""
 
 
 class ServiceThread:
@@ -15,8 +15,8 @@ class ServiceThread:
 
     Args:
         run: returns soon after `stopping` is set and `wake` was called. An exception ends the thread and is logged.
-        wake: makes `run` look at `stopping`; called on any thread, and never before `stopping` is set.
-        name: of the thread, in logs and in leak checks.
+        wake: makes `run` check `stopping`; called on any thread, and never before `stopping` is set. name: of the
+            thread, in logs and in leak checks.
     """
 
     def __init__(self, run: Callable[[threading.Event], None], wake: Callable[[], None], name: str) -> None:
@@ -25,12 +25,12 @@ class ServiceThread:
         self._run = run
         self._wake = wake
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
-        self._lock = threading.Lock()  # of start and stop
+        self._lock = threading.Lock()  # guards start and stop
         self._is_started = False
 
     @property
     def name(self) -> str:
-        """Of the thread."""
+        """Name of the thread."""
         return self._thread.name
 
     @property
@@ -49,7 +49,7 @@ class ServiceThread:
         return threading.current_thread() is self._thread
 
     def start(self) -> None:
-        """Begin, unless it began before or is stopped.
+        """Start the thread, unless it has been started or stopped before.
 
         Raises:
             RuntimeError: the system has no thread left; it may be tried again.
@@ -76,7 +76,7 @@ class ServiceThread:
         if self._thread.is_alive():
             logger.error("thread %s does not end", self.name)
             return False
-        self._run, self._wake = _no_run, _no_wake  # its owner may go at once, with all that it holds
+        self._run, self._wake = _no_run, _no_wake  # its owner may be freed at once, with everything it holds
         return True
 
     def _serve(self) -> None:

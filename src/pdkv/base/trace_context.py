@@ -5,16 +5,16 @@ import re
 from typing import NamedTuple
 
 MAX_TRACEPARENT_CHARS = 55
-"""Of version 00, the one that is sent on."""
+"""Length of version 00, the version that is sent on."""
 
 _PATTERN = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-[^\n]*)?")
-_MAX_CHARS = 512  # of a future version, which may say more behind the flags
+_MAX_CHARS = 512  # a future version, which may have more after the flags
 
-_generator = random.Random(random.SystemRandom().getrandbits(128))  # one that is not shared with a forked sibling
+_generator = random.Random(random.SystemRandom().getrandbits(128))  # not shared with a forked sibling
 
 
 class TraceContext(NamedTuple):
-    """The trace that a request belongs to, and the span above what is done for it."""
+    """The trace that a request belongs to, and its parent span."""
 
     trace_id: str  # 32 hexadecimal digits, not all of them 0
     parent_id: str  # 16, likewise
@@ -27,7 +27,7 @@ class TraceContext(NamedTuple):
 
 
 def parse_traceparent(text: str) -> TraceContext | None:
-    """What the header says; None for anything that the standard calls invalid, which is then ignored."""
+    """The content of the header; None if it is invalid by the standard, and therefore ignored."""
     match = _PATTERN.fullmatch(text) if len(text) <= _MAX_CHARS else None
     if match is None:
         return None
@@ -38,10 +38,10 @@ def parse_traceparent(text: str) -> TraceContext | None:
 
 
 def new_trace(*, sampled: bool = False) -> TraceContext:
-    """A trace of its own. Its ids are unique, and no secret."""
+    """A new trace. Its ids are unique, but not secret."""
     return TraceContext(f"{_generator.getrandbits(128) or 1:032x}", f"{_generator.getrandbits(64) or 1:016x}", sampled)
 
 
 def trace_id_of(traceparent: str) -> str:
-    """Of a value that `TraceContext.traceparent` has made; "" of ""."""
+    """The trace id in a value made by `TraceContext.traceparent`; "" for ""."""
     return traceparent[3:35]

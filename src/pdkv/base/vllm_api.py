@@ -29,24 +29,24 @@ ABSENT_ARGUMENTS: Mapping[str, tuple[Any, str]] = {
     "tokenization_kwargs": ({}, "SamplingParams(truncate_prompt_tokens=N) truncates; token ids are taken as they are"),
     "mm_processor_kwargs": ({}, "prompts are text"),
     "prompt_adapter_request": (None, "put what it says into the prompt"),
-    "guided_options_request": (None, "SamplingParams(structured_outputs=StructuredOutputsParams(...)) does it"),
+    "guided_options_request": (None, "use SamplingParams(structured_outputs=StructuredOutputsParams(...))"),
     "trace_headers": ({}, "traces are made by `pd launch`"),
     "data_parallel_rank": (None, "there is one engine; `pd launch` spreads requests over several"),
     "concurrency_limit": (None, "LLM(max_num_seqs=N) bounds what runs at once"),
-    "use_beam_search": (False, "LLM.beam_search does it"),
-    "length_penalty": (1.0, "it is one of BeamSearchParams, for LLM.beam_search"),
+    "use_beam_search": (False, "use LLM.beam_search"),
+    "length_penalty": (1.0, "it is part of BeamSearchParams, for LLM.beam_search"),
     "early_stopping": (False, "LLM.beam_search ends when all beams have"),
     "flat_logprobs": (False, "logprobs are a dict per token"),
     "logprob_token_ids": (None, "logprobs=N gives the N most likely tokens; allowed_token_ids says which may come"),
     "thinking_token_budget": (-1, "max_tokens bounds thoughts and answer together"),
     "repetition_detection": (None, "repetition_penalty makes repetitions less likely"),
 }
-"""Arguments of calls and of SamplingParams: the only value beside None that is accepted, and what to do instead."""
+"""Arguments of calls and of SamplingParams: the only accepted value besides None, and what to do instead."""
 # fmt: on
 
 
 def known_arguments(owner: str, given: Mapping[str, Any], known: Iterable[str] = ()) -> dict[str, Any]:
-    """Those that `known` names. Raises InvalidRequest for others, but absent ones with the value that is accepted."""
+    """The arguments in `known`. Raises InvalidRequest for others, unless they are absent or have the accepted value."""
     known = {*known}
     for name in given.keys() - known:
         if name not in ABSENT_ARGUMENTS:

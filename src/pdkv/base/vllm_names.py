@@ -1,4 +1,5 @@
-"""vLLM's options that have another name here or none: one table for the command line, `LLM(...)` and docs/from-vllm.md.
+"""vLLM's options that have another name here, or none: one table for the command line, `LLM(...)` and
+docs/from-vllm.md.
 
 Options of the same name and meaning are not in it; other words for their values are in `also=` of the option itself.
 """
@@ -13,7 +14,7 @@ from pdkv.errors import ConfigError
 class Theirs(NamedTuple):
     """One of vLLM's options."""
 
-    ours: str = ""  # the option here that means the same
+    ours: str = ""  # the equivalent option here
     neutral: tuple[Any, ...] = ()  # values that are accepted and change nothing; None and empty ones always are
     advice: str = ""  # what to do instead of any other value; {name} stands for an option here
 
@@ -133,30 +134,27 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
      "model_loader_extra_config max_parallel_loading_workers num_lookahead_slots all2all_backend eplb_config "
      "mamba_cache_dtype mamba_block_size", _NONE, _NO_COUNTERPART),
 )
-"""Names, the values that change nothing here, and what is said of all others."""
+"""Names, values that have no effect here, and the advice for all others."""
 # fmt: on
 
 UNSUPPORTED = {
     name: Theirs(neutral=neutral, advice=advice) for names, neutral, advice in _OTHERS for name in names.split()
 }
-"""Those without a counterpart here, by their names as fields of Python."""
+"""Options without an equivalent here, by their Python names."""
 
 VLLM = {name: Theirs(ours) for name, ours in _ALIASES.items()} | UNSUPPORTED
-"""All of them."""
+"""All of vLLM's options."""
 
 SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
 """Their short flags."""
 
 
 def own_name(name: str, value: Any, known: Collection[str], show: Callable[[str], str] = str) -> str | None:
-    """What vLLM's option `name`, perhaps with a role before it, is called here.
+    """The name here of vLLM's option `name`, possibly with a role before it.
 
-    Args:
-        known: the options that there are here.
-        show: how a name is written where they stand, such as "--kv-store".
+    Args: known: the existing options here. show: how a name is written in messages, such as "--kv-store".
 
-    Returns:
-        The name; "" where that value changes nothing here; None where vLLM has no such option.
+    Returns: The name; "" if that value has no effect here; None if vLLM has no such option.
 
     Raises:
         ConfigError: this value is not supported; the message says what to do instead.

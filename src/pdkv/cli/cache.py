@@ -1,4 +1,4 @@
-"""`pd cache`: what pools and tiers of KV hold and gave, what they have of a prompt, and what shall go or stay."""
+"""`pd cache`: show what KV pools and tiers hold, look up a prompt in them, and clear, pin, prefetch or move its KV."""
 
 import argparse
 import json
@@ -11,20 +11,20 @@ from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 
 _ACTIONS = {
-    "lookup": "say how many tokens of a prompt each engine and tier has",
-    "clear": "drop what is cached: of a prompt, or --all",
-    "pin": "keep a prompt's KV in host memory, until it is unpinned or --ttl-s has passed",
-    "unpin": "take pins away: of a prompt, or --all",
+    "lookup": "show how many tokens of a prompt each engine and tier has",
+    "clear": "drop the cached KV of a prompt, or of everything with --all",
+    "pin": "keep a prompt's KV in host memory until it is unpinned or --ttl-s has passed",
+    "unpin": "remove the pins of a prompt, or of everything with --all",
     "prefetch": "bring a prompt's KV from lower tiers into host memory",
     "move": "put a prompt's KV from one tier into another, and remove it from the first when it is there",
 }
 
-_WHO = {"prefetch": "one", "move": "all; into host memory: one"}
-"""Engines that are asked where none is named, other than all."""
+_WHO = {"prefetch": "one", "move": "all; one if the target is host memory"}
+"""Engines that are asked if none is named, where that is not all."""
 
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add it to the `pd` parser."""
+    """Add `cache` to the `pd` parser."""
     summary = "show what KV pools and tiers hold, and their hits; look up, clear, pin, prefetch or move a prompt's KV"
     parser = commands.add_parser("cache", help=summary, description=_sentence(summary))
     add_run_flag(parser)
@@ -38,29 +38,31 @@ def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str
     parser = actions.add_parser(name, help=text, description=_sentence(text))
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--prompt", metavar="TEXT", help="the prompt")
-    which.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with the prompt")
-    which.add_argument(
-        "--messages", type=Path, metavar="FILE", help="a conversation: a JSON list, as chat requests have"
-    )
+    which.add_argument("--prompt-file", type=Path, metavar="FILE", help="file that holds the prompt")
+    which.add_argument("--messages", type=Path, metavar="FILE", help="conversation as a JSON list, as in chat requests")
     which.add_argument("--tokens", metavar="ID,ID,…", help="the prompt's token ids")
-    which.add_argument("--keys", metavar="HEX,HEX,…", help="keys of its blocks, from the first on")
+    which.add_argument("--keys", metavar="HEX,HEX,…", help="keys of the prompt's blocks, starting with the first")
     if name in ("clear", "unpin"):
-        which.add_argument("--all", action="store_true", help="whatever there is")
-    parser.add_argument("--engine", metavar="NAME", help=f"this engine alone (default: {_WHO.get(name, 'all')})")
+        which.add_argument("--all", action="store_true", help="everything that is cached")
+    parser.add_argument("--engine", metavar="NAME", help=f"only this engine (default: {_WHO.get(name, 'all')})")
     if name == "move":
-        parser.add_argument("--from", required=True, metavar="TIER", help="the tier that values leave, such as host")
-        parser.add_argument("--tier", required=True, metavar="TIER", help="where they go, such as redis, 1-redis")
-        parser.add_argument("--copy", action="store_true", default=None, help="they stay where they are, too")
+        parser.add_argument("--from", required=True, metavar="TIER", help="tier to take the KV from, such as host")
+        parser.add_argument(
+            "--tier", required=True, metavar="TIER", help="tier to put the KV into, such as redis or 1-redis"
+        )
+        parser.add_argument("--copy", action="store_true", default=None, help="keep the KV in the first tier, too")
     else:
-        tiers = "this tier alone, such as pool, host, redis, 0-host"
+        tiers = "only this tier, such as pool, host, redis or 0-host"
         parser.add_argument("--tier", default="", metavar="TIER", help=tiers)
     parser.add_argument("--cache-salt", metavar="SALT", help="cache_salt of the requests that computed the KV")
-    parser.add_argument("--api-key", metavar="NAME", help="name of their API key, if keys have caches of their own")
+    parser.add_argument("--api-key", metavar="NAME", help="name of their API key, if keys have separate caches")
     if name == "pin":
         parser.add_argument(
-            "--ttl-s", type=float, metavar="SECONDS", help="for how long (default: until it is unpinned)"
+            "--ttl-s", type=float, metavar="SECONDS", help="how long to keep it (default: until it is unpinned)"
         )
-    parser.add_argument("--timeout-s", type=float, default=10.0, metavar="SECONDS", help="deadline (default: 10)")
+    parser.add_argument(
+        "--timeout-s", type=float, default=10.0, metavar="SECONDS", help="seconds to wait for an answer (default: 10)"
+    )
     add_run_flag(parser, default=argparse.SUPPRESS)
     parser.set_defaults(run=run_action, action=name)
 
@@ -70,7 +72,7 @@ def _sentence(text: str) -> str:
 
 
 def run_action(arguments: argparse.Namespace) -> int:
-    """Run `pd cache ACTION`: a line per engine and tier. Exit code 1: none could do it."""
+    """Run `pd cache ACTION`: one line per engine and tier. Exit code 1: none of them succeeded."""
     body = _content(arguments)
     for name in ("engine", "from", "tier", "copy", "cache_salt", "api_key", "ttl_s", "timeout_s"):
         value = getattr(arguments, name, None)
@@ -90,7 +92,7 @@ def run_action(arguments: argparse.Namespace) -> int:
 
 
 def _cells(tier: dict[str, Any], size: int) -> tuple[str, ...]:
-    """Of a tier's line: its name, counts, and what went wrong."""
+    """The cells of a tier's line: its name, counts, and what went wrong."""
     if "error" in tier:
         return (tier["tier"], *["-"] * (size - 2), tier["error"]["message"])
     counts = [str(tier["tokens"]), str(tier["values"])]
@@ -98,7 +100,7 @@ def _cells(tier: dict[str, Any], size: int) -> tuple[str, ...]:
 
 
 def _content(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The part of the body that says which KV is meant. Raises ConfigError for what is none."""
+    """The part of the body that says which KV is meant. Raises ConfigError if it cannot be read."""
     if arguments.prompt is not None:
         return {"prompt": arguments.prompt}
     if arguments.prompt_file is not None:
@@ -108,14 +110,12 @@ def _content(arguments: argparse.Namespace) -> dict[str, Any]:
         try:
             return {"messages": json.loads(text)}
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"--messages: {arguments.messages} is no JSON: {error}") from None
+            raise ConfigError(f"--messages: {arguments.messages} is not JSON: {error}") from None
     if arguments.tokens is not None:
         try:
             return {"tokens": [int(token) for token in arguments.tokens.split(",")]}
         except ValueError:
-            raise ConfigError(
-                f"--tokens: numbers with commas between them were expected, got {arguments.tokens!r}"
-            ) from None
+            raise ConfigError(f"--tokens: expected numbers separated by commas, got {arguments.tokens!r}") from None
     return {"keys": arguments.keys.split(",")} if arguments.keys is not None else {}
 
 
@@ -127,7 +127,7 @@ def _read(flag: str, path: Path) -> str:
 
 
 def run_cache(arguments: argparse.Namespace) -> int:
-    """Run `pd cache`: a line per engine's pool, and one per tier below it; then what there is of keys with terms."""
+    """Run `pd cache`: one line per engine's pool, one per tier below it, and one per API key whose KV has terms."""
     rows = [("ENGINE", "TIER", "HOLDS", "OF", "HITS", "EVICTIONS", "FAILURES")]
     for engine in ask_router(arguments, lambda router: router.caches()):
         blocks, tokens = engine["blocks"], engine["prompt_tokens"]

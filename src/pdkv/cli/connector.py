@@ -1,4 +1,4 @@
-"""`pd connector`: what is known about KV connectors, and whether they are right."""
+"""`pd connector`: lists, describes, checks and measures KV connectors."""
 
 import argparse
 import sys
@@ -33,19 +33,19 @@ def add_check(subcommands: "argparse._SubParsersAction[Any]") -> None:
         "check",
         help=summary,
         description=f"{capitalized(summary)}: producer and consumer in processes of their own, without a model. "
-        "Exit code 0: no case failed; 1: some did; 2: no such connector, case or option.",
+        "Exit code 0: no case failed; 1: some case failed; 2: unknown connector, case or option.",
     )
-    parser.add_argument("connector", metavar="NAME|module:Class", help="what to check")
+    parser.add_argument("connector", metavar="NAME|module:Class", help="connector to check")
     parser.add_argument(
         "--connector-config",
         nargs="+",
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help='options of the connector; "{directory}" in a value is a private directory of each case',
+        help='options of the connector; "{directory}" in a value stands for a private directory of each case',
     )
     parser.add_argument("--case", action="append", default=[], metavar="NAME", help="run this case only (repeatable)")
-    parser.add_argument("--quick", action="store_true", help="fewer lengths and rounds")
+    parser.add_argument("--quick", action="store_true", help="run fewer lengths and rounds")
     parser.add_argument(
         "--timeout",
         type=float,
@@ -85,7 +85,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     if not 0 < arguments.timeout < float("inf"):
         raise ConfigError(f"--timeout: a number of seconds above 0 was expected, got {arguments.timeout:g}")
     options = connector_options(arguments.connector_config)
-    print(f"checking {arguments.connector}: each case starts processes of its own …", file=sys.stderr, flush=True)
+    print(f"checking {arguments.connector}: each case starts its own processes …", file=sys.stderr, flush=True)
     report = check(
         arguments.connector,
         options=options,

@@ -1,4 +1,4 @@
-"""`pd connector bench`: how fast a connector is, and what it costs the steps beside it."""
+"""`pd connector bench`: measures how fast a connector is and how much it slows the steps that run during a transfer."""
 
 import argparse
 import sys
@@ -28,9 +28,9 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
         "prefill steps lose beside a transport throttled to a tenth of their pace. Leave the machine alone meanwhile.",
     )
     add = parser.add_argument
-    add("connector", metavar="NAME|module:Class", help="what to measure")
+    add("connector", metavar="NAME|module:Class", help="connector to measure")
     add("--connector-config", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help='options of the connector; "{directory}" in a value is a private directory')  # fmt: skip
+        help='options of the connector; "{directory}" in a value stands for a private directory')  # fmt: skip
     add("--model-layout", default="mid", metavar="LAYOUT",
         help="tiny, small, mid, or LAYERSxHEADSxHEAD_SIZE[:DTYPE] (default: mid)")  # fmt: skip
     add("--tokens", type=int, nargs="+", metavar="N",
@@ -38,11 +38,15 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
     add("--repeats", type=int, default=7, metavar="N", help="rounds per row (default: 7)")
     add("--tp-pair", default="1,1", metavar="P,D", help="ranks of the producer and of the consumer (default: 1,1)")
     add("--block-sizes", default="16,16", metavar="P,D", help="tokens per block (default: 16,16)")
-    add("--pattern", action="append", default=[], choices=("aged", "contiguous"), help="this one only")
+    add("--pattern", action="append", default=[], choices=("aged", "contiguous"), help="measure only this order")
     add("--kv-checksum", default="on", choices=("off", "sample", "on"),
         help="compare digests of what was sent and what arrived, as engines do (default: on)")  # fmt: skip
-    add("--one-process", action="store_true", help="both engines in one process, as for a store of url=memory://")
-    add("--no-throttle", action="store_true", help="leave the throttled transport out")
+    add(
+        "--one-process",
+        action="store_true",
+        help="run both engines in one process, as a store with url=memory:// requires",
+    )
+    add("--no-throttle", action="store_true", help="skip the throttled transport")
     add("--tail", action="store_true", help="of a push: measure what is left of it when the forward pass of a prompt "
         "ends, in one step and in four, and nothing else")  # fmt: skip
     add("--plot", type=Path, metavar="FILE", help="draw bandwidth by length there, as .png, .svg or .pdf (needs "
@@ -58,7 +62,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
     tokens = sorted(set(arguments.tokens or ([TAIL_TOKENS] if arguments.tail else TOKENS)))
     if arguments.repeats < 1 or tokens[0] < 1:
-        raise ConfigError("--repeats and --tokens: numbers above 0 were expected")
+        raise ConfigError("--repeats and --tokens: expected numbers above 0")
     plan = make_plan(
         arguments.connector,
         options=connector_options(arguments.connector_config),
@@ -72,7 +76,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
         kv_checksum=arguments.kv_checksum,
     )
     if arguments.tail and arguments.plot is not None:
-        raise ConfigError("--plot draws bandwidth by length, which --tail does not measure: leave one of them out")
+        raise ConfigError("--plot draws bandwidth by length, which --tail does not measure: drop one of the two")
     if arguments.tail:
         _run_tail(plan, as_json=arguments.json)
     else:
@@ -134,7 +138,7 @@ def _pair(text: str, flag: str) -> tuple[int, int]:
     try:
         first, second = (int(part) for part in text.split(","))
     except ValueError:
-        raise ConfigError(f"{flag}: two numbers such as 1,2 were expected, got {text!r}") from None
+        raise ConfigError(f"{flag}: expected two numbers such as 1,2, got {text!r}") from None
     if first < 1 or second < 1:
-        raise ConfigError(f"{flag}: numbers above 0 were expected, got {text!r}")
+        raise ConfigError(f"{flag}: expected numbers above 0, got {text!r}")
     return first, second

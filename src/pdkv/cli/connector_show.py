@@ -21,7 +21,7 @@ def add_show(subcommands: "argparse._SubParsersAction[Any]") -> None:
     """Add `show` to `pd connector`."""
     summary = "show what a connector is, what it needs, and its options"
     parser = subcommands.add_parser("show", help=summary, description=f"{capitalized(summary)}.")
-    parser.add_argument("connector", metavar="NAME|module:Class", help="a name of `pd connector list`")
+    parser.add_argument("connector", metavar="NAME|module:Class", help="a name from `pd connector list`")
     parser.add_argument(
         "--connector-config", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
         help="show what it is and needs with these options",
@@ -37,7 +37,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def print_connector(name: str, options: Mapping[str, str], out: TextIO) -> None:
-    """Everything about a connector, for people; without options: what it is and may need with any."""
+    """Print everything about a connector; without options, what it is and may need with any of them."""
     connector = load_connector(name)
     plan = plan_connector(name, options) if options else connector.declares
     module = sys.modules[connector.__module__]
@@ -46,7 +46,7 @@ def print_connector(name: str, options: Mapping[str, str], out: TextIO) -> None:
     rows = [("class", CONNECTORS.target(name))]
     variants = {"": plan} if options else _variants(name, connector)
     if "connectors" in connector.options_type.names() and not options:
-        rows.append(("kind, orders", "those of its children: show them with --connector-config connectors=NAME,…"))
+        rows.append(("kind, orders", "those of its children; show them with --connector-config connectors=NAME,…"))
     else:
         rows.append(("kind", "; ".join(f"{variant.kind}{when}" for when, variant in variants.items())))
         orders = [f"{', '.join(variant.orders)}{when}" for when, variant in variants.items()]
@@ -64,13 +64,13 @@ def print_connector(name: str, options: Mapping[str, str], out: TextIO) -> None:
 
 
 def _variants(name: str, connector: type[KVConnector]) -> dict[str, ConnectorPlan]:
-    """The plans that one option alone chooses, by " with NAME=VALUE"; the default's under ""."""
+    """The plans that a single option chooses, by " with NAME=VALUE"; the default plan is under ""."""
     found = {"": connector.declares}
     for item in options_of(connector.options_type).values():
         for choice in item.choices:
             try:
                 variant = plan_connector(name, {item.name: choice})
-            except ConfigError:  # other options must be given, too
+            except ConfigError:  # it requires other options, too
                 continue
             if choice == item.default:
                 found[""] = variant

@@ -29,7 +29,7 @@ on the router's:
 
 
 def flag_groups() -> dict[str, Flags]:
-    """The flags of `pd engine` by the heading that they stand under."""
+    """The flags of `pd engine`, grouped by heading."""
     return {
         "place": flags_of(HostedEngine),
         "engine": flags_of(EngineConfig),
@@ -45,11 +45,11 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "engine",
         help=summary,
         usage="pd engine --name NAME --role ROLE --listen tcp://ADDRESS:PORT --cluster-key-file FILE [OPTION …]",
-        description=f"{capitalized(summary)}. It is restarted if it dies. Drain it before you stop it with Ctrl-C.",
+        description=f"{capitalized(summary)}. It is restarted if it dies. Drain it before stopping it with Ctrl-C.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, YAML or JSON file of options by their names")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, YAML or JSON file of options by name")
     for title, flags in flag_groups().items():
         add_flags(parser.add_argument_group(title), flags)
     add_vllm_flags(parser)

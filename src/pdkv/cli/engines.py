@@ -1,4 +1,4 @@
-"""`pd engines`, `pd drain`, `pd resume`, `pd role`: a running launch's engines, as its router sees them."""
+"""`pd engines`, `pd drain`, `pd resume`, `pd role`: the engines of a running launch, as its router sees them."""
 
 import argparse
 from collections.abc import Callable
@@ -11,21 +11,21 @@ ROLES = ("prefill", "decode", "any")
 
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add the four to the `pd` parser."""
+    """Add the four commands to the `pd` parser."""
     _add(commands, "engines", "list the engines of a running launch", run_engines, names=False)
     drain = _add(
-        commands, "drain", "give an engine no new requests, and wait until it has none", run_drain,
-        "Exit code 1: it still has some. `pd resume` undoes it. The last engine of a role is refused.",
+        commands, "drain", "stop giving an engine new requests, and wait until it has finished those it has", run_drain,
+        "Exit code 1: it still has requests. `pd resume` undoes it. The last engine of a role is refused.",
     )  # fmt: skip
     drain.add_argument(
         "--wait-s", type=float, default=30.0, metavar="SECONDS", help="how long to wait at most (default: 30)"
     )
-    _add(commands, "resume", "give a drained engine requests again", run_resume)
+    _add(commands, "resume", "give a drained engine new requests again", run_resume)
     role = _add(
-        commands, "role", "give an engine another role, without a restart", run_role,
+        commands, "role", "change an engine's role without a restart", run_role,
         "Requests that it has go on in its old one. Its other options stay as they were.",
     )  # fmt: skip
-    role.add_argument("role", choices=ROLES, help="the new role; any: both")
+    role.add_argument("role", choices=ROLES, help="the new role; any means both")
 
 
 def _add(
@@ -40,7 +40,7 @@ def _add(
     description = f"{capitalized(summary)}. {more}".strip()
     parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=description)
     if names:
-        parser.add_argument("engine", metavar="ENGINE", help="such as decode-0, as in `pd engines`")
+        parser.add_argument("engine", metavar="ENGINE", help="name of the engine as in `pd engines`, such as decode-0")
     add_run_flag(parser)
     parser.set_defaults(run=run)
     return parser
@@ -74,5 +74,5 @@ def run_resume(arguments: argparse.Namespace) -> int:
 def run_role(arguments: argparse.Namespace) -> int:
     """Run `pd role`."""
     engine = ask_router(arguments, lambda router: router.set_role(arguments.engine, arguments.role))
-    print(f"{engine['name']} has the role {engine['role']}; {engine['requests']} requests go on in theirs")
+    print(f"{engine['name']} has the role {engine['role']}; {engine['requests']} requests finish in the old one")
     return 0

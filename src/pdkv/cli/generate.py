@@ -1,4 +1,4 @@
-"""`pd generate`: prompts from the command line or stdin through one engine in this process."""
+"""`pd generate`: runs prompts from the command line or stdin through one engine in this process."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from pdkv.sampling.params import SamplingParams
 
 
 def sampling_flags() -> Flags:
-    """Those of the sampling parameters that have a help text."""
+    """The sampling parameters that have a help text."""
     return {name: item for name, item in options_of(SamplingParams).items() if item.help}
 
 
@@ -23,9 +23,11 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `generate` to the `pd` parser."""
     summary = "complete prompts in this process, without a server"
     parser = commands.add_parser("generate", help=summary, description=f"{capitalized(summary)}.")
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a prompt; none: one per line of stdin")
-    parser.add_argument("--json", action="store_true", help="one JSON object per prompt")
-    parser.add_argument("--no-progress", dest="progress", action="store_false", help="no progress bar on stderr")
+    parser.add_argument(
+        "prompts", nargs="*", metavar="PROMPT", help="a prompt; if absent, one is read from each line of stdin"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+    parser.add_argument("--no-progress", dest="progress", action="store_false", help="show no progress bar on stderr")
     add_flags(parser.add_argument_group("sampling"), sampling_flags())
     add_flags(parser.add_argument_group("engine"), flags_of(EngineConfig))
     add_vllm_flags(parser)

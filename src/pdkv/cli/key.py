@@ -1,4 +1,4 @@
-"""`pd key new NAME`: makes an API key, which is shown once, and the lines by which the router knows it."""
+"""`pd key new NAME`: makes an API key, shows it once, and prints the lines that tell the router about it."""
 
 import argparse
 import os
@@ -14,12 +14,12 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `key` to the `pd` parser."""
     parser = commands.add_parser("key", help="make an API key for --api-key-file")
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    summary = "make an API key and show it once; only its hash is kept"
+    summary = "make an API key and show it once; only its hash is stored"
     new = actions.add_parser("new", help=summary, description=f"{capitalized(summary)}.")
-    new.add_argument("name", metavar="NAME", help="whose key it is: it is shown in metrics and errors")
-    new.add_argument("--admin", action="store_true", help="the key may use /admin, too")
+    new.add_argument("name", metavar="NAME", help="name of the key's owner; shown in metrics and errors")
+    new.add_argument("--admin", action="store_true", help="let the key use /admin, too")
     new.add_argument(
-        "--append", type=Path, metavar="FILE", help="add the key's lines to this key file (made with mode 0600)"
+        "--append", type=Path, metavar="FILE", help="add the key's lines to this key file (created with mode 0600)"
     )
     new.set_defaults(run=run_new)
 
@@ -31,7 +31,7 @@ def run_new(arguments: argparse.Namespace) -> int:
     file: Path | None = arguments.append
     names = {key.name for key in read_key_file(file)} if file is not None and file.exists() else set()
     if arguments.name in names:
-        raise ConfigError(f"{file} has a key named {arguments.name!r} already: give this one another name")
+        raise ConfigError(f"{file} already has a key named {arguments.name!r}: choose another name")
     key, lines = make_key(arguments.name, admin=arguments.admin)
     if file is None:
         print(f"# add these lines to the key file:\n\n{lines}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`pd launch`: options of the topology, the hand-off, HTTP and the engines, these also per role."""
+"""`pd launch`: options of the topology, the hand-off, HTTP and the engines; engine options also exist per role."""
 
 import argparse
 import dataclasses
@@ -31,7 +31,7 @@ from pdkv.router.routing.policies import POLICIES
 ROLES = ("prefill", "decode")
 
 _CONCERNS: dict[str, Any] = typing.get_type_hints(RouterConfig)
-"""The router's configurations."""
+"""Configuration classes of the router."""
 
 _GROUPS = {
     "engines": "All that is not about the model's files can be set for one role: --prefill-tp 2, --decode-threads 4."
@@ -52,7 +52,7 @@ connectors, `pd connector show NAME` the options of one.
 
 
 def flag_groups() -> dict[str, Flags]:
-    """The flags of `pd launch` by the heading that they stand under."""
+    """The flags of `pd launch`, grouped by heading."""
     groups = {"topology": flags_of(LaunchConfig), "engines": flags_of(EngineConfig)}
     groups |= {"hand-off": flags_of(HandoffConfig), "tiers of KV": flags_of(TiersConfig)}
     groups |= {f"router: {name}": flags_of(concern) for name, concern in _CONCERNS.items()}
@@ -60,7 +60,7 @@ def flag_groups() -> dict[str, Flags]:
         "policy": POLICIES, "connector": SHIPPED,
         "tool_parser": TOOL_PARSERS.shipped, "reasoning_parser": REASONING_PARSERS.shipped,
     }  # fmt: skip
-    for flags in groups.values():  # each may have other values, and is checked later
+    for flags in groups.values():  # each role may have its own values, which are checked later
         for name in known.keys() & flags.keys():
             help = f"{flags[name].help}; one of {', '.join(known[name])}"
             flags[name] = dataclasses.replace(flags[name], details={**flags[name].details, "help": help})
@@ -82,14 +82,15 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         aliases=["serve"],
         help=summary,
         usage="pd launch [DIR] [--prefill N] [--decode M] [--connector NAME] [OPTION …]",
-        description=f"{capitalized(summary)}. Ctrl-C stops them once their requests have finished; twice: at once.",
+        description=f"{capitalized(summary)}. Ctrl-C stops them once their requests have finished; pressed twice, "
+        "at once.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model_tag", nargs="?", action=Noted, metavar="DIR", help="the same as --model DIR")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, YAML or JSON file of options by their names")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, YAML or JSON file of options by name")
     parser.add_argument(
-        "--check", action="store_true", help="only check the options, the model and the memory they need; start nothing"
+        "--check", action="store_true", help="check the options, the model and the memory they need, but start nothing"
     )
     for title, flags in flag_groups().items():
         group = parser if title.endswith("only") else parser.add_argument_group(title, _GROUPS.get(title))
@@ -124,7 +125,7 @@ def build_handoff(values: Mapping[str, Any], engines: Sequence[EngineConfig]) ->
 
 
 def _share_memory(engines: Sequence[EngineConfig]) -> bool:
-    """Whether all pools lie in host memory, or on one GPU, which processes map into each other."""
+    """Whether all pools lie in host memory, or on one GPU, which processes map into one another."""
     on_gpus = [config for config in engines if not config.in_host_memory]
     if len(on_gpus) < len(engines):
         return not on_gpus
@@ -133,13 +134,13 @@ def _share_memory(engines: Sequence[EngineConfig]) -> bool:
 
 
 def build_tiers(values: Mapping[str, Any]) -> TiersConfig:
-    """The tiers of KV; a URL that is kept in a file is read. Raises ConfigError."""
+    """The tiers of KV; a URL that is kept in a file is read from it. Raises ConfigError."""
     tiers = build(TiersConfig, values)
     return dataclasses.replace(tiers, kv_store=read_option(tiers.kv_store, "--kv-store"))
 
 
 def _check_no_prefill_options(flags: Flags, values: Mapping[str, Any]) -> None:
-    """Raise ConfigError where options of prefill engines are given that nobody would follow."""
+    """Raise ConfigError if options of prefill engines are given although there are none to follow them."""
     for name, item in flags.items():
         if name in values and name == f"prefill_{item.name}":
             given, common = (flag.replace("_", "-") for flag in (name, item.name))
@@ -149,7 +150,7 @@ def _check_no_prefill_options(flags: Flags, values: Mapping[str, Any]) -> None:
 
 
 def launch_variables() -> set[str]:
-    """The PDKV_* variables of `pd launch`, which are no mistake for other commands either."""
+    """The PDKV_* variables of `pd launch`, which other commands ignore rather than refuse."""
     return variables_of(all_flags())
 
 

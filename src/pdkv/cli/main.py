@@ -1,4 +1,4 @@
-"""The `pd` command. What a subcommand runs is imported when it runs; nothing imports this module."""
+"""The `pd` command. A subcommand's implementation is imported when it runs; nothing imports this module."""
 
 import argparse
 import os
@@ -22,7 +22,7 @@ from pdkv.errors import ConfigError, InvalidRequest, PdkvError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_READER_GONE = 141  # as a shell shows SIGPIPE
+EXIT_READER_GONE = 141  # the exit code that a shell shows for SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at the end fails once more
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
         return EXIT_READER_GONE
     return code
 
 
 def _reader_is_gone() -> bool:
-    """Whether nobody can read any more what is printed."""
+    """Whether the reader of standard output has gone away."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -1,4 +1,4 @@
-"""From configuration dataclasses to options: one source for the command line, the environment and a file.
+"""Options made from configuration dataclasses: one source for the command line, the environment and a file.
 
 Precedence: command line, then PDKV_* variables, then the file of --config, then the dataclass's default.
 """
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def capitalized(text: str) -> str:
-    """With a capital first letter, and all others as they are."""
+    """The text with a capital first letter and the rest unchanged."""
     return text[:1].upper() + text[1:]
 
 
@@ -39,8 +39,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # a subcommand's come this way, too
-        """As ever, but all must be text, and nothing may be left over."""
+    def parse_known_args(
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:  # arguments of a subcommand pass through here, too
+        """As in argparse, but every argument must be valid text, and none may be left over."""
         for text in sys.argv[1:] if args is None else args:
             if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
                 self.error(f"an argument is not valid UTF-8: {text!r}")
@@ -78,40 +80,40 @@ def _as_variable(name: str) -> str:
 
 
 def _other_names(name: str, item: Option) -> list[str]:
-    """Names that mean the same as a flag's: vLLM's, and those that it had before."""
+    """Other names of a flag: vLLM's, and earlier ones."""
     names = [*(theirs for theirs, of in VLLM.items() if of.ours == item.name), *item.details.get("was", ())]
     return [name.removesuffix(item.name) + other for other in names]
 
 
 def variables_of(flags: Flags) -> set[str]:
-    """Their forms in the environment."""
+    """The environment variables of a flag."""
     return {_as_variable(form) for name, item in flags.items() for form in (name, *_other_names(name, item))}
 
 
 def flags_of(config: type, *, role: str = "", exclude: Sequence[str] = ()) -> dict[str, Option]:
-    """The flags of a configuration; with `role` its per-role forms."""
+    """The flags of a configuration; with `role`, their forms for that role."""
     prefix = f"{role}_" if role else ""
     return {prefix + name: item for name, item in options_of(config).items() if name not in exclude}
 
 
 def with_default(item: Option) -> str:
-    """Its help text with its default."""
+    """The help text of an option with its default."""
     if item.default in (None, dataclasses.MISSING, (), "") or item.base is Path:
         return item.help
     shown = format_bytes(item.default).replace(" ", "") if "size" in item.details else str(item.default)
-    of_model = "the model's, else " if item.details.get("of_model") else ""
+    of_model = "the model's, else" if item.details.get("of_model") else ""
     return f"{item.help} (default: {of_model}{shown.lower() if item.base is bool else shown})"
 
 
 class Noted(argparse.Action):
-    """Notes each flag with its value, in their order, as `given`: `collect` reads them."""
+    """Records each flag with its value, in order, in `given`, which `collect` reads."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        """Called where the flag is, or a positional argument is or lacks."""
+        """Called where the flag or positional argument appears, or a positional one is absent."""
         given: list[tuple[str, Any]] = getattr(namespace, "given", [])
-        if values == []:  # a switch, or no value of one of vLLM's
+        if values == []:  # a switch, or a flag of vLLM's without a value
             values = not (option_string or "").startswith("--no-")
-        if self.nargs == "+":  # each time there are more
+        if self.nargs == "+":  # once for each value
             values = [*dict(given).get(self.dest, ()), *values]
             given = [item for item in given if item[0] != self.dest]
         if values is not None:
@@ -119,7 +121,9 @@ class Noted(argparse.Action):
 
 
 def add_flags(parser: argparse._ActionsContainer, flags: Flags) -> None:
-    """Add flags to an argparse parser; help shows none of a role. Values stay text: `collect` checks them."""
+    """Add flags to an argparse parser; those of a role are hidden from help. Values stay text: `collect` checks
+    them.
+    """
     for name, item in flags.items():
         shown = with_default(item).replace("%", "%%") if name == item.name else argparse.SUPPRESS
         nargs = 0 if item.base is bool else "+" if item.is_map or item.is_list else None
@@ -129,7 +133,7 @@ def add_flags(parser: argparse._ActionsContainer, flags: Flags) -> None:
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Add those of vLLM's flags that have no counterpart; help shows none. `collect` accepts or refuses them."""
+    """Add vLLM's flags that have no counterpart, hidden from help. `collect` accepts or refuses them."""
     for name, theirs in UNSUPPORTED.items():
         if _as_flag(name) not in parser._option_string_actions:
             _add(parser, name, 0 if theirs.is_switch else None if theirs.neutral else "*")
@@ -152,17 +156,17 @@ def collect(
     known_variables: Collection[str] = (),
     file: Path | None = None,
 ) -> dict[str, Any]:
-    """The values that were given anywhere, by option name, checked and converted.
+    """The values given in any source, by option name, checked and converted.
 
     Args:
-        arguments: what the command line says: `given` has the flags and their values.
+        arguments: the parsed command line; `given` has the flags and their values.
         environment: where PDKV_* variables are looked up (default: this process's).
-        known_variables: PDKV_* variables that are no option here and yet no mistake.
+        known_variables: PDKV_* variables that are not options here but not mistakes either.
         file: a TOML, YAML or JSON file of option names and values.
 
     Raises:
-        ConfigError: an unknown key or PDKV_* variable, a value of the wrong kind, two values of one option under
-            two names in one place, or an unreadable file.
+        ConfigError: an unknown key or PDKV_* variable, a value of the wrong kind, one option given under two names in
+            one source, or an unreadable file.
     """
     others = {API_KEY, STORE_SIGN_KEY, ISA, *known_variables} - variables_of(flags)
     values: dict[str, Any] = {}
@@ -192,7 +196,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
             table = json.loads(text, object_pairs_hook=_table) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # of json, tomllib, YAML and decode()
+    except (ValueError, RecursionError) as error:  # raised by json, tomllib, YAML and decode()
         raise ConfigError(f"{path}: malformed: {error}") from None
     if not isinstance(table, dict) or not all(isinstance(key, str) for key in table):
         raise ConfigError(f"{path}: a table of options was expected, got {type(table).__name__}")
@@ -213,7 +217,7 @@ def _read_yaml(text: str) -> Any:
 
 
 def _table(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Raises ValueError for a key that is there twice."""
+    """A mapping node as a table. Raises ValueError for a repeated key."""
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
@@ -225,7 +229,7 @@ CONNECTOR_CONFIG = "--connector-config"
 
 
 def connector_options(texts: Sequence[str]) -> dict[str, str]:
-    """The options of --connector-config where there is only the flag; warns of a password. Raises ConfigError."""
+    """Options from --connector-config alone; warns of a password. Raises ConfigError."""
     warn_of_secrets(CONNECTOR_CONFIG, texts)
     try:
         return parse_pairs(list(texts))
@@ -234,14 +238,14 @@ def connector_options(texts: Sequence[str]) -> dict[str, str]:
 
 
 def warn_of_given_secrets(arguments: argparse.Namespace) -> None:
-    """Warn of passwords on the command line, once an option."""
+    """Warn of passwords on the command line, once per option."""
     for name, value in getattr(arguments, "given", ()):
         if name in ("connector_config", "kv_store"):
             warn_of_secrets(_as_flag(name), value if isinstance(value, list) else [value])
 
 
 def warn_of_secrets(flag: str, texts: Sequence[str]) -> None:
-    """Warn, once, if the flag has a password on the command line. `texts`: KEY=URL or a URL alone."""
+    """Warn, once, if the flag has a password on the command line. `texts`: KEY=URL or only a URL."""
     text = next((text for text in texts if has_secret(text)), None)
     if text is not None:
         key, separator, _ = text.partition("=")
@@ -254,14 +258,14 @@ def warn_of_secrets(flag: str, texts: Sequence[str]) -> None:
 
 
 def build(config: type[Config], values: Mapping[str, Any], *, role: str = "") -> Config:
-    """Make a configuration from collected values; with `role`, the values of that role come first.
+    """Make a configuration from collected values; with `role`, that role's values take precedence.
 
     Raises:
         ConfigError: the dataclass refuses a value.
     """
     for name, wanted in options_of(config).items():
         if wanted.required and name not in values:
-            raise ConfigError(f"--{name.replace('_', '-')} {wanted.metavar} is needed: {wanted.help}")
+            raise ConfigError(f"--{name.replace('_', '-')} {wanted.metavar} is required: {wanted.help}")
     fields = {name: values[name] for name in options_of(config) if name in values}
     if role:
         fields |= {name: values[f"{role}_{name}"] for name in options_of(config) if f"{role}_{name}" in values}

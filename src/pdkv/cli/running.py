@@ -1,4 +1,4 @@
-"""Which of the running launches a command is about."""
+"""Finds the running launch that a command is about."""
 
 import argparse
 import asyncio
@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 
 def add_run_flag(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
-    """Add --run to a command. `default`: argparse.SUPPRESS below a command that has it, too."""
+    """Add --run to a command. `default`: argparse.SUPPRESS for a subcommand whose parent has the flag, too."""
     parser.add_argument(
         "--run",
         dest="run_name",
         metavar="NAME",
         default=default,
-        help="which launch, where several run: its port, URL, pid or run directory",
+        help="which launch, if several run: its port, URL, pid or run directory",
     )
 
 
 def find_run(arguments: argparse.Namespace) -> Path:
-    """The run directory of `find_launch`."""
+    """The run directory of the launch that `find_launch` finds."""
     return Path(find_launch(arguments).path)
 
 
 def find_launch(arguments: argparse.Namespace) -> RunInfo:
-    """The launch that is meant.
+    """The launch that the command is about.
 
     Raises:
-        StartupError: none runs.
-        ConfigError: several run, or none that is called so.
+        StartupError: no launch is running.
+        ConfigError: several are running, or none has the given name.
     """
     launches = running_launches()
     if not launches:
         raise StartupError(
-            f"no launch of this user is ready: {run_root()} has no run directory of one (a launch with another TMPDIR "
-            "is found with the same TMPDIR)"
+            f"no launch of this user is ready: {run_root()} holds no run directory (a launch that was started with "
+            "another TMPDIR is found only with the same TMPDIR)"
         )
     if arguments.run_name is None and len(launches) == 1:
         return launches[0]
@@ -51,23 +51,23 @@ def find_launch(arguments: argparse.Namespace) -> RunInfo:
         return found[0]
     known = "; ".join(map(_describe, launches))
     if arguments.run_name is None:
-        raise ConfigError(f"{len(launches)} launches run: name one by --run PORT: {known}")
-    raise ConfigError(f"--run: no launch is called {arguments.run_name!r}; running: {known}")
+        raise ConfigError(f"{len(launches)} launches are running: name one with --run PORT: {known}")
+    raise ConfigError(f"--run: no launch is named {arguments.run_name!r}; running: {known}")
 
 
 def say(text: str) -> None:
-    """What is being done; the result goes to standard output."""
+    """Print progress to standard error; results go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 def check_seconds(flag: str, seconds: float | None) -> None:
-    """Raises ConfigError for a duration that the router would not wait for."""
+    """Raise ConfigError for a duration longer than the router would wait."""
     if seconds is not None and not 0 <= seconds <= MAX_WAIT_S:
         raise ConfigError(f"{flag}: a number of seconds from 0 to {MAX_WAIT_S:g} was expected, got {seconds:g}")
 
 
 def ask_router(arguments: argparse.Namespace, call: "Callable[[RouterAdmin], Awaitable[Any]]") -> Any:
-    """What the router of the launch that is meant answers."""
+    """The answer of the launch's router."""
     from pdkv.launch.router_admin import RouterAdmin
 
     async def ask() -> Any:
@@ -77,14 +77,14 @@ def ask_router(arguments: argparse.Namespace, call: "Callable[[RouterAdmin], Awa
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Rows of cells, the first one a heading."""
+    """Print rows of cells as a table; the first row is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def engine_state(engine: dict[str, Any]) -> str:
-    """Of an engine as the router describes it, for people."""
+    """The state of an engine, as the router describes it, in words."""
     if engine["drained"]:
         return "drained"
     return "draining" if engine["draining"] else str(engine["state"])

@@ -11,7 +11,7 @@ from pdkv.errors import ConfigError
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add both to the `pd` parser."""
-    summary = "have more or fewer engines in a running launch"
+    summary = "change the number of engines of a running launch"
     parser = commands.add_parser(
         "scale",
         help=summary,
@@ -19,16 +19,17 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         description=f"{capitalized(summary)}. New ones are started as those that the launch began with; the newest go "
         "first, each when it has no request any more. Where all engines are aggregated, --decode says how many.",
     )
-    parser.add_argument("--prefill", type=int, metavar="N", help="number of engines whose role is prefill")
-    parser.add_argument("--decode", type=int, metavar="M", help="number of engines whose role is decode")
+    parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill engines")
+    parser.add_argument("--decode", type=int, metavar="M", help="number of decode engines")
     parser.set_defaults(run=run_scale)
     summary = "restart the engines of a running launch one after the other"
     restart = commands.add_parser(
         "restart",
         help=summary,
         usage="pd restart --rolling [--drain-s SECONDS] [--run NAME]",
-        description=f"{capitalized(summary)}: each is drained, stopped, started and awaited before the next. For the "
-        "only engine of a role, one of the other role stands in meanwhile. The router is not restarted.",
+        description=f"{capitalized(summary)}: each engine is drained, stopped, started and ready before the next "
+        "one is touched. While the only engine of a role is away, one of the other role stands in for it. The "
+        "router is not restarted.",
     )
     restart.add_argument("--rolling", action="store_true", help="one after the other; there is no other way")
     restart.set_defaults(run=run_restart)
@@ -42,11 +43,11 @@ def run_scale(arguments: argparse.Namespace) -> int:
     from pdkv.launch.control import Scale, give_order
 
     if arguments.prefill is None and arguments.decode is None:
-        raise ConfigError("say how many: --prefill N, --decode M, or both")
+        raise ConfigError("expected --prefill N, --decode M, or both")
     for role in ("prefill", "decode"):
         count = getattr(arguments, role)
         if count is not None and count < 1:
-            raise ConfigError(f"--{role} must be at least 1, got {count}: to have none, stop the launch")
+            raise ConfigError(f"--{role} must be at least 1, got {count}: to have no engines, stop the launch")
     check_seconds("--drain-s", arguments.drain_s)
     order = Scale(arguments.prefill, arguments.decode, arguments.drain_s)
     print(asyncio.run(give_order(find_run(arguments), order, say)))
@@ -58,7 +59,9 @@ def run_restart(arguments: argparse.Namespace) -> int:
     from pdkv.launch.control import Restart, give_order
 
     if not arguments.rolling:
-        raise ConfigError("say --rolling: engines are restarted one after the other (else stop the launch)")
+        raise ConfigError(
+            "--rolling is required: engines are restarted one after the other (to stop them all, stop the launch)"
+        )
     check_seconds("--drain-s", arguments.drain_s)
     print(asyncio.run(give_order(find_run(arguments), Restart(arguments.drain_s), say)))
     return 0

@@ -1,4 +1,4 @@
-"""`pd status` and `pd stop`: how a running launch does, and its end."""
+"""`pd status` and `pd stop`: show how a running launch is doing, and stop it."""
 
 import argparse
 import os
@@ -16,21 +16,25 @@ if TYPE_CHECKING:
     from pdkv.launch.router_admin import RouterAdmin
 
 _WAIT_S = 60.0
-"""How long `pd stop` waits unless told: twice what a launch gives its requests by default."""
+"""How long `pd stop` waits by default: twice as long as a launch gives its requests by default."""
 
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add both to the `pd` parser."""
+    """Add both commands to the `pd` parser."""
     summary = "show the requests, rates, queue and KV use of a running launch"
     status = commands.add_parser("status", help=summary, description=f"{capitalized(summary)}.")
     status.add_argument(
-        "--interval-s", type=float, default=1.0, metavar="SECONDS", help="over which rates are taken (default: 1)"
+        "--interval-s",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="seconds over which rates are measured (default: 1)",
     )
     add_run_flag(status)
     status.set_defaults(run=run_status)
     summary = "stop a running launch once its requests have finished"
     stop = commands.add_parser(
-        "stop", help=summary, description=f"{capitalized(summary)}, as Ctrl-C does. Exit code 1: it still runs."
+        "stop", help=summary, description=f"{capitalized(summary)}, like Ctrl-C. Exit code 1: it is still running."
     )
     stop.add_argument("--now", action="store_true", help="cut requests that still run, as a second Ctrl-C does")
     stop.add_argument(
@@ -61,7 +65,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     begun = rate("pdkv_generations_started_total")
     print(f"requests: {running:.0f} in flight, {queued:.0f} of their choices queued, {begun} begun")
     tokens = rate("pdkv_time_to_first_token_seconds_count", "pdkv_inter_token_seconds_count")
-    print(f"tokens: {tokens} out, {rate('pdkv_prompt_tokens_total')} of prompts of finished requests")
+    print(f"tokens: {tokens} out, {rate('pdkv_prompt_tokens_total')} in prompts of finished requests")
     rows = [("NAME", "ROLE", "STATE", "RUNNING", "WAITING", "KV USED", "KV CACHED")]
     rows += [
         (e["name"], e["role"], engine_state(e), str(e["running"]), str(e["waiting"]), *_kv_use(e["blocks"]))
@@ -72,7 +76,7 @@ def run_status(arguments: argparse.Namespace) -> int:
 
 
 def _kv_use(blocks: dict[str, int] | None) -> tuple[str, str]:
-    """Shares of a pool that requests and transfers hold, and that only keep prefixes."""
+    """Shares of a pool held by requests and transfers, and by cached prefixes alone."""
     if not blocks or not blocks["total"]:
         return "-", "-"
     idle = blocks["free"] + blocks["cached"]
@@ -87,17 +91,20 @@ def run_stop(arguments: argparse.Namespace) -> int:
         ended = _end(launch, now=arguments.now, wait_s=arguments.wait_s)
     except ProcessLookupError:
         ended = True
-    print(f"{launch.url} {'has stopped' if ended else f'still runs after {arguments.wait_s:g} s'} (pid {launch.pid})")
+    print(
+        f"{launch.url} {'has stopped' if ended else f'is still running after {arguments.wait_s:g} s'} (pid "
+        f"{launch.pid})"
+    )
     return int(not ended)
 
 
 def _end(launch: RunInfo, *, now: bool, wait_s: float) -> bool:
-    """Whether the launcher has ended within `wait_s` of a SIGTERM, or with `now` of two."""
+    """Whether the launcher ended within `wait_s` of a SIGTERM, or of two with `now`."""
     process = os.pidfd_open(launch.pid)
     try:
-        if launch not in running_launches():  # its pid may be another process by now
+        if launch not in running_launches():  # its pid may belong to another process by now
             raise StartupError(f"the launch with pid {launch.pid} has just ended")
-        for number in (signal.SIGTERM, signal.SIGINT)[: 1 + now]:  # two of one kind could arrive as one
+        for number in (signal.SIGTERM, signal.SIGINT)[: 1 + now]:  # two signals of one kind could be merged into one
             signal.pidfd_send_signal(process, number)
         poll = select.poll()
         poll.register(process, select.POLLIN)

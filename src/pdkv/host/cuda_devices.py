@@ -1,4 +1,4 @@
-"""Which CUDA devices this process sees, as far as that can be told without torch."""
+"""Counts the CUDA devices that this process sees, as far as that is known without torch."""
 
 import os
 from pathlib import Path

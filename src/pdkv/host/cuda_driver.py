@@ -1,7 +1,7 @@
-"""The calls of the CUDA driver that torch has none for: memory that other processes map, and how much of it there is.
+"""CUDA driver calls that torch does not offer: memory that other processes map, and its size.
 
 By ctypes, since libcuda.so.1 has one name and one interface whatever version of CUDA torch was built with. torch's own
-allocator does not do: it hands out parts of segments, and cannot export the expandable ones.
+allocator is not enough: it hands out parts of segments, and cannot export expandable ones.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 
 HANDLE_BYTES = 64
-"""Of what another process opens an allocation by."""
+"""Size of the handle by which another process opens an allocation."""
 
 _LAZY_ENABLE_PEER_ACCESS = 1  # cuda.h: CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
@@ -46,7 +46,7 @@ _SIGNATURES = {
 
 
 def allocate(device: int, num_bytes: int) -> int:
-    """The address of memory of its own, aligned to 256 bytes, not zeroed. Raises CudaDriverError."""
+    """Allocate memory, aligned to 256 bytes, not zeroed; returns its address. Raises CudaDriverError."""
     pointer = _Pointer()
     with _context(device):
         _call("cuMemAlloc_v2", ctypes.byref(pointer), num_bytes)
@@ -54,13 +54,13 @@ def allocate(device: int, num_bytes: int) -> int:
 
 
 def free(device: int, address: int) -> None:
-    """Give an allocation back. Raises CudaDriverError."""
+    """Free an allocation. Raises CudaDriverError."""
     with _context(device):
         _call("cuMemFree_v2", address)
 
 
 def export_memory(device: int, address: int) -> bytes:
-    """What another process on this host opens an allocation by. Raises CudaDriverError."""
+    """The handle by which another process on this host opens an allocation. Raises CudaDriverError."""
     handle = _IpcHandle()
     with _context(device):
         _call("cuIpcGetMemHandle", ctypes.byref(handle), address)
@@ -68,10 +68,10 @@ def export_memory(device: int, address: int) -> bytes:
 
 
 def open_memory(device: int, handle: bytes) -> int:
-    """Map an allocation of another process for a device, which may be another one than it is on.
+    """Map an allocation of another process for a device, which may differ from the one it is on.
 
     Raises:
-        CudaDriverError: it is gone, cannot be reached from that device, or is this process' own.
+        CudaDriverError: it is gone, cannot be reached from that device, or is this process's own.
     """
     pointer = _Pointer()
     with _context(device):
@@ -85,13 +85,13 @@ def open_memory(device: int, handle: bytes) -> int:
 
 
 def close_memory(device: int, address: int) -> None:
-    """Unmap what `open_memory` has mapped. Raises CudaDriverError."""
+    """Unmap an allocation opened by `open_memory`. Raises CudaDriverError."""
     with _context(device):
         _call("cuIpcCloseMemHandle", address)
 
 
 def size_from(device: int, address: int) -> int:
-    """Bytes of the allocation from an address in it on, by the driver's own books. Raises CudaDriverError."""
+    """Bytes of the allocation from an address in it on, according to the driver. Raises CudaDriverError."""
     base, size = _Pointer(), ctypes.c_size_t()
     with _context(device):
         _call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
@@ -100,7 +100,7 @@ def size_from(device: int, address: int) -> int:
 
 @contextmanager
 def _context(device: int) -> Iterator[None]:
-    """The device's primary context, which torch uses, too, as this thread's."""
+    """Make the device's primary context, which torch uses, too, this thread's context."""
     _call("cuCtxPushCurrent_v2", _primary_context(device))
     try:
         yield
@@ -120,7 +120,7 @@ def _primary_context(device: int) -> int:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """Raises CudaDriverError where there is none."""
+    """Load the driver. Raises CudaDriverError if there is none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -134,7 +134,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Raises CudaDriverError where the driver says anything but success."""
+    """Make a call. Raises CudaDriverError unless the driver reports success."""
     driver = _driver()
     if code := getattr(driver, name)(*arguments):
         reason = ctypes.c_char_p()

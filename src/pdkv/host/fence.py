@@ -1,4 +1,4 @@
-"""The order of memory accesses, for tables that other processes read without a lock."""
+"""Ordering of memory accesses, for tables that other processes read without a lock."""
 
 import threading
 

@@ -7,16 +7,16 @@ import threading
 
 
 class FileLock:
-    """flock(2) on a descriptor that it owns from now on. Used by one thread, but for `give_up`.
+    """flock(2) on a descriptor that it owns from now on. Used by one thread, except for `give_up`.
 
-    The kernel's wait has no deadline, so a daemon thread waits; one that gets the lock too late lets go at once.
+    The kernel's wait has no deadline, so a daemon thread waits; one that gets the lock too late releases it at once.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._state = threading.Lock()  # guards the flags
         self._locked = False
-        self._over = False  # nobody wants it any more: who waits closes the descriptor
+        self._over = False  # no longer wanted: the waiting thread closes the descriptor
         self._changed = threading.Event()
 
     def acquire(self, timeout_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""Huge pages: for memory that other processes copy from or to, and for what every step reads.
+"""Huge pages, for memory that other processes copy from or to, and for data that every step reads.
 
 The kernel pins memory page by page: a copy between processes takes half the time with pages of 2 MiB. And a processor
 looks up every page that it reads: decode steps over weights and KV in pages of 4 KiB took a sixth longer.
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 _HUGE_BYTES = 2 * 1024 * 1024
 _REGION_BYTES = 64 * 1024 * 1024
-_ALIGNMENT = 64  # of what is taken: a line of a cache
+_ALIGNMENT = 64  # alignment of allocations: a cache line
 _MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1
 
 
 def use_huge_pages(address: int, num_bytes: int) -> bool:
-    """Put private memory into huge pages, now and what is touched later; its content stays. False: as it was.
+    """Put private memory into huge pages, including pages touched later; its content stays. False: nothing changed.
 
-    Only whole huge pages inside of the region are taken. Takes as long as a copy of what is in the region.
+    Only whole huge pages inside of the region are used. Takes as long as a copy of the region's content.
     """
     first = -(-address // _HUGE_BYTES) * _HUGE_BYTES
     size = (address + num_bytes) // _HUGE_BYTES * _HUGE_BYTES - first
@@ -39,9 +39,9 @@ def use_huge_pages(address: int, num_bytes: int) -> bool:
 
 
 class HugeMemory:
-    """Memory for what is kept and read again and again, as weights: side by side, in huge pages where there are any.
+    """Memory for data that is kept and read again and again, such as weights, in huge pages if available.
 
-    What is small by itself lies in a region with others. A region goes back to the system when nothing of it is held.
+    Small allocations share a region. A region is returned to the system when none of its allocations is held.
     """
 
     def __init__(self) -> None:
@@ -50,13 +50,15 @@ class HugeMemory:
         self._used = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """So many bytes of 0 at a multiple of 64, for as long as somebody holds them. Raises OSError: no memory."""
+        """Take zeroed bytes at a multiple of 64, which live as long as they are referenced. Raises OSError: no
+        memory.
+        """
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             region = None if self._region is None else self._region()
             if region is None or self._used + size > len(region):
                 region = _map(max(size, _REGION_BYTES))
-                if size > _REGION_BYTES // 2:  # the rest of the region before is for smaller ones
+                if size > _REGION_BYTES // 2:  # the rest of the previous region is for smaller ones
                     return memoryview(region)[:num_bytes]
                 self._region, self._used = weakref.ref(region), 0
             start, self._used = self._used, self._used + size

@@ -22,15 +22,15 @@ def set_process_name(name: str) -> None:
 
 
 def become_subreaper() -> None:
-    """Orphaned descendants become children of this process, which can then wait for them."""
+    """Make orphaned descendants children of this process, which can then wait for them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
 def continue_when_orphaned() -> None:
-    """Should the parent end, this process is continued if it is stopped then, and can see that for itself."""
+    """Have this process continued, if it is stopped, when its parent ends, so that it can notice that itself."""
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
 
 
 def die_with_parent() -> None:
-    """This process is killed when the thread that forked it ends, even if it is stopped then."""
+    """Have this process killed when the thread that forked it ends, even if it is stopped then."""
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))

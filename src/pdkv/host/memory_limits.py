@@ -2,8 +2,8 @@
 
 Read from /proc/meminfo, /proc/vmstat and the cgroups.
 
-`posix_fallocate` of a KV pool that does not fit does not fail: it takes the machine's memory until the kernel kills
-somebody. So every pool is compared with what is available before a byte of it is allocated.
+`posix_fallocate` of a KV pool that does not fit does not fail: it takes the machine's memory until the kernel kills a
+process. So every pool is compared with the available memory before a byte of it is allocated.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from pdkv.errors import ConfigError
 
 RESERVE_FRACTION = 0.03
 MAX_RESERVE_BYTES = 1 << 30
-"""What is left to everything else: 3 % of what is available, at most 1 GiB."""
+"""Memory left for everything else: 3 % of what is available, at most 1 GiB."""
 
 LEAST_POOL_BYTES = 256 << 20
 """KV pool, at least, of an engine that computes on the CPU and was told no size."""
@@ -24,19 +24,19 @@ _NO_LIMIT_BYTES = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple
 
 
 class MemoryBound(NamedTuple):
-    """The tightest bound on what a process may still allocate."""
+    """The tightest limit on what a process may still allocate."""
 
     available_bytes: int
     source: str  # such as "MemAvailable", or the cgroup's limit file
 
     @property
     def usable_bytes(self) -> int:
-        """What may be taken: `available_bytes` less the reserve."""
+        """Bytes that may be used: `available_bytes` less the reserve."""
         return self.available_bytes - min(int(self.available_bytes * RESERVE_FRACTION), MAX_RESERVE_BYTES)
 
 
 def available_memory(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> MemoryBound | None:
-    """The least of MemAvailable and what each cgroup of this process has left; None where neither can be read."""
+    """The least of MemAvailable and the rest of each cgroup of this process; None if neither can be read."""
     bounds = [*_meminfo(proc), *_cgroup_bounds(proc, cgroups)]
     return min(bounds, default=None)
 
@@ -45,7 +45,7 @@ def check_host_memory(num_bytes: int, what: str) -> None:
     """Refuse an allocation for which the host has too little memory.
 
     Args:
-        what: what the bytes are for and how to need fewer, such as "2 KV pools of 1 GiB (--kv-cache-memory)".
+        what: the purpose of the bytes and the option to reduce them, such as "2 KV pools of 1 GiB (--kv-cache-memory)".
 
     Raises:
         ConfigError: `num_bytes` exceed the usable memory; names both.
@@ -53,8 +53,8 @@ def check_host_memory(num_bytes: int, what: str) -> None:
     bound = available_memory()
     if bound is not None and num_bytes > bound.usable_bytes:
         raise ConfigError(
-            f"{what} need {format_bytes(num_bytes)} of host memory, but only {format_bytes(bound.usable_bytes)} can be "
-            f"used ({bound.source}: {format_bytes(bound.available_bytes)} available)"
+            f"{what} need {format_bytes(num_bytes)} of host memory, but only {format_bytes(bound.usable_bytes)} can "
+            f"be used ({bound.source}: {format_bytes(bound.available_bytes)} available)"
         )
 
 

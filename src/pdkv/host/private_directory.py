@@ -1,6 +1,6 @@
-"""A directory whose files this process trusts: it belongs to this user, and nobody else may write to it.
+"""A directory with files that this process trusts: it belongs to this user, and only this user may write to it.
 
-It is held open, and every name is looked up in what is open: whatever its path is made to mean later gains nothing.
+It is held open, and names are looked up in the open directory: redirecting its path later has no effect.
 """
 
 import contextlib
@@ -22,10 +22,12 @@ _NO_FILE_OF_OURS = (errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.EISDIR, errno.
 
 
 class PrivateDirectory:
-    """Methods raise OSError where nothing else is said. Threads may share it; none is in a call when it is closed."""
+    """A private directory. Methods raise OSError unless stated otherwise. Threads may share it; close it only when no
+    thread is in a call.
+    """
 
     def __init__(self, path: str | Path, what: str) -> None:
-        """Made, mode 0700, where it is missing. `what` names it in messages, such as "file store".
+        """The directory is created with mode 0700 if it is missing. `what` names it in messages, such as "file store".
 
         Raises:
             ConfigError: it cannot be made, read or written, is not this user's, others may write to it, or its path
@@ -43,7 +45,7 @@ class PrivateDirectory:
             raise ConfigError(f"{what} {self.path}: {error.strerror}") from None
 
     def reopen_if_removed(self) -> None:
-        """If the directory was removed, and there is one again under its path, go on in that one.
+        """If the directory was removed, and there is a new one under its path, continue in that one.
 
         Raises:
             ConfigError: the new one is refused.
@@ -52,11 +54,13 @@ class PrivateDirectory:
             if os.fstat(self.fd).st_nlink:
                 return
         except OSError as error:
-            if error.errno != errno.ESTALE:  # of NFS
+            if error.errno != errno.ESTALE:  # on NFS
                 raise
         with self._lock, contextlib.suppress(FileNotFoundError):
             again = self._open()
-            os.dup2(again, self.fd, inheritable=False)  # at once for all threads, whose calls name the number
+            os.dup2(
+                again, self.fd, inheritable=False
+            )  # at once for all threads, which use the descriptor's number in calls
             os.close(again)
 
     def is_file(self, name: str) -> bool:
@@ -67,12 +71,12 @@ class PrivateDirectory:
             return False
 
     def open(self, name: str, flags: int = os.O_RDONLY) -> int | None:
-        """A descriptor of this user's regular file; waits for nobody.
+        """A descriptor of this user's regular file; never waits.
 
-        None: something else has the name, a link, FIFO, socket, device, directory or another user's file.
+        None: the name belongs to a link, FIFO, socket, device, directory or another user's file.
 
         Raises:
-            FileNotFoundError: nothing has it.
+            FileNotFoundError: the name does not exist.
         """
         try:
             fd = os.open(name, flags | _OPEN_FILE, dir_fd=self.fd)
@@ -90,7 +94,7 @@ class PrivateDirectory:
         return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FILE, 0o600, dir_fd=self.fd)
 
     def write(self, name: str, data: bytes) -> None:
-        """Give a name this content, at once and whole; nothing is left of a write that fails."""
+        """Write a file with this name and content atomically; a failed write leaves nothing behind."""
         temporary = f".{name}-{secrets.token_hex(4)}"
         try:
             with os.fdopen(self.create(temporary), "wb") as file:
@@ -101,23 +105,23 @@ class PrivateDirectory:
             raise
 
     def rename(self, name: str, new_name: str) -> None:
-        """Takes the place of what has the new name, at once."""
+        """Rename, atomically replacing an existing file."""
         os.rename(name, new_name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def remove(self, name: str) -> None:
-        """Remove what has the name, if anything; a directory only if it is empty."""
+        """Remove a file if it exists; a directory only if it is empty."""
         try:
             os.unlink(name, dir_fd=self.fd)
         except FileNotFoundError:
             return
-        except (IsADirectoryError, PermissionError):  # the latter from other systems than Linux
+        except (IsADirectoryError, PermissionError):  # the latter on systems other than Linux
             with contextlib.suppress(OSError):
                 os.rmdir(name, dir_fd=self.fd)
 
     @contextlib.contextmanager
     def entries(self) -> Iterator[Iterator[os.DirEntry[str]]]:
-        """What is in it. The entries' `stat` must not follow links."""
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)  # with a position of its own
+        """The entries of the directory. Their `stat` must not follow links."""
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.fd)  # with its own position
         try:
             with os.scandir(fd) as found:
                 yield found
@@ -129,7 +133,7 @@ class PrivateDirectory:
         self._close()
 
     def _open(self) -> int:
-        """Raises ConfigError for a directory that is not only this user's."""
+        """Open the directory. Raises ConfigError for one that is not only this user's."""
         try:
             fd = os.open(self.path, _OPEN_DIRECTORY)
         except OSError:

@@ -4,20 +4,20 @@ from pathlib import Path
 
 
 def process_start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot, None if there is no such process (a zombie counts as none).
+    """Start of a process in clock ticks since boot; None if there is no such process (a zombie does not count).
 
-    With it a pid names one process: another one that gets the number later has another start.
+    Together with the pid it identifies a process: another one with the same number has another start.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    fields = text.rpartition(")")[2].split()  # the command's name may hold spaces and brackets
+    fields = text.rpartition(")")[2].split()  # the command's name may contain spaces and brackets
     return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def process_name(pid: int) -> str:
-    """As `set_process_name` set it, 15 bytes at most; "" where there is no such process. A zombie has one, too."""
+    """The name set by `set_process_name`, 15 bytes at most; "" if there is no such process. A zombie has one, too."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().rstrip("\n")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Reads another process' memory: one copy, which this process makes and for which that one need not run.
+"""Reads another process's memory with one copy, made by this process while the other one need not run.
 
 The kernel allows it to processes of the same user (and, with Yama's ptrace_scope, to its parents only).
 """
@@ -15,16 +15,16 @@ import numpy.typing as npt
 from pdkv.host.process_info import process_start_time
 
 MAX_PIECES = 1024
-"""Of one call: the kernel's UIO_MAXIOV."""
+"""Pieces of one call: the kernel's UIO_MAXIOV."""
 
 Addresses = npt.NDArray[np.int64]
 
 
 class ProcessMemory:
-    """The memory of one process, told from another one that gets its number later. Threads may share it."""
+    """The memory of one process, distinguished from a later one with the same number. Threads may share it."""
 
     def __init__(self, pid: int, start_time: int) -> None:
-        """Raises ProcessLookupError where that process is not there, and OSError where this one lacks a descriptor."""
+        """Raises ProcessLookupError if the process does not exist, and OSError if this one lacks a descriptor."""
         self._pid = pid
         self._pidfd = os.pidfd_open(pid)
         if process_start_time(pid) != start_time:
@@ -32,14 +32,13 @@ class ProcessMemory:
             raise ProcessLookupError(errno.ESRCH, f"process {pid} is another one now")
 
     def read(self, target: Addresses, source: Addresses, sizes: Addresses | int) -> None:
-        """Copy `sizes[i]` bytes of its memory from source[i] on to this process' memory at target[i].
+        """Copy `sizes[i]` bytes of its memory from source[i] on to this process's memory at target[i].
 
-        Nothing vouches for what was read unless the process `is_alive` afterwards.
+        The data is only valid if the process `is_alive` afterwards.
 
         Raises:
-            PermissionError: the kernel does not allow it.
-            ProcessLookupError: the process has ended.
-            OSError: it has no such memory (EFAULT), or something else is amiss.
+            PermissionError: the kernel does not allow it. ProcessLookupError: the process has ended. OSError: it has no
+                such memory (EFAULT), or another error.
         """
         sizes = np.broadcast_to(np.asarray(sizes, dtype=np.int64), target.shape)
         starts = _run_starts(target, source, sizes)
@@ -50,23 +49,23 @@ class ProcessMemory:
             local, remote = (vector[first : first + MAX_PIECES] for vector in vectors)
             wanted = int(totals[first : first + MAX_PIECES].sum())
             copied = _readv()(self._pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
-            if copied != wanted:  # a part of it: what comes next is not there
+            if copied != wanted:  # only a part of it: the rest does not exist
                 number = ctypes.get_errno() if copied < 0 else errno.EFAULT
                 raise OSError(number, f"{max(copied, 0)} of {wanted} bytes of process {self._pid}")
 
     def is_alive(self) -> bool:
-        """Whether the process still runs, so that all that was read before was its own memory."""
-        poll = select.poll()  # one each: two threads may not use it at once
+        """Whether the process is still running, so that everything read before was its own memory."""
+        poll = select.poll()  # one each: two threads must not use it at once
         poll.register(self._pidfd, select.POLLIN)
         return not poll.poll(0)
 
     def close(self) -> None:
-        """Give the descriptor back. Nobody reads any more."""
+        """Close the descriptor, once no thread reads any more."""
         os.close(self._pidfd)
 
 
 def _run_starts(target: Addresses, source: Addresses, sizes: Addresses) -> Addresses:
-    """Where a piece does not go on, on both sides, where the one before it ends."""
+    """Positions at which a piece does not continue the previous one on both sides."""
     breaks = np.ones(target.size, dtype=np.bool_)
     breaks[1:] = (np.diff(target) != sizes[:-1]) | (np.diff(source) != sizes[:-1])
     return np.flatnonzero(breaks).astype(np.int64)

@@ -1,4 +1,4 @@
-"""How many sockets and files a process may have open, and how many connections may wait to be accepted."""
+"""Limits of open sockets and files, and of connections that wait to be accepted."""
 
 import resource
 
@@ -7,7 +7,7 @@ LISTEN_BACKLOG = 4096
 
 
 def raise_open_files_limit() -> int:
-    """Make the soft limit on open files the hard one, for this process and those that it starts; returns it."""
+    """Raise the soft limit on open files to the hard one, for this process and its children; returns it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

@@ -1,15 +1,17 @@
-"""Connections that have not said yet who they are: of a crowd the oldest go, so that peers get in."""
+"""Connections that are not authenticated yet: if there are too many, the oldest are closed, so that peers get in."""
 
 from collections.abc import Mapping
 from typing import Protocol, TypeVar
 
 MAX_STRANGERS = 128
 MAX_STRANGERS_PER_SOURCE = 96
-"""One host, or one user of this one, leaves others some room; and as many peers as have links may come at once."""
+"""The most unauthenticated connections of one host, or one user of this one, so that others have room; as many peers as
+have links may come at once.
+"""
 
 
 class Stranger(Protocol):
-    """One of them."""
+    """A connection that is not authenticated."""
 
     @property
     def source(self) -> str:
@@ -20,10 +22,10 @@ Key = TypeVar("Key")
 
 
 def who_makes_room(strangers: Mapping[Key, Stranger], source: str) -> tuple[Key, str] | None:
-    """Who has to go before one more of a source comes, and why: the oldest of the same one, or the oldest of all.
+    """The connection to close before one more of a source is admitted, and why: the source's oldest, or the oldest of
+    all.
 
-    Args:
-        strangers: the oldest first.
+    Args: strangers: oldest first.
     """
     same = [key for key, stranger in strangers.items() if stranger.source == source]
     if len(same) >= MAX_STRANGERS_PER_SOURCE:

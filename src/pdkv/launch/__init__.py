@@ -1,1 +1,1 @@
-"""The one place that spawns processes: fork server, supervision, life lines."""
+"""Everything that spawns processes: fork server, supervision, lifelines."""

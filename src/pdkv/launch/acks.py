@@ -1,4 +1,4 @@
-"""The child's side of its start: progress, ready, or why not."""
+"""A child's reports during its start: progress, ready, or the reason for a failure."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class StartGivenUp(Exception):
-    """Nobody reads the acks any more: the launcher has given this start up."""
+    """The acks are no longer read: the launcher has given this start up."""
 
 
 class Acknowledger:
@@ -23,7 +23,7 @@ class Acknowledger:
         self.answered = False  # whether the last ack was given
 
     def wait_known(self) -> None:
-        """Return when the launcher knows this process. It may never: then the socket's end comes, and nothing else."""
+        """Wait until the launcher knows this process. If it never does, only the socket's end arrives."""
         try:
             known = os.read(self._fd, len(KNOWN))
         except ConnectionResetError:
@@ -32,20 +32,20 @@ class Acknowledger:
             raise StartGivenUp
 
     def progress(self, text: str) -> None:
-        """A step of the start."""
+        """Report a step of the start."""
         self._write(Progress(text))
 
     def identified(self, model: str) -> None:
-        """The identity of the model that this process loads."""
+        """Report the identity of the model that this process loads."""
         self._write(Identified(model))
 
     def ready(self) -> None:
-        """The last ack of a good start."""
+        """Report success: the last ack of a start."""
         self._write(Started())
         self._close()
 
     def failed(self, error: Exception) -> None:
-        """The last ack of a bad start. An error that only a defect can cause is logged in full."""
+        """Report a failure: the last ack of a start. An error that only a defect can cause is logged in full."""
         config = isinstance(error, ConfigError)
         has_no_files = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
         if not config and not has_no_files and not isinstance(error, RankError):

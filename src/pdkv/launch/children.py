@@ -1,4 +1,4 @@
-"""Child processes as the launcher sees them: the only module that spawns. Nothing here imports torch."""
+"""The launcher's view of its child processes, and the only module that spawns. Nothing here imports torch."""
 
 import asyncio
 import contextlib
@@ -24,15 +24,15 @@ from pdkv.router.spec import RouterSpec
 _MAX_ACK_BYTES = 64 * 1024
 
 FORK_S = 5.0
-"""What a fork may take once the fork server has imported everything; it takes some 20 ms."""
+"""Seconds for a fork once the fork server has imported everything; it takes some 20 ms."""
 
 _Popen = subprocess.Popen[bytes]
 
 
 class Child:
-    """A running child. Its death is an event of the loop, seen through its pidfd."""
+    """A running child. Its death is an event of the loop, noticed through its pidfd."""
 
-    known: ClassVar[set[int]] = set()  # pids of all that were not reaped
+    known: ClassVar[set[int]] = set()  # pids of all unreaped children
 
     def __init__(self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
         """`pid` is an unreaped child of this process, so it cannot have been reused."""
@@ -52,43 +52,45 @@ class Child:
         os.close(self._pidfd)
         self.known.discard(self.pid)
         if self._popen is not None:
-            self._popen.returncode = status  # or Popen would wait for a pid that may be someone else's by then
+            self._popen.returncode = (
+                status  # otherwise Popen would wait for a pid that may belong to another process by then
+            )
         self._died.set_result(status)
 
     @property
     def alive(self) -> bool:
-        """Whether its death was not seen yet."""
+        """Whether it has not been seen to die."""
         return not self._died.done()
 
     def when_dead(self, call: Callable[[object], None]) -> None:
-        """Call it when the death was seen."""
+        """Call this when its death is noticed."""
         self._died.add_done_callback(call)
 
     async def wait(self) -> int:
-        """Its exit status; -N when signal N killed it."""
+        """Wait for its exit status; -N if signal N killed it."""
         return await asyncio.shield(self._died)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal if it still runs."""
+        """Send a signal if it is still running."""
         if self.alive:
-            with contextlib.suppress(ProcessLookupError):  # dead, and the loop has not seen it yet
+            with contextlib.suppress(ProcessLookupError):  # dead, but the loop has not noticed yet
                 signal.pidfd_send_signal(self._pidfd, number)
 
 
 class _Strays:
-    """Children of nobody here: who asked for their fork is gone, or their fork server before it said their pid, or an
+    """Orphaned children: the requester of their fork is gone, or their fork server before it reported their pid, or an
     engine that had started them, such as a store's client.
 
-    They end by themselves (`Acknowledger.wait_known`), and would be zombies as long as this process lives.
+    They end by themselves (`Acknowledger.wait_known`), and would remain zombies as long as this process lives.
     """
 
     def __init__(self) -> None:
-        self._num_forks = 0  # under way: what they fork is not known yet, and is no stray
+        self._num_forks = 0  # forks in progress: their children are not known yet, but are not strays
         self._wanted = False
 
     @contextlib.contextmanager
     def forking(self) -> Iterator[None]:
-        """For the block, somebody waits to hear of a child's pid."""
+        """A context in which a child's pid is awaited."""
         self._num_forks += 1
         try:
             yield
@@ -98,7 +100,7 @@ class _Strays:
                 self.adopt()
 
     def adopt(self, _: object = None) -> None:
-        """Reap those that there are when they end, and those that they leave: a fork server forks twice."""
+        """Reap the current strays when they end, and their own children: a fork server forks twice."""
         self._wanted = self._num_forks > 0
         if self._wanted:
             return
@@ -110,7 +112,7 @@ _strays = _Strays()
 
 
 def _forked_children() -> set[int]:
-    """Children of this process that bear a name of ours; others may belong to somebody else's `subprocess`."""
+    """Children of this process with names of ours; others may belong to another user of `subprocess`."""
     found: set[int] = set()
     for path in glob.glob("/proc/self/task/*/children"):
         with contextlib.suppress(OSError):  # the thread has ended
@@ -119,14 +121,16 @@ def _forked_children() -> set[int]:
 
 
 def _engine_child(name: str, pid: int, popen: _Popen | None = None) -> Child:
-    """A rank of an engine. What it has started is this process's when it dies."""
+    """A rank of an engine. Its own children become this process's when it dies."""
     child = Child(name, pid, popen)
     child.when_dead(_strays.adopt)
     return child
 
 
 def describe_exit(status: int, *, out_of_memory: bool = False) -> str:
-    """An exit status in words, such as "killed by SIGKILL"; `out_of_memory`: it was the kernel that did it."""
+    """An exit status in words, such as "killed by SIGKILL"; `out_of_memory`: the kernel killed it for lack of
+    memory.
+    """
     if status >= 0:
         return f"exited with {status}"
     if out_of_memory:
@@ -138,7 +142,7 @@ def describe_exit(status: int, *, out_of_memory: bool = False) -> str:
 
 
 class OomWatch:
-    """Tells kills for want of memory from others: the kernel counts its own, and each explains one death."""
+    """Tells kills for lack of memory from others: the kernel counts its own, and each explains one death."""
 
     def __init__(self, count: Callable[[], int | None] = num_oom_kills) -> None:
         self._count = count
@@ -153,8 +157,8 @@ class OomWatch:
 
 
 class RankLinks:
-    """The sockets between the ranks of an engine: for the orders of rank 0, then for what all exchange with all. Their
-    end says that a rank is gone.
+    """The sockets between the ranks of an engine: one for rank 0's orders, then one per pair for data. Their end shows
+    that a rank is gone.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -163,11 +167,11 @@ class RankLinks:
         self._sockets = [own + peers for own, peers in zip(orders, connect_ranks(num_ranks), strict=True)]
 
     def fds(self, rank: int) -> list[int]:
-        """What the process of that rank inherits."""
+        """The descriptors that the process of that rank inherits."""
         return [sock.fileno() for sock in self._sockets[rank]]
 
     def handed_over(self, rank: int) -> None:
-        """The rank's process has its copies. Idempotent."""
+        """Close the copies that the rank's process has inherited. Idempotent."""
         for sock in self._sockets[rank]:
             sock.close()
 
@@ -178,11 +182,11 @@ class RankLinks:
 
 
 def _nothing(*_: object) -> None:
-    """Nobody listens."""
+    """The default notification, which does nothing."""
 
 
 class AckSocket:
-    """The socket on which a starting child reports, and hears that it is known."""
+    """The socket on which a starting child reports, and is told that it is known."""
 
     def __init__(self) -> None:
         self._buffer = b""
@@ -193,19 +197,19 @@ class AckSocket:
         self._ours.setblocking(False)
 
     def start_over(self) -> None:
-        """An attempt is given up: a child that nobody knows of ends (`Acknowledger.wait_known`); another one begins."""
+        """Give an attempt up: an unknown child ends (`Acknowledger.wait_known`), and another attempt begins."""
         self.close()
         self._open()
 
     @property
     def child_fd(self) -> int:
-        """What the child inherits."""
+        """The descriptor that the child inherits."""
         return self._theirs.fileno()
 
     def handed_over(self) -> None:
-        """The child is known and has its copy: it may go on, and from now on its death is an end of file."""
+        """Let the known child, which has its copy, continue; from now on its death is an end of file."""
         self._theirs.close()
-        with contextlib.suppress(BrokenPipeError):  # it is dead already, as `wait_ready` will find
+        with contextlib.suppress(BrokenPipeError):  # it is already dead, as `wait_ready` will notice
             self._ours.send(KNOWN)
 
     async def wait_ready(
@@ -218,12 +222,12 @@ class AckSocket:
         """Return when the child has reported that it is ready.
 
         Args:
-            on_identity: is told the identity of the model that it loads; what this raises ends the wait.
+            on_identity: called with the identity of the model that it loads; an error in it ends the wait.
 
         Raises:
             ConfigError: it reported that a flag, file or value is at fault.
-            StartupError: it failed otherwise, missed another rank (OtherRankGone), died (DiedEarly), or was silent for
-                `timeout_s`.
+            StartupError: it failed in another way, missed another rank (OtherRankGone), died (DiedEarly), or was silent
+                for `timeout_s`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -257,7 +261,7 @@ class AckSocket:
                 loop.remove_reader(self._ours)
             try:
                 data = self._ours.recv(_MAX_ACK_BYTES)
-            except ConnectionResetError:  # it has died before it read that it is known
+            except ConnectionResetError:  # it died before it read that it is known
                 data = b""
             if not data:
                 raise DiedEarly(f"{name} died before it was ready")
@@ -272,14 +276,14 @@ class AckSocket:
 
 
 def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes = b"") -> _Popen:
-    """Start `python -m module` in a session of its own, with the given descriptors and `spec` as its standard input."""
+    """Start `python -m module` in its own session, with the given descriptors and `spec` as its standard input."""
     with os.fdopen(os.memfd_create("pdkv-spec"), "w+b") as stdin:
         stdin.write(spec)
         stdin.seek(0)
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module, *map(str, arguments)],  # -P: never import from the working directory
             stdin=stdin,
-            stdout=2,  # the launcher's stdout carries the ready line only
+            stdout=2,  # the launcher's stdout only carries the ready line
             pass_fds=fds,
             start_new_session=True,
             env={**ENVIRONMENT, **os.environ},
@@ -287,7 +291,7 @@ def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec
 
 
 def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequence[int] = ()) -> Child:
-    """Start a rank of an engine as a fresh interpreter: the fallback where the fork server does not work."""
+    """Start a rank of an engine as a fresh interpreter: the fallback if the fork server does not work."""
     fds = [ack_fd, lifeline_fd, *rank_fds]
     popen = _spawn("pdkv.launch.engine_process", fds, fds, encode(spec))
     return _engine_child(spec.process_name, popen.pid, popen)
@@ -304,7 +308,7 @@ class ForkServer:
     """The launcher's side of the fork server."""
 
     def __init__(self, connector_target: str, lifeline_fd: int) -> None:
-        """Starts it at once; the imports run while the launcher goes on."""
+        """Starts it at once; the imports run in parallel to the launcher."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         arguments: list[int | str] = [theirs.fileno(), lifeline_fd, connector_target]
@@ -331,7 +335,7 @@ class ForkServer:
             self.close()
         elif not (answer := self._answers.popleft()).done():
             answer.set_result(data)
-        else:  # who asked has been cancelled
+        else:  # the requester was cancelled
             _strays.adopt()
 
     @property
@@ -345,7 +349,7 @@ class ForkServer:
         """Fork a rank of an engine. `timeout_s`: how long the server's imports may take.
 
         Raises:
-            StartupError: the fork server is gone, goes before it has answered, or is late: then it is killed.
+            StartupError: the fork server is gone, ends before it has answered, or is late, in which case it is killed.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -363,7 +367,7 @@ class ForkServer:
             raise StartupError(f"the fork server did not answer within {timeout_s:g} s") from None
 
     def close(self) -> None:
-        """Ends it (its engines live on) and fails what still waits for an answer. Idempotent."""
+        """End it (its engines live on) and fail pending requests. Idempotent."""
         if self.usable:
             asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
@@ -371,4 +375,4 @@ class ForkServer:
             answer = self._answers.popleft()
             if not answer.done():
                 answer.set_exception(StartupError("the fork server died"))
-                answer.exception()  # retrieved: nobody may be waiting
+                answer.exception()  # retrieved: there may be no waiter

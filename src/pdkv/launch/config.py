@@ -1,4 +1,4 @@
-"""What one launch is made of: the options of `pd launch` beside those of the engines and the hand-off."""
+"""The configuration of a launch: the options of `pd launch` besides those of the engines and the hand-off."""
 
 import math
 import re
@@ -18,29 +18,30 @@ from pdkv.wire.kv import Order
 
 
 class LaunchConfig(Options):
-    """The topology and its front."""
+    """The topology and its front end."""
 
-    prefill: Natural = option(1, "number of prefill engines; 0 = aggregated engines, as many as --decode says")
+    prefill: Natural = option(1, "number of prefill engines; 0: aggregated engines, their number set by --decode")
     decode: Natural = option(1, "number of decode engines")
     remote_engines: Mapping[str, str] = option(
-        {}, "engines that `pd engine` runs on other hosts, by their names", metavar="NAME=tcp://HOST:PORT"
+        {}, "engines that `pd engine` runs on other hosts, by name", metavar="NAME=tcp://HOST:PORT"
     )
     cluster_key_file: Path | None = option(
-        None, "file with the secret that this launch and its remote engines share", metavar="FILE"
+        None, "file with the secret shared by this launch and its remote engines", metavar="FILE"
     )
     kv_shards: Positive | None = option(
-        None, "stores only: the least common multiple of the tp of all engines (default: of those started here)"
+        None, "stores only: the least common multiple of the tp of all engines (default: of the engines started here)"
     )
     host: str = option("127.0.0.1", "address to listen on")
-    port: Annotated[int, Meta(ge=0, le=65535)] = option(8000, "port to listen on; 0 = any free one")
+    port: Annotated[int, Meta(ge=0, le=65535)] = option(8000, "port to listen on; 0: any free one")
     uds: Path | None = option(None, "unix socket to listen on, in the place of host and port", metavar="PATH")
-    policy: str = option("prefix_aware", "how the router chooses engines", metavar="NAME")
+    policy: str = option("prefix_aware", "policy by which the router chooses engines", metavar="NAME")
     order: Literal["auto", "prefill_first", "concurrent", "needs_peer_first", "decode_first"] = option(
         "auto", "which engine is asked first; auto: the one that the router prefers of those that the connector allows"
     )
     served_model_name: Names = option(
         (),
-        "the model's name in the API, and others that mean it (default: that on the hub, or its directory's)",
+        "the model's name in the API, followed by further names for it (default: its name on the hub, or its "
+        "directory's name)",
         metavar="NAME",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "minimum level of the log lines on stderr")
@@ -51,7 +52,7 @@ class LaunchConfig(Options):
         30.0, "how long running requests may go on after a stop, or before an engine is stopped; 0 = not at all"
     )
     start_method: Literal["fork", "spawn"] = option(
-        "fork", "fork: from one process that has imported torch; spawn: each imports"
+        "fork", "fork: fork engines from one process that has imported torch; spawn: each imports it"
     )
 
     def __post_init__(self) -> None:
@@ -66,7 +67,7 @@ class LaunchConfig(Options):
 
     @property
     def orders(self) -> list[Order]:
-        """The hand-off orders that the router may take; empty: its own choice."""
+        """The hand-off orders that the router may use; empty: its own choice."""
         return [] if self.order == "auto" else [self.order]
 
     @property
@@ -76,25 +77,27 @@ class LaunchConfig(Options):
 
     @property
     def aggregated(self) -> bool:
-        """Whether the engines that are started do both. Where there are others elsewhere they have roles."""
+        """Whether the started engines do both. With remote engines, they have roles."""
         return not self.prefill and not self.remote_engines
 
 
 class HostedEngine(Options):
-    """The options of `pd engine` beside those of the engine and the hand-off."""
+    """The options of `pd engine` besides those of the engine and the hand-off."""
 
-    name: str = option(help="the engine's name, as --remote-engines has it")
+    name: str = option(help="the engine's name, as in --remote-engines")
     role: Literal["prefill", "decode", "any"] = option("any", "what it is asked for; any: both")
-    listen: str = option(help="where routers find it; heartbeats use the next port", metavar="tcp://ADDRESS:PORT")
+    listen: str = option(help="address for routers; heartbeats use the next port", metavar="tcp://ADDRESS:PORT")
     cluster_key_file: Path = option(
         help="file with the secret that it shares with the launch of its router", metavar="FILE"
     )
     kv_shards: Positive | None = option(
         None, "stores only: the least common multiple of the tp of all engines (default: its own)"
     )
-    log_level: Literal["debug", "info", "warning", "error"] = option("info", "least level of the log lines on stderr")
-    log_format: Literal["text", "json"] = option("text", "form of the log lines on stderr")
-    start_timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = option(120.0, "how long it may take to become ready")
+    log_level: Literal["debug", "info", "warning", "error"] = option("info", "minimum level of the log lines on stderr")
+    log_format: Literal["text", "json"] = option("text", "format of the log lines on stderr")
+    start_timeout_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = option(
+        120.0, "how long the engine may take to become ready"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,13 +110,13 @@ _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
 
 
 def check_engine_name(name: str) -> None:
-    """Raise ConfigError for what cannot name an engine."""
+    """Raise ConfigError for an invalid engine name."""
     if not _ENGINE_NAME.fullmatch(name):
         raise ConfigError(f"an engine's name has 1 to 64 letters, digits, '-' and '_', such as decode-b0; got {name!r}")
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raise ConfigError for what is no place between hosts. The highest port is the beats'."""
+    """Raise ConfigError for an endpoint that other hosts cannot reach. The highest port is left for the beats."""
     found = _ENDPOINT.fullmatch(endpoint)
     if found is None or not 1 <= int(found[2]) < 65535:
         raise ConfigError(f"an address such as tcp://10.0.0.2:7000 was expected (ports 1 to 65534), got {endpoint!r}")
@@ -121,7 +124,7 @@ def check_endpoint(endpoint: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Deployment:
-    """Everything that `pd launch` starts from. With `launch.aggregated` the `decode` engines are that."""
+    """All settings of `pd launch`. With `launch.aggregated`, the `decode` engines are aggregated ones."""
 
     launch: LaunchConfig
     handoff: HandoffConfig
@@ -137,7 +140,7 @@ class Deployment:
 
     @property
     def kv_shards(self) -> int:
-        """Parts that stored KV heads are cut into: the least common multiple of all engines' ranks."""
+        """Number of parts that stored KV heads are cut into: the least common multiple of all engines' ranks."""
         own = math.lcm(self.decode.tp, self.prefill.tp) if self.launch.prefill else self.decode.tp
         return self.launch.kv_shards or own
 

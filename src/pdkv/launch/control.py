@@ -1,6 +1,6 @@
-"""The launcher's socket in its run directory: an operator asks for one change at a time and hears how it goes.
+"""The launcher's socket in its run directory: operators request one change at a time and follow its progress.
 
-One JSON line asks, one line each says what is being done, and the last one how it ended.
+One JSON line is the request; answer lines report progress, and the last one the result.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from pdkv.launch.specs import Progress, StartFailed, encode
 from pdkv.wire.decoding import decode_total
 
 _MAX_LINE_BYTES = 64 * 1024
-_ASK_S = 5.0  # how long who has connected may take to say what they want
+_ASK_S = 5.0  # seconds for a connected client to send its request
 
 _Seconds = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
 
@@ -30,24 +30,24 @@ logger = logging.getLogger(__name__)
 
 
 class Scale(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Have so many engines; None: as many as there are."""
+    """Set the number of engines; None: leave it."""
 
     prefill: int | None = None
     decode: int | None = None
-    drain_s: _Seconds | None = None  # None: as the launch was told
+    drain_s: _Seconds | None = None  # None: the launch's setting
 
     def __str__(self) -> str:
         return ", ".join(f"{count} {role}" for role, count in self.counts.items()) or "as many as there are"
 
     @property
     def counts(self) -> "dict[Kind, int]":
-        """By role, those that are given."""
+        """The given numbers, by role."""
         given: dict[Kind, int | None] = {"prefill": self.prefill, "decode": self.decode}
         return {role: count for role, count in given.items() if count is not None}
 
 
 class Restart(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Start each engine anew, one after the other."""
+    """Restart all engines, one after the other."""
 
     drain_s: _Seconds | None = None
 
@@ -56,7 +56,7 @@ class Restart(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """It is done."""
+    """The order is done."""
 
     text: str
 
@@ -68,7 +68,7 @@ _answer_decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 class ControlServer:
-    """Carries orders out one at a time. An order goes on when whoever gave it goes away."""
+    """Carries out one order at a time. An order continues when its client disconnects."""
 
     def __init__(self, fleet: FleetControl, drain_s: float) -> None:
         self._fleet = fleet
@@ -79,7 +79,7 @@ class ControlServer:
 
     @contextlib.asynccontextmanager
     async def serving(self, run_dir: Path) -> AsyncIterator[None]:
-        """Serve until the end of the block, which ends an order that is being carried out."""
+        """Serve until the end of the block, which ends the current order."""
         server = await asyncio.start_unix_server(self._serve, str(run_dir / CONTROL_SOCKET), limit=_MAX_LINE_BYTES)
         try:
             yield
@@ -98,14 +98,14 @@ class ControlServer:
             answer = await self._answer(reader, lambda text: _write(writer, Progress(text)))
             _write(writer, answer)
             await writer.drain()
-        except (OSError, EOFError, TimeoutError):  # who asked is gone, or says nothing
+        except (OSError, EOFError, TimeoutError):  # the client is gone, or sends nothing
             pass
         finally:
             self._connections.discard(task)
             writer.close()
 
     async def _answer(self, reader: asyncio.StreamReader, say: Callable[[str], None]) -> Answer:
-        """Carry out one order; the last answer."""
+        """Carry out one order; returns the last answer."""
         try:
             async with asyncio.timeout(_ASK_S):
                 order = decode_total(_order_decoder, await reader.readuntil(b"\n"))
@@ -137,17 +137,16 @@ class ControlServer:
             raise
         except Exception as error:
             logger.exception("%s failed", order)
-            raise StartupError(f"{order} failed in the launcher, whose log says where: {error!r}") from error
+            raise StartupError(f"{order} failed in the launcher; its log has the details: {error!r}") from error
         logger.info("%s: %s", order, text)
         return text
 
 
 async def give_order(run_dir: Path, order: Order, on_progress: Callable[[str], None]) -> str:
-    """Ask the launcher of a run directory for a change; returns how it ended.
+    """Request a change from the launcher of a run directory; returns the result.
 
     Raises:
-        ConfigError: it cannot be done as asked.
-        StartupError: it failed, or the launcher ended, or says what is no answer.
+        ConfigError: it is not possible. StartupError: it failed, or the launcher ended, or sent an invalid answer.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(str(run_dir / CONTROL_SOCKET), limit=_MAX_LINE_BYTES)

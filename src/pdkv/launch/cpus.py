@@ -1,4 +1,4 @@
-"""Which CPUs and how many threads an engine gets."""
+"""Assigns CPUs and threads to engines."""
 
 import os
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from pdkv.base.options import parse_numbers
 from pdkv.errors import ConfigError
 
 _SPIN_ROUNDS = 20_000
-"""A fraction of a millisecond: longer than the way from one operation of a step to the next, and soon over."""
+"""Seconds that idle threads spin: longer than from one operation of a step to the next, but soon over."""
 
 
 def available_cpus() -> int:
@@ -16,15 +16,15 @@ def available_cpus() -> int:
 
 
 def default_threads(num_ranks: int) -> int:
-    """Threads per rank where none are asked for: the CPUs shared out, at least one."""
+    """Default threads per rank: the CPUs divided among the ranks, at least one."""
     return max(1, available_cpus() // num_ranks)
 
 
 def spin_rounds(threads_per_rank: Sequence[int]) -> int:
     """Rounds that an idle OpenMP thread looks for work before it sleeps, GOMP_SPINCOUNT.
 
-    Waking it costs as much as a small operation, so it looks for a while where each computing thread has a CPU. Where
-    several share one, a thread that looks would keep another from computing.
+    Waking it costs as much as a small operation, so it spins for a while if each computing thread has a CPU. If several
+    share one, a spinning thread would keep another from computing.
     """
     return _SPIN_ROUNDS if sum(threads_per_rank) <= available_cpus() else 0
 

@@ -1,4 +1,4 @@
-"""Which CUDA devices the ranks of a launch compute on, and how much of a device's memory an engine may use."""
+"""Assigns CUDA devices to the ranks of a launch, and shares of a device's memory to engines."""
 
 import dataclasses
 from collections.abc import Iterable, Sequence
@@ -17,12 +17,12 @@ _LEAST_SHARE = 0.01
 
 @dataclass(slots=True)
 class _Device:
-    """Who is on one device."""
+    """The engines on one device."""
 
     number: int
     engines: list[str] = field(default_factory=list)
-    given: float = 0.0  # of its memory, to engines that were told their share
-    num_sharing: int = 0  # engines that were not
+    given: float = 0.0  # share of its memory given to engines with an explicit share
+    num_sharing: int = 0  # engines without one
 
     def add(self, engine: EngineSpec) -> None:
         self.engines.append(engine.name)
@@ -31,11 +31,11 @@ class _Device:
 
     @property
     def share(self) -> float:
-        """What each of those gets."""
+        """The share of each of those."""
         return (DEFAULT_GPU_MEMORY_UTILIZATION - self.given) / self.num_sharing
 
     def check(self) -> None:
-        """Raises ConfigError where more is wanted than there is."""
+        """Raise ConfigError if more is requested than there is."""
         if self.given > 1.0 + 1e-9 or (self.num_sharing and self.share < _LEAST_SHARE):
             others = ", which leaves nothing to the others" if self.num_sharing else ""
             raise ConfigError(
@@ -45,13 +45,12 @@ class _Device:
 
 
 def place_on_devices(specs: Sequence[EngineSpec], running: Iterable[EngineSpec] = ()) -> list[EngineSpec]:
-    """The same engines; those that compute on CUDA have devices, one per rank, and a share of their memory.
+    """The same engines with devices, one per rank, and a share of their memory for those that compute on CUDA.
 
-    A rank goes to the device with the fewest others on it.
+    A rank gets the device with the fewest others.
 
-    Args:
-        specs: to be started. `config.devices` says which devices they may have; None: all.
-        running: engines that were placed before, and keep what they have.
+    Args: specs: engines to start. `config.devices` limits their devices; None: all. running: engines placed before,
+    which keep their devices.
 
     Raises:
         ConfigError: an engine has more ranks than there are devices, or a device has not enough memory for its engines.
@@ -100,7 +99,7 @@ def _allowed(engine: EngineSpec, devices: Sequence[_Device]) -> Sequence[_Device
 def _choose(spec: EngineSpec, devices: Sequence[_Device]) -> list[_Device]:
     allowed, tp = _allowed(spec, devices), spec.config.tp
     if len(allowed) < tp:
-        raise ConfigError(f"{spec.name}: tp {tp} needs as many CUDA devices, and there are {len(allowed)}")
+        raise ConfigError(f"{spec.name}: tp {tp} needs as many CUDA devices, but there are {len(allowed)}")
     chosen = sorted(allowed, key=lambda device: (len(device.engines), device.number))[:tp]
     return sorted(chosen, key=lambda device: device.number)
 

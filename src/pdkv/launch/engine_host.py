@@ -42,7 +42,7 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
             router=None,
             connector_target=connector.build,
             start_timeout_s=hosted.start_timeout_s,
-            use_fork_server=config.tp > 1,  # for one process its import of torch is not shared with anybody
+            use_fork_server=config.tp > 1,  # with one process, its import of torch is not shared
         )
         supervisor = Supervisor(fleet, listen_fd=-1, lifeline_fd=lifeline_fd, on_ready=ReadyLog(1))
         with HostMemory(run_dir.path, tiers.kv_host_memory) as host_memory:
@@ -89,7 +89,7 @@ def plan_hosted(
 
 
 async def _serve(hosted: HostedEngine, supervisor: Supervisor) -> None:
-    """Start the engine, say that it is ready, and end it when a signal asks for that."""
+    """Start the engine, report that it is ready, and end it when a signal asks for that."""
     signals = StopSignals(supervisor, reloads=False)
     try:
         if await start_unless_stopped(supervisor, signals):

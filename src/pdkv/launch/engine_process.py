@@ -1,4 +1,4 @@
-"""An engine as a process: build it, then poll, handle, step, send until told to stop. Or one more rank of an engine."""
+"""An engine process: build it, then poll, handle, step, send until told to stop. Also a further rank of an engine."""
 
 import contextlib
 import gc
@@ -33,12 +33,12 @@ from pdkv.wire.messages import RouterToEngine
 
 _LIFELINE_GRACE_S = 2.0
 _MAX_PIPE_BYTES = 64 * 1024
-_PROBE_S = 2.0  # how long a start waits to hear that a store cannot be reached
+_PROBE_S = 2.0  # seconds for a store to be found unreachable at the start
 
 logger = logging.getLogger(__name__)
 
 
-_NEWS, _STEP_ENDED = b"\0", b"\xff"  # what the pipe carries, beside the numbers of signals
+_NEWS, _STEP_ENDED = b"\0", b"\xff"  # bytes in the pipe other than signal numbers
 
 
 class Notifier:
@@ -49,19 +49,19 @@ class Notifier:
         self._stopping = threading.Event()
 
     def notify(self) -> None:
-        """There is news: wake the loop. Thread-safe."""
+        """Wake the loop: there is news. Thread-safe."""
         self._write(_NEWS)
 
     def step_ended(self) -> None:
-        """Wake the loop, which looks for the ends of steps in each of its turns. Thread-safe."""
+        """Wake the loop, which checks for the ends of steps in each of its turns. Thread-safe."""
         self._write(_STEP_ENDED)
 
     def _write(self, byte: bytes) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: the loop will wake anyway
+        with contextlib.suppress(BlockingIOError):  # full: the loop will wake in any case
             os.write(self.write_fd, byte)
 
     def drain(self) -> bool:
-        """Forget the notifications so far; returns whether there was news, more than the end of a step."""
+        """Take the notifications so far; returns whether there was news besides the end of a step."""
         try:
             return bool(os.read(self.fd, _MAX_PIPE_BYTES).strip(_STEP_ENDED))
         except BlockingIOError:
@@ -70,20 +70,20 @@ class Notifier:
     def stop_on(self, number: signal.Signals) -> None:
         """End the loop on a signal. Call it in the main thread.
 
-        Python runs a handler between bytecodes only: a signal that comes while ZeroMQ is on its way into its poll would
-        wait there with it. So the signal itself writes into the pipe.
+        Python runs handlers only between bytecodes: a signal that arrives while ZeroMQ enters its poll would have to
+        wait for it. So the signal itself writes into the pipe.
         """
         signal.set_wakeup_fd(self.write_fd, warn_on_full_buffer=False)
         signal.signal(number, lambda *_: self.stop())
 
     def stop(self) -> None:
-        """End the loop after the step that runs now. Thread-safe."""
+        """End the loop after the current step. Thread-safe."""
         self._stopping.set()
         self.notify()
 
     @property
     def stopping(self) -> bool:
-        """Whether the loop shall end."""
+        """Whether the loop must end."""
         return self._stopping.is_set()
 
 
@@ -91,14 +91,15 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
     """Run one rank of an engine in this process; returns its exit status: 0 after SIGTERM, 1 after an error.
 
     Args:
-        rank_fds: sockets; rank 0's to each of the others, another one's to rank 0; then one to each other rank.
+        rank_fds: sockets: rank 0 has one to each of the others, another rank one to rank 0; then one to each other
+            rank.
     """
     configure_logging(spec.process_name, spec.log_level, spec.log_format)
     set_process_name(f"pd {spec.process_name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ack = Acknowledger(ack_fd)
     try:
-        ack.wait_known()  # a fork server that died owing its answer has left a process that nobody would ever end
+        ack.wait_known()  # a fork server that died before answering has left a process that would never end otherwise
         _check_connector(spec)
         if spec.cpus is not None:
             os.sched_setaffinity(0, spec.cpus)
@@ -118,7 +119,7 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
 
 
 def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket]) -> int:
-    """The engine itself, or that part of it which schedules, samples and speaks with routers."""
+    """Run the engine itself, or the part of it that schedules, samples and talks to routers."""
     notifier = Notifier()
     serving = threading.Event()
     watch_lifeline(
@@ -170,11 +171,13 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
 
 
 def _run_other_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket]) -> int:
-    """A rank that rank 0 steps. Once ready, it stops when that one says so or is gone, not in the middle of a step."""
+    """Run a rank that rank 0 steps. Once ready, it stops when rank 0 says so or is gone, not in the middle of a
+    step.
+    """
     serving = threading.Event()
     watch_lifeline(
         lifeline_fd,
-        lambda: None if serving.is_set() else os._exit(EXIT_LAUNCHER_GONE),  # rank 0 sees it, too, and says stop
+        lambda: None if serving.is_set() else os._exit(EXIT_LAUNCHER_GONE),  # rank 0 sees it, too, and orders a stop
         grace_s=_LIFELINE_GRACE_S,
         run_dir=spec.run_dir,
     )
@@ -214,16 +217,16 @@ def _run_other_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
 
 
 def _place(spec: EngineSpec, sockets: Sequence[socket.socket], wake_fd: int = -1) -> RankPlace | None:
-    """Where this rank finds the others; None where it is alone."""
+    """How this rank reaches the others; None if it is alone."""
     if spec.store is None:
         return None
     tp = spec.config.tp
-    orders = sockets[: 1 - tp]  # the others are for what the ranks exchange
+    orders = sockets[: 1 - tp]  # the others are for data exchanged between ranks
     return RankPlace(spec.rank, orders, sockets[1 - tp :], spec.store, spec.start_timeout_s, wake_fd)
 
 
 def _freeze() -> None:
-    """What was built stays: later collections need not look at it."""
+    """Exempt existing objects from later garbage collections."""
     gc.collect()
     gc.freeze()
 
@@ -241,10 +244,10 @@ def _check_connector(spec: EngineSpec) -> None:
 
 
 def _probe_connector(connector: ConnectorPlan) -> None:
-    """Warn where what KV travels through cannot be reached; the engine starts all the same, since it may come up.
+    """Warn if the connector's medium cannot be reached; the engine starts all the same, since it may come up.
 
     Raises:
-        ConfigError: something that waiting would not cure.
+        ConfigError: an error that waiting would not cure.
     """
     failures: list[ConfigError] = []
 
@@ -270,7 +273,7 @@ def _probe_connector(connector: ConnectorPlan) -> None:
 def serve(
     core: EngineCore, server: EngineServer, notifier: Notifier, *, max_steps_ahead: int = 0, least_s: float = 0.0
 ) -> None:
-    """The engine's loop, until `notifier.stop()`. Arguments as those of `make_step_loop`."""
+    """Run the engine's loop until `notifier.stop()`. Arguments as in `make_step_loop`."""
     intake = Intake(partial(prepare, core.card), notifier.notify)
     steps = make_step_loop(core, max_steps_ahead, notifier.step_ended, least_s)
     try:
@@ -294,7 +297,7 @@ def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: In
                 core.router_joined(router_id, epoch)
             case RouterLeft():
                 core.router_left(router_id)
-            case _:  # what is no message to an engine is counted and dropped there
+            case _:  # invalid messages are counted and dropped there
                 core.handle_guarded(router_id, cast(RouterToEngine, message), now, prepared)
     if intake.is_empty:
         server.acknowledge()

@@ -1,4 +1,4 @@
-"""Changes the engines of a running launch: more of them, fewer, or each of them anew. No request is lost."""
+"""Changes the engines of a running launch: adds, removes or restarts them. No request is lost."""
 
 import asyncio
 import dataclasses
@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 
 _LOOK_AGAIN_S = 1.0
-"""Who waits for an engine looks so often whether it is still the same process."""
+"""Seconds between checks, while waiting for an engine, that it is still the same process."""
 
 _NOBODY = 0
 """A pid that no process has."""
@@ -34,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FleetControl:
-    """One launch's. Operations come one after the other: `control.py` sees to that.
+    """Operations on one launch, one after the other, as `control.py` ensures.
 
-    The router is the one who knows what role an engine has; the supervisor, which engines there are.
+    The router knows the role of each engine; the supervisor knows which engines exist.
     """
 
     deployment: Deployment
@@ -44,15 +44,15 @@ class FleetControl:
     supervisor: Supervisor
     router: RouterAdmin
     host_memory: HostMemory
-    chooses_spin: bool  # whether it was left to the launcher how long idle threads spin
+    chooses_spin: bool  # whether the spin time of idle threads was left to the launcher
 
     async def scale(self, counts: Mapping[Kind, int], drain_s: float, say: Say) -> str:
-        """Have so many engines of these roles; returns what there is then.
+        """Set the numbers of engines of these roles; returns the result in words.
 
         Raises:
-            ConfigError: there cannot be so many, or those that would be left could not serve; nothing was changed.
-            PdkvError: an engine did not start; those that had been started before it stay. Or one could not be
-                drained; the others that were to go are gone.
+            ConfigError: that number is not possible, or the remaining engines could not serve; nothing was changed.
+                PdkvError: an engine did not start, while those started before it stay; or one could not be drained,
+                    while the others to be removed are gone.
         """
         kinds = self._kinds(counts)
         for kind, count in kinds.items():
@@ -79,11 +79,11 @@ class FleetControl:
         return f"there are {shape}{unchanged}"
 
     async def restart(self, drain_s: float, say: Say) -> str:
-        """Start each engine anew, one after the other, each when it is drained; returns what was done.
+        """Restart the engines one after the other, each once it is drained; returns the result in words.
 
         Raises:
-            ConfigError: there is only one engine: its requests would have nowhere to go.
-            PdkvError: an engine did not start again (it is tried on); those behind it are as they were.
+            ConfigError: there is only one engine, so its requests would have nowhere to go. PdkvError: an engine did
+                not restart (it is tried again); later ones were not touched.
         """
         names = list(self.supervisor.engines)
         if len(names) == 1 and not self.deployment.launch.remote_engines:
@@ -98,7 +98,7 @@ class FleetControl:
         in_service = any(e["name"] == name and not e["draining"] for e in engines)
         stand_in = _stand_in_for(name, engines) if in_service else None
         if stand_in is not None:
-            say(f"{name} is the only one of its role: {stand_in[0]} does its work meanwhile")
+            say(f"{name} is the only one of its role: {stand_in[0]} stands in for it")
             await self.router.set_role(stand_in[0], "any")
         try:
             await self._drain(name, drain_s, say)
@@ -107,14 +107,14 @@ class FleetControl:
             await self._await_ready(name)
         finally:
             try:
-                if in_service:  # else it was drained by somebody who may want it to be so
+                if in_service:  # otherwise an operator drained it, and may want it to stay drained
                     await self.router.resume(name)
             finally:
                 if stand_in is not None:
                     await self._give_back(*stand_in)
 
     async def _give_back(self, name: str, role: str) -> None:
-        """The stand-in's own role, unless whom it stands in for did not come back."""
+        """Give the stand-in its own role back, unless the engine that it stands in for did not come back."""
         try:
             await self.router.set_role(name, role)
         except Refused as error:
@@ -142,7 +142,7 @@ class FleetControl:
         say(f"{name} has ended")
 
     async def _end(self, name: str) -> None:
-        """No router hears of its end as of a death, not even one that starts just now."""
+        """End an engine such that no router takes its end for a death, not even one that is just starting."""
         self.supervisor.hide_engine(name)
         try:
             await self.router.remove(name)
@@ -151,22 +151,22 @@ class FleetControl:
             self._forget(name)
 
     def _forget(self, name: str) -> None:
-        """Nothing is left of an engine that has ended for good."""
+        """Remove everything of an engine that has ended for good."""
         self.run_dir.forget(name)
         self.host_memory.give_back(name)
 
     async def _drain(self, name: str, drain_s: float, say: Say) -> None:
-        """Returns when the engine has nothing more to do: what it has after its time goes on elsewhere."""
+        """Wait until the engine has nothing left to do: requests that it still has after its time are moved."""
         say(f"{name} is drained, within {drain_s:g} s")
         engine = await self.router.drain(name, drain_s, move=True)
         if not engine["drained"]:
-            say(f"{name} still has {engine['requests']} requests that could not be moved: they will see its end")
+            say(f"{name} still has {engine['requests']} requests that could not be moved: they will fail when it ends")
 
     async def _await_ready(self, name: str) -> None:
-        """Return when the router has the incarnation of now; if that dies before, the next one is waited for.
+        """Wait until the router has the current incarnation; if that dies first, the next one is waited for.
 
         Raises:
-            ConfigError: it does not have it within --start-timeout-s.
+            ConfigError: the router does not have it within --start-timeout-s.
         """
         deadline = MONOTONIC.now() + self.deployment.launch.start_timeout_s
         while True:
@@ -175,10 +175,10 @@ class FleetControl:
             if engine["state"] == "ready" and engine["pid"] == pid:
                 return
             if MONOTONIC.now() >= deadline:
-                raise ConfigError(f"the router does not take {name}: {engine['reason'] or engine['state']}")
+                raise ConfigError(f"the router does not accept {name}: {engine['reason'] or engine['state']}")
 
     def _by_kind(self, engines: Sequence[Mapping[str, Any]]) -> dict[Kind, list[str]]:
-        """The launch's engines by the role that the router says they have, the oldest first; "any" is kind "engine"."""
+        """The launch's engines by their role in the router, oldest first; role "any" is kind "engine"."""
         roles: dict[str, Any] = {e["name"]: e["role"] for e in engines}
         found: dict[Kind, list[str]] = {"prefill": [], "decode": [], "engine": []}
         for name, spec in self.supervisor.engines.items():
@@ -187,15 +187,15 @@ class FleetControl:
         return found
 
     def _kinds(self, counts: Mapping[Kind, int]) -> dict[Kind, int]:
-        """Where all engines are aggregated, --decode counts those, as it does for `pd launch`."""
+        """The kinds of a request; if all engines are aggregated, --decode sets their number, as in `pd launch`."""
         if not self.deployment.launch.aggregated:
             return dict(counts)
         if "prefill" in counts:
-            raise ConfigError("prefill: this launch has aggregated engines only; --decode says how many")
+            raise ConfigError("prefill: this launch only has aggregated engines; use --decode")
         return {"engine": counts["decode"]} if counts else {}
 
     def plan(self, more: Mapping[Kind, int]) -> list[EngineSpec]:
-        """The engines to be added. Raises ConfigError where they do not fit."""
+        """The engines to add. Raises ConfigError if they do not fit."""
         deployment, numbers = self.deployment, {kind: max(number, 0) for kind, number in more.items()}
         num_prefill = numbers.get("prefill", 0)
         num_decode = sum(numbers.values()) - num_prefill
@@ -222,14 +222,14 @@ class FleetControl:
         return place_on_hardware(specs, deployment.tiers, running, num_promised_bytes=promised)
 
     def choose_spin(self, engines: Sequence[EngineSpec]) -> None:
-        """Let engines that start from now on spin as befits these."""
+        """Choose the spin time of engines that start from now on, to suit these."""
         rounds = str(spin_rounds([spec.config.threads or 1 for spec in engines for _ in range(spec.config.tp)]))
         if self.chooses_spin and os.environ.get(SPIN_VARIABLE) != rounds:
             os.environ[SPIN_VARIABLE] = rounds
             self.supervisor.renew_fork_server()  # libgomp has read the old one there
 
     def _planned_anew(self, name: str) -> EngineSpec:
-        """The engine with the share of the machine that it has among those that there are now."""
+        """The engine with its share of the machine among the current engines."""
         prefix, _, index = name.rpartition("-")
         kind = next(kind for kind in ("prefill", "decode", "engine") if kind == prefix)
         spec = plan_engine(
@@ -243,7 +243,7 @@ class FleetControl:
 
 
 async def _all_of(removals: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Return when the last one has ended; then raise what the first one that failed did, if one did."""
+    """Wait until the last one has ended; then raise the error of the first one that failed, if any."""
     results = await asyncio.gather(*removals, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     for failure in failures[1:]:
@@ -253,7 +253,7 @@ async def _all_of(removals: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 def _check_rest(leaving: Collection[str], engines: Sequence[Mapping[str, Any]], added: Collection[Kind]) -> None:
-    """Refuse what the router would refuse when some have gone already: that nobody is left for a role.
+    """Refuse in advance what the router would refuse after some engines have been removed: no engine left for a role.
 
     Raises:
         ConfigError: of those that serve now, none would be left that can do the work of one of them.
@@ -267,7 +267,7 @@ def _check_rest(leaving: Collection[str], engines: Sequence[Mapping[str, Any]], 
 
 
 def _stand_in_for(name: str, engines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Who must do the work of an engine that is the only one of its role, and that one's own role; None: nobody."""
+    """The engine that must do the work of the only one of its role, and its own role; None: none is needed."""
     own = next(e["role"] for e in engines if e["name"] == name)
     others = [e for e in engines if e["name"] != name and e["serves"]]
     if own == "any" or any(e["role"] in (own, "any") for e in others) or not others:

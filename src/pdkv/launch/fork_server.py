@@ -1,8 +1,8 @@
 """The fork server: imports torch and the engine once, then forks engines that are ready to compute at once.
 
-It runs no operation, starts no thread and opens no ZeroMQ context: one parallel torch operation before a fork hangs
-the child's first one for good. An engine is forked twice, so that it becomes the launcher's own child (a subreaper)
-and outlives this process.
+It runs no operation, starts no thread and opens no ZeroMQ context: after one parallel torch operation before a fork,
+the child's first one hangs for good. An engine is forked twice, so that it becomes the launcher's own child (a
+subreaper) and outlives this process.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from pdkv.launch.specs import decode_engine_spec
 
 PRELOADED = ("torch", "pdkv.assemble.engine", "pdkv.launch.engine_process")
 MAX_SPEC_BYTES = 64 * 1024
-MAX_FDS = 250  # of one request; the kernel takes 253
+MAX_FDS = 250  # descriptors of one request; the kernel allows 253
 ENVIRONMENT = {
-    # Idle OpenMP threads sleep: engines share the cores. Must be set before torch is imported.
+    # Idle OpenMP threads sleep, since engines share the cores. Must be set before torch is imported.
     "OMP_WAIT_POLICY": "PASSIVE",
     "KMP_BLOCKTIME": "0",
     # numpy's BLAS starts its threads when it is imported; a forked child would miss them.
@@ -39,14 +39,14 @@ def main(control_fd: int, lifeline_fd: int, connector_target: str) -> None:
     try:
         _serve(socket.socket(fileno=control_fd), lifeline_fd)
     except (BrokenPipeError, ConnectionResetError):
-        return  # nobody waits for the answer
+        return  # the answer is no longer awaited
 
 
 def _preload(connector_target: str) -> None:
     """Import what engines need. Raises RuntimeError if that started a thread."""
     for module in PRELOADED:
         importlib.import_module(module)
-    with contextlib.suppress(ImportError):  # the engines will say what is wrong with it
+    with contextlib.suppress(ImportError):  # the engines will report the error
         importlib.import_module(connector_target.partition(":")[0])
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page that it marks
@@ -56,7 +56,8 @@ def _preload(connector_target: str) -> None:
 
 
 def _serve(control: socket.socket, lifeline_fd: int) -> None:
-    """A request is one datagram: an engine spec, the descriptor on which the engine acknowledges, its ranks' sockets.
+    """Serve requests. Each is one datagram: an engine spec, the descriptor on which the engine acknowledges, its ranks'
+    sockets.
 
     The answer is the engine's pid as text; the first answer, "ready", says that the imports are done.
     """
@@ -77,7 +78,7 @@ def _serve(control: socket.socket, lifeline_fd: int) -> None:
 
 
 def _fork_engine(spec: bytes, control: socket.socket, fds: list[int], lifeline_fd: int) -> int:
-    """Fork an engine and return its pid; it is nobody's child but the subreaper's when this returns."""
+    """Fork an engine and return its pid; when this returns, only the subreaper is its parent."""
     read_fd, write_fd = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -104,7 +105,7 @@ def _engine(spec: bytes, fds: list[int], lifeline_fd: int) -> None:
         os.setsid()
         ack_fd, *rank_fds = fds
         code = run_engine(decode_engine_spec(spec), ack_fd, lifeline_fd, rank_fds)
-    except BaseException:  # the process ends here: nobody above could report it
+    except BaseException:  # the process ends here: no caller could report it
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -1,5 +1,5 @@
-"""Segments of host memory for the engines of a launch. The launcher holds them: so an engine that dies and is started
-again finds its own KV. Engines find them by the addresses that it leaves in a directory (kv_store/host_store.py).
+"""Segments of host memory for the engines of a launch. The launcher holds them, so that an engine that dies and is
+restarted finds its own KV. Engines find them by the addresses that it leaves in a directory (kv_store/host_store.py).
 """
 
 import fcntl
@@ -15,22 +15,22 @@ from pdkv.host.process_info import process_start_time
 from pdkv.launch.specs import EngineSpec
 
 DIRECTORY = "kv"
-"""Within the run directory."""
+"""Directory within the run directory."""
 
-_BYTES_OF_BLOCK = 512  # of st_blocks
+_BYTES_OF_BLOCK = 512  # unit of st_blocks
 
 
 class HostMemory:
-    """A context manager. Each rank of an engine has a segment, an equal part of what its engine may have."""
+    """A context manager. Each rank of an engine has a segment, an equal part of the engine's memory."""
 
     def __init__(self, run_dir: Path, num_bytes: int | None) -> None:
-        """`num_bytes`: of each engine; None: there is no such memory, and `keep` does nothing."""
+        """`num_bytes`: of each engine; None: there is no such memory, and `keep` has no effect."""
         self.directory = run_dir / DIRECTORY
         self._num_bytes = num_bytes
         self._segments: dict[str, list[_Segment]] = {}  # by engine, one for each rank
 
     def keep(self, spec: EngineSpec) -> None:
-        """Make an engine's segments. Idempotent: those that there are stay as they are.
+        """Make an engine's segments. Idempotent: existing ones stay as they are.
 
         Raises:
             ConfigError: there is no memory for their index.
@@ -49,13 +49,13 @@ class HostMemory:
             raise ConfigError(f"{spec.name}: {size} of host memory (--kv-host-memory): {error.strerror}") from None
 
     def give_back(self, name: str) -> None:
-        """An engine is gone for good, and so is what it has written. Idempotent."""
+        """Release the memory of an engine that is gone for good, with its content. Idempotent."""
         for segment in self._segments.pop(name, ()):
             segment.close()
 
     @property
     def num_promised_bytes(self) -> int:
-        """What the segments may take and have not taken yet."""
+        """Bytes that the segments may use but have not used yet."""
         return sum(segment.num_untouched_bytes for own in self._segments.values() for segment in own)
 
     def __enter__(self) -> Self:
@@ -70,7 +70,7 @@ class _Segment:
     """A memfd of fixed size, and its address."""
 
     def __init__(self, directory: Path, name: str, num_bytes: int) -> None:
-        """Raises OSError: there is no memory."""
+        """Raises OSError if there is no memory."""
         from pdkv.kv_store.host_segment import format_segment  # numpy: only launches with host memory need it
         from pdkv.kv_store.host_store import SegmentAddress, write_address
 
@@ -89,12 +89,12 @@ class _Segment:
 
     @property
     def num_untouched_bytes(self) -> int:
-        """What it may take and has not taken yet."""
+        """Bytes that it may use but has not used yet."""
         status = os.fstat(self._fd)
         return max(status.st_size - status.st_blocks * _BYTES_OF_BLOCK, 0)
 
     def close(self) -> None:
-        """Nobody finds it any more; its memory is free at once, although others may still map it."""
+        """Close it: it is no longer found, and its memory is free at once, although others may still map it."""
         self._address.unlink(missing_ok=True)
         with mmap.mmap(self._fd, 0) as memory:
             memory.madvise(mmap.MADV_REMOVE)  # to readers a segment of zeros holds nothing

@@ -23,38 +23,38 @@ def backoff_s(failures: int) -> float:
 
 
 class Care(NamedTuple):
-    """What a keeper needs of who owns the processes."""
+    """The functions that a keeper needs from the owner of the processes."""
 
-    start: Callable[[], Awaitable[list[Child]]]  # all ranks, once they are ready
-    end: Callable[[Collection[Child]], Awaitable[None]]  # in order, within a bound
+    start: Callable[[], Awaitable[list[Child]]]  # starts all ranks; returns once they are ready
+    end: Callable[[Collection[Child]], Awaitable[None]]  # ends them in order, within a limit
     kill: Callable[[Collection[Child]], Awaitable[None]]
     why: Callable[[int], str]  # an exit status in words
-    on_ready: Callable[[str, float], None]  # name, seconds since it was wanted or its predecessor ended
+    on_ready: Callable[[str, float], None]  # name, seconds since its start was requested or its predecessor ended
     clock: Callable[[], float] = MONOTONIC.now
 
 
 class Keeper:
     """Starts a router or all ranks of an engine again whenever one of them dies, which ends the others.
 
-    Only a failure of the very first start is final: `ready` has it.
+    Only a failure of the very first start is final, and raised by `ready`.
     """
 
     def __init__(self, name: str, care: Care) -> None:
-        """Begins at once, in the running event loop."""
+        """Starts at once, in the running event loop."""
         loop = asyncio.get_running_loop()
         self.name = name
         self.ready: asyncio.Future[None] = loop.create_future()  # done when it is ready for the first time
         self._care = care
-        self._wanted: asyncio.Future[None] | None = None  # a restart that somebody waits for, and that is to begin
+        self._wanted: asyncio.Future[None] | None = None  # a requested restart that has not begun
         self._starting: asyncio.Future[None] | None = None  # one that has begun
         self._interrupt = asyncio.Event()  # set with it
         self._task = asyncio.create_task(self._keep(), name=name)
 
     async def restart(self) -> None:
-        """End what runs, in order, and start it again; returns when it is ready.
+        """Stop the processes in order, and start them again; returns when they are ready.
 
         Raises:
-            PdkvError: it did not start; it is tried again all the same.
+            PdkvError: they did not start; that is tried again all the same.
         """
         if self._wanted is None:
             self._wanted = asyncio.get_running_loop().create_future()
@@ -62,7 +62,7 @@ class Keeper:
         await asyncio.shield(self._wanted)
 
     async def cancel(self) -> None:
-        """Start nothing any more; what runs is left alone. Idempotent."""
+        """Start nothing any more; running processes are left alone. Idempotent."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         for future in (self.ready, self._wanted, self._starting):
@@ -100,18 +100,18 @@ class Keeper:
             failures += 1
 
     async def _end_of(self, children: Sequence[Child]) -> bool:
-        """Returns when all have ended: True because one has died, False because a restart is wanted."""
+        """Wait until all have ended: True because one has died, False because a restart is requested."""
         child = await self._first_end(children)
         if child is None:
             await self._care.end(children)
             return False
-        why = self._care.why(await child.wait())  # now: the next death is another story
+        why = self._care.why(await child.wait())  # now: the next death is a new event
         await self._care.kill(children)
-        logger.error("%s (pid %d) %s; %s is started again", child.name, child.pid, why, self.name)
+        logger.error("%s (pid %d) %s; restarting %s", child.name, child.pid, why, self.name)
         return True
 
     async def _first_end(self, children: Sequence[Child]) -> Child | None:
-        """Waits until one of them has ended, and returns it; None: a restart is wanted."""
+        """Wait until one of them has ended, and return it; None: a restart is requested."""
         waits: dict[asyncio.Future[object], Child | None] = {
             asyncio.ensure_future(child.wait()): child for child in children
         }
@@ -125,11 +125,11 @@ class Keeper:
 
 
 def _settle(future: asyncio.Future[None] | None, error: Exception | None = None) -> None:
-    """Tell whoever waits, if anybody does."""
+    """Tell the waiter of a start, if there is one."""
     if future is None or future.done():
         return
     if error is None:
         future.set_result(None)
     else:
         future.set_exception(error)
-        future.exception()  # retrieved: nobody may be waiting any more
+        future.exception()  # retrieved: there may be no waiter any more

@@ -1,7 +1,7 @@
-"""Tiers of KV beside any hand-off: how --kv-host-memory and --kv-store become a connector.
+"""Tiers of KV next to any hand-off: how --kv-host-memory and --kv-store become a connector.
 
-The tiers are one more child of `multi`: a `store` whose URLs are the tiers, fastest first. A hit in a slower one is
-copied into the faster ones (kv_store/tiers.py). Where a store hands prompts over, host memory goes in front of it.
+The tiers are one more child of `multi`: a `store` with the tiers as its URLs, fastest first. A hit in a slower one is
+copied into the faster ones (kv_store/tiers.py). If a store hands prompts over, host memory is put in front of it.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ from pdkv.host.memory_limits import format_bytes
 from pdkv.kv_store.registry import plan_store
 
 CHILD = "store"
-"""The tiers among the children of `multi`; what begins with its name in --connector-config are options of theirs."""
+"""The name of the tiers among the children of `multi`, and the prefix of their options in --connector-config."""
 
 _URL = f"{CHILD}.url"
 
@@ -29,9 +29,8 @@ def plan_with_tiers(handoff: HandoffConfig, tiers: TiersConfig, directory: Path,
     Args:
         directory: where the launch names its segments of host memory.
 
-    Raises:
-        ConfigError: --kv-store is no store's URL, or there are tiers already where these would be; and as
-            `plan_connector`.
+    Raises: ConfigError: --kv-store is not a store's URL, or the connector already has such tiers; and the errors of
+    `plan_connector`.
     """
     name, options = handoff.connector, handoff.connector_config
     if not tiers.wanted:
@@ -42,14 +41,14 @@ def plan_with_tiers(handoff: HandoffConfig, tiers: TiersConfig, directory: Path,
         return plan_connector(name, {**options, "url": _joined(host, options.get("url", ""), tiers.kv_store)})
     if _URL in options:
         raise ConfigError(
-            f"--connector-config {_URL}={without_secrets(options[_URL])}: --kv-host-memory and --kv-store say which "
-            "tiers there are: give the URL as --kv-store, or neither of them"
+            f"--connector-config {_URL}={without_secrets(options[_URL])}: --kv-host-memory and --kv-store already "
+            "define the tiers: give the URL as --kv-store, or drop both"
         )
     children = [child.strip() for child in options.get("connectors", "").split(",")] if name == "multi" else []
     if CHILD in children:
         raise ConfigError(
-            f"connector multi of {','.join(children)} has a {CHILD} already: name the tiers in its url, or leave it "
-            "out and give them as --kv-host-memory and --kv-store"
+            f"connector multi of {','.join(children)} already has a {CHILD}: name the tiers in its url, or drop it "
+            "and give them as --kv-host-memory and --kv-store"
         )
     others = {option: text for option, text in options.items() if not option.startswith(f"{CHILD}.")}
     own = {option.removeprefix(f"{CHILD}."): text for option, text in options.items() if option not in others}
@@ -59,7 +58,7 @@ def plan_with_tiers(handoff: HandoffConfig, tiers: TiersConfig, directory: Path,
 
 
 def describe_tiers(tiers: TiersConfig) -> str:
-    """Such as ", 8.0 GiB of host memory each, redis://host:6379/0"; empty where there are none."""
+    """Description such as ", 8.0 GiB of host memory each, redis://host:6379/0"; empty if there are no tiers."""
     host = f"{format_bytes(tiers.kv_host_memory)} of host memory each" if tiers.kv_host_memory else ""
     return "".join(f", {part}" for part in (host, without_secrets(tiers.kv_store)) if part)
 

@@ -1,4 +1,6 @@
-"""`pd launch`: check everything that can be checked, listen, start the fleet, say when it is ready, end it cleanly."""
+"""`pd launch`: check everything that can be checked, listen, start the fleet, report when it is ready, end it
+cleanly.
+"""
 
 import asyncio
 import contextlib
@@ -43,7 +45,7 @@ from pdkv.wire.cluster_key import ClusterKey
 
 _LAST_CHILDREN_S = 1.0
 _ROUTER_ANSWER_S = 4.0
-"""How long a router that is to drain may take to say a word; one that is stopped is not waited for."""
+"""Seconds for a draining router to answer; one that is stopped is not waited for."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,8 @@ def launch(deployment: Deployment) -> int:
 
 
 def check(deployment: Deployment) -> int:
-    """Refuse what `launch` would refuse before it starts a process, and say what it would start; returns the exit code.
+    """Refuse what `launch` would refuse before it starts a process, and print what it would start; returns the exit
+    code.
 
     Raises:
         ConfigError: a wrong value.
@@ -95,41 +98,45 @@ def check(deployment: Deployment) -> int:
 
 
 def advise(deployment: Deployment, listener: socket.socket) -> None:
-    """Warn of what is allowed and seldom meant."""
+    """Warn of settings that are allowed but seldom intended."""
     if isa() is None:
-        logger.warning("compiled kernels are absent: torch computes instead, slower on CPUs (docs/cpu.md)")
+        logger.warning("compiled kernels are missing: torch computes instead, which is slower on CPUs (docs/cpu.md)")
     has_keys = deployment.router.access.api_key_file is not None or bool(os.environ.get(API_KEY))
     if listener.family == socket.AF_UNIX or has_keys:
         return
     address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
     if not address.is_loopback:
-        logger.warning("%s can be reached from other hosts, and --api-key-file is not given: all may use it", address)
+        logger.warning(
+            "%s can be reached from other hosts, but --api-key-file is not given: everyone may use it", address
+        )
 
 
 def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None]]) -> None:
-    """Run `serve` with a run directory and the reading end of a lifeline; what it started is gone when this returns.
+    """Run `serve` with a run directory and the reading end of a lifeline; its processes are gone when this returns.
 
-    All signals that end a launch are blocked when it begins.
+    All signals that end a launch must be blocked when it begins.
     """
     for path in sweep_leftovers():
         logger.info("removed %s, which a killed launch left behind", path)
     raise_open_files_limit()  # of all processes
     become_subreaper()
-    signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)  # until the loop handles them: the directory must go
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, _STOP_SIGNALS
+    )  # until the loop handles them: the directory must be removed
     lifeline_read, lifeline_write = os.pipe()
     try:
         with RunDirectory() as run_dir:
             try:
                 asyncio.run(serve(run_dir, lifeline_read))
             finally:
-                os.close(lifeline_write)  # who is not known to the supervisor goes now
+                os.close(lifeline_write)  # processes unknown to the supervisor end now
                 _reap_rest(_LAST_CHILDREN_S)
     finally:
         os.close(lifeline_read)
 
 
 def check_deployment(deployment: Deployment) -> Deployment:
-    """Refuse what can be seen to be wrong without a process. The same with models that are here (`with_local_model`).
+    """Refuse errors that can be found without a process. Returns the deployment with local models (`with_local_model`).
 
     Raises ConfigError.
     """
@@ -157,7 +164,7 @@ def check_models(deployment: Deployment) -> None:
     """Refuse a model that is not computed, ranks that cannot share its heads, lengths beyond its positions, and lengths
     that give prefill and decode different frequencies. Raises ConfigError.
 
-    KV is of no use to an engine that rotates queries by other frequencies than its keys were rotated by.
+    KV is useless to an engine that rotates queries by other frequencies than its keys were rotated by.
     """
     prefill, decode = deployment.prefill, deployment.decode
     read_sampling_defaults(prefill.model, prefill.generation_config)
@@ -171,14 +178,14 @@ def check_models(deployment: Deployment) -> None:
     other, rope = (model.rope_scaling for model in models)
     if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:
         raise ConfigError(
-            f"{decode.model}: the RoPE frequencies of this model ({rope.kind} scaling) depend on --max-model-len, and "
-            f"prefill engines ({prefill.max_model_len or 'the default'}) would have others than decode engines "
-            f"({decode.max_model_len or 'the default'}): give both the same length"
+            f"{decode.model}: the RoPE frequencies of this model ({rope.kind} scaling) depend on --max-model-len, but "
+            f"prefill engines ({prefill.max_model_len or 'the default'}) and decode engines "
+            f"({decode.max_model_len or 'the default'}) would have different ones: give both the same length"
         )
 
 
 def check_processors(deployment: Deployment) -> None:
-    """Refuse an unknown logits processor, and other ones for prefill than for decode. Raises ConfigError.
+    """Refuse an unknown logits processor, and different ones for prefill and decode. Raises ConfigError.
 
     Prefill draws a request's first token, decode the others.
     """
@@ -187,7 +194,7 @@ def check_processors(deployment: Deployment) -> None:
         LOGITS_PROCESSORS.target(name)
     if deployment.launch.prefill and {*prefill} != {*decode}:
         raise ConfigError(
-            f"prefill engines would have the logits processors {list(prefill)}, and decode engines {list(decode)}: "
+            f"prefill engines would have the logits processors {list(prefill)}, but decode engines {list(decode)}: "
             "both draw tokens of every request, so give both the same (--logits-processors)"
         )
 
@@ -220,10 +227,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def listen_at(path: Path) -> Iterator[socket.socket]:
-    """A listening unix socket at `path`, which is removed in the end; one that a killed launch left is replaced.
+    """A listening unix socket at `path`, which is removed in the end; one left by a killed launch is replaced.
 
     Raises:
-        ConfigError: something else is there, or it cannot be made.
+        ConfigError: the path belongs to something else, or the socket cannot be made.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         try:
@@ -250,7 +257,7 @@ async def _serve(
     listener: socket.socket,
     lifeline_fd: int,
 ) -> None:
-    """Start the fleet, say that it is ready, and end it when a signal asks for that."""
+    """Start the fleet, report that it is ready, and end it when a signal asks for that."""
     on_ready = ReadyLog(len(fleet.engines) + 1)
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
     control = _make_control(deployment, run_dir, supervisor, host_memory)
@@ -265,7 +272,7 @@ async def _serve(
                 print(f"ready: {url} ({deployment.shape})", flush=True)
                 await signals.stopped.wait()
     finally:
-        listener.close()  # the router's own is the last one: with it nobody listens any more
+        listener.close()  # the router's copy is the last one: with it, nothing listens any more
         await supervisor.stop(signals.drain_s, lambda: _until_stuck(run_dir))
         if signals.stopped.is_set():
             logger.info("stopped")
@@ -276,7 +283,9 @@ class StopSignals:
     """The first signal asks for a stop, the second one for a quick one, the third one for the end."""
 
     def __init__(self, supervisor: Supervisor, *, reloads: bool) -> None:
-        """From now on the running loop handles them. `reloads`: SIGHUP has the router read its files instead."""
+        """The running loop handles the signals from now on. `reloads`: SIGHUP makes the router read its files again
+        instead.
+        """
         self.stopped = asyncio.Event()
         self.drain_s = 0.0  # until everything is ready, nothing needs to be answered
         self._supervisor = supervisor
@@ -292,7 +301,7 @@ class StopSignals:
             logger.info("stopping")
             self.stopped.set()
         elif self.drain_s and not self._hurried:
-            logger.warning("asked to stop again: requests that still run are cut")
+            logger.warning("asked to stop again: running requests are cut off")
             self._hurried = True
             self._supervisor.hurry()
         else:
@@ -316,14 +325,14 @@ async def start_unless_stopped(supervisor: Supervisor, signals: StopSignals) -> 
 
 
 class ReadyLog:
-    """Says that a process is ready: the first ones with their number, those that come back with what it took."""
+    """Logs that a process is ready: first starts with their number, restarts with their duration."""
 
     def __init__(self, num_first: int) -> None:
         self._num_first = num_first
         self._names: set[str] = set()
 
     def __call__(self, name: str, seconds: float) -> None:
-        """`seconds`: since its start began, or since what ran before has ended."""
+        """`seconds`: since its start began, or since its predecessor ended."""
         if name in self._names:
             logger.info("%s is ready again, %.1f s after it ended", name, seconds)
             return
@@ -333,7 +342,7 @@ class ReadyLog:
 
 
 async def _until_stuck(run_dir: RunDirectory) -> None:
-    """Returns if the router cannot be asked any more: it will not drain either."""
+    """Return if the router cannot be reached any more: it will not drain either."""
     with contextlib.suppress(PdkvError):
         await RouterAdmin(run_dir.path, patience_s=_ROUTER_ANSWER_S).engines()
         await asyncio.Event().wait()
@@ -342,7 +351,7 @@ async def _until_stuck(run_dir: RunDirectory) -> None:
 def _make_control(
     deployment: Deployment, run_dir: RunDirectory, supervisor: Supervisor, host_memory: HostMemory
 ) -> ControlServer:
-    """Who carries out orders; the first engines get their share of the machine as later ones do."""
+    """The control server; the first engines get their share of the machine in the same way as later ones."""
     fleet = FleetControl(
         deployment=deployment,
         run_dir=run_dir,
@@ -363,7 +372,7 @@ def _url(listener: socket.socket, scheme: str) -> str:
 
 
 def _reap_rest(timeout_s: float) -> None:
-    """Wait until no child is left: an engine whose fork was under way at the stop is known to nobody else."""
+    """Wait until no child is left: an engine that was being forked at the stop is otherwise unknown."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     deadline = MONOTONIC.now() + timeout_s
     while True:

@@ -1,4 +1,4 @@
-"""Logging of one process: lines on stderr that say which process wrote them, as text or as JSON."""
+"""Logging of one process: lines on stderr that name the process, as text or as JSON."""
 
 import contextlib
 import logging
@@ -16,13 +16,14 @@ from pdkv.base.secret_options import without_secrets
 LogFormat = Literal["text", "json"]
 
 PIPE_ROOM = 4096
-"""Bytes that a pipe which is ready for writing takes without a wait (PIPE_BUF)."""
+"""Bytes that a pipe which is ready for writing takes without waiting (PIPE_BUF)."""
 
 
 class TextFormatter(logging.Formatter):
-    """`time level process: message`, and a traceback in indented lines behind it. Passwords are masked.
+    """Formats records as `time level process: message`, with a traceback in indented lines after it. Passwords are
+    masked.
 
-    One record is one line that begins in the first column: whatever a message repeats of others, it forges no line.
+    A record is one line that begins in the first column, so that text repeated from others cannot forge a line.
     """
 
     def __init__(self, process: str) -> None:
@@ -35,7 +36,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """An object a line: time, level, process, logger and message, then the fields of what the message is about."""
+    """One JSON object a line: time, level, process, logger and message, then the fields of the message's subject."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -60,18 +61,19 @@ class JsonFormatter(logging.Formatter):
 
 
 def _shown(text: str) -> str:
-    """In one line, and without passwords."""
+    """The text in one line, and without passwords."""
     return printable(without_secrets(text))
 
 
 def _traceback(formatter: logging.Formatter, record: logging.LogRecord) -> list[str]:
-    """Its lines."""
+    """The traceback's lines."""
     text = formatter.formatException(record.exc_info) if record.exc_info else ""
     return [_shown(line) for line in (text + (record.stack_info or "")).splitlines()]
 
 
 class LineHandler(logging.Handler):
-    """Writes lines to a descriptor, and never waits for who reads them: where nobody does, lines are lost and counted.
+    """Writes lines to a descriptor without ever waiting for the reader: if they are not read, lines are lost and
+    counted.
 
     Without that, a stopped `pd launch 2>&1 | less` would stop every process as soon as its pipe is full.
     """
@@ -81,7 +83,7 @@ class LineHandler(logging.Handler):
         self.num_dropped = 0
         self._fd = fd
         self._num_told = 0
-        self._cut = False  # the last line that was written has no end
+        self._cut = False  # the last line was written without its end
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
 
@@ -96,7 +98,7 @@ class LineHandler(logging.Handler):
             self.handleError(record)
 
     def _tell_dropped(self, record: logging.LogRecord) -> None:
-        text = "%d log lines were lost: nobody read them"
+        text = "%d log lines were lost because they were not read"
         args = (self.num_dropped - self._num_told,)
         lost = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, args, None)
         self._num_told = self.num_dropped
@@ -105,7 +107,9 @@ class LineHandler(logging.Handler):
     def _write(self, line: str) -> None:
         data = memoryview((("\n" if self._cut else "") + line + "\n").encode(errors="backslashreplace"))
         rest = data
-        with contextlib.suppress(OSError):  # somebody has made it non-blocking, the reader is gone, or a disk is full
+        with contextlib.suppress(
+            OSError
+        ):  # another process has made it non-blocking, the reader is gone, or a disk is full
             while rest and self._is_ready():
                 rest = rest[os.write(self._fd, rest[:PIPE_ROOM]) :]
         if rest:
@@ -114,7 +118,7 @@ class LineHandler(logging.Handler):
             self._cut = bool(rest)
 
     def _is_ready(self) -> bool:
-        """Whether PIPE_ROOM bytes can be written at once. An error is ready, too: the write says which."""
+        """Whether PIPE_ROOM bytes can be written at once. Also True for an error, which the write will report."""
         return bool(self._poll.poll(0))
 
 
@@ -122,10 +126,10 @@ def configure_logging(process: str, level: str, log_format: LogFormat = "text", 
     """Send this process's log records to stderr as `log_format` says. Called by process mains only.
 
     Args:
-        access_log: whether requests have lines of their own, at level info.
+        access_log: whether each request has its own line, at level info.
     """
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, as in a test: it keeps what it is told
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # no file, as in a test: it keeps its handlers
         handler = LineHandler(sys.stderr.fileno())
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))
     root = logging.getLogger()

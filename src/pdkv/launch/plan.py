@@ -1,4 +1,4 @@
-"""Names every process of a launch and gives it its share of the machine."""
+"""Names every process of a launch and assigns its share of the machine."""
 
 import dataclasses
 import secrets
@@ -21,12 +21,12 @@ from pdkv.models.hub import hub_name
 from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.router.spec import RouterSpec
 
-_DEFAULT_NAME = "pdkv-default"  # of the embedded model in the API
+_DEFAULT_NAME = "pdkv-default"  # the embedded model's name in the API
 
 _NO_TIERS = TiersConfig()
 
 Kind = Literal["prefill", "decode", "engine"]
-"""What an engine was started as, and what its name begins with; its role may become another one."""
+"""The kind with which an engine was started, and with which its name begins; its role may change later."""
 
 ROLES: dict[Kind, Role] = {"prefill": "prefill", "decode": "decode", "engine": "any"}
 
@@ -51,7 +51,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     )
     model = deployment.prefill.model
     router = RouterSpec(
-        router_id=f"router-{secrets.token_hex(8)}",  # of this launch: a restarted router has it again
+        router_id=f"router-{secrets.token_hex(8)}",  # of this launch: a restarted router gets it again
         engines=[
             *(plan_address(spec, run_dir) for spec in engines),
             *(EngineAddress(name, "any", endpoint) for name, endpoint in launch.remote_engines.items()),
@@ -80,10 +80,10 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
 def plan_engine(
     deployment: Deployment, run_dir: RunDirectory, kind: Kind, index: int, *, num_engines: int, num_ranks: int
 ) -> EngineSpec:
-    """The engine `kind`-`index` of a deployment that has so many engines and ranks with it.
+    """The engine `kind`-`index` of a deployment that has these numbers of engines and ranks including it.
 
     Raises:
-        ConfigError: --cpu-bind has a list for each engine, and none for this one.
+        ConfigError: --cpu-bind has a list for each engine, but none for this one.
     """
     config = config_of(deployment, kind)
     cpus = _cpus(deployment, kind, index)
@@ -109,7 +109,7 @@ def plan_engine(
 
 
 def plan_address(spec: EngineSpec, run_dir: RunDirectory) -> EngineAddress:
-    """Where routers find the engine."""
+    """The address at which routers reach the engine."""
     return EngineAddress(spec.name, spec.role, spec.endpoint, run_dir.path / f"{spec.name}.refused")
 
 
@@ -140,11 +140,10 @@ def place_on_hardware(
 def check_memory(
     engines: Sequence[tuple[EngineConfig, int]], tiers: TiersConfig = _NO_TIERS, *, num_promised_bytes: int = 0
 ) -> None:
-    """Refuse engines, so many of each configuration, whose memory does not fit into what this host has left: each
-    alone might. Raises ConfigError.
+    """Refuse engines, given their number for each configuration, that do not fit into this host's free memory together.
+    Raises ConfigError.
 
-    Args:
-        num_promised_bytes: what others that run may still take.
+    Args: num_promised_bytes: memory that running engines may still use.
     """
     pools = [
         (config.kv_cache_memory or min(config.host_kv_bytes, LEAST_POOL_BYTES), count)
@@ -160,7 +159,7 @@ def check_memory(
         flags.append("--kv-host-memory")
         num_bytes += num_engines * tiers.kv_host_memory
         if num_promised_bytes:
-            wanted.append(f"{format_bytes(num_promised_bytes)} that was promised to others")
+            wanted.append(f"{format_bytes(num_promised_bytes)} already promised to others")
             num_bytes += num_promised_bytes
     check_host_memory(num_bytes, f"{' and '.join(wanted)} ({', '.join(flags)})")
 

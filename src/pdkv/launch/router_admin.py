@@ -1,4 +1,4 @@
-"""A client of the router's operators' socket (`router/http/pages/admin.py`)."""
+"""A client for the router's operator socket (`router/http/pages/admin.py`)."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from pdkv.router.engines.address import EngineAddress
 from pdkv.wire.decoding import decode_total
 
 PATIENCE_S = 30.0
-"""How long a router that does not answer is asked again: one that was killed is back within a second or two."""
+"""Seconds for which a router that does not answer is asked again: a killed one is back within a second or two."""
 
 _ENGINES = "/admin/engines"
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 0.5
@@ -25,13 +25,13 @@ _decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 class Refused(ConfigError):
-    """The router does not do what it was asked for; the message says why."""
+    """The router refuses a request; the message says why."""
 
     code = "refused"
 
 
 class RouterAdmin:
-    """Every call may be repeated, and is, where a router dies that has not answered it."""
+    """Calls to the router. Every call may be repeated, and is, if a router dies before answering it."""
 
     def __init__(self, run_dir: Path, *, patience_s: float = PATIENCE_S, clock: Clock = MONOTONIC) -> None:
         self._path = run_dir / ADMIN_SOCKET
@@ -39,33 +39,33 @@ class RouterAdmin:
         self._clock = clock
 
     async def engines(self, *, fresh: bool = False) -> list[dict[str, Any]]:
-        """All engines, as in `/topology`. `fresh`: they are asked how they are now."""
+        """All engines, as in `/topology`. `fresh`: ask them for a report first."""
         answer = await self._call("GET", f"{_ENGINES}?fresh=true" if fresh else _ENGINES)
         return list(answer["engines"])
 
     async def figures(self) -> dict[str, float]:
-        """The router's metrics that have no labels, by name."""
+        """The router's metrics without labels, by name."""
         return {name: float(value) for name, value in (await self._call("GET", "/admin/figures")).items()}
 
     async def caches(self) -> list[dict[str, Any]]:
-        """What the pool and the tiers of each engine hold and gave."""
+        """The contents and hits of each engine's pool and tiers."""
         answer = await self._call("GET", "/admin/cache")
         return list(answer["engines"])
 
     async def order_cache(self, action: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Look a prompt's KV up, clear, pin, unpin, prefetch or move it (router/http/pages/cache_pages.py)."""
+        """Look up, clear, pin, unpin, prefetch or move a prompt's KV (router/http/pages/cache_pages.py)."""
         return await self._call("POST", f"/admin/cache/{action}", body, busy_s=float(body.get("timeout_s", 0.0)))
 
     async def drain(self, name: str, wait_s: float, *, move: bool = False) -> dict[str, Any]:
-        """Give an engine nothing new; the answer comes when it is drained, or after `wait_s`.
+        """Stop giving an engine new requests; returns once it is drained, or after `wait_s`.
 
-        `move`: what it still has then goes on elsewhere.
+        `move`: requests that it still has then are moved elsewhere.
         """
         path = f"{_of(name)}/drain?move={'true' if move else 'false'}"
         return await self._call("POST", path, wait_s=wait_s)
 
     async def resume(self, name: str) -> dict[str, Any]:
-        """Give an engine requests again."""
+        """Give an engine new requests again."""
         return await self._call("POST", f"{_of(name)}/resume")
 
     async def set_role(self, name: str, role: str) -> dict[str, Any]:
@@ -78,13 +78,13 @@ class RouterAdmin:
         return await self._call("GET", f"{_of(name)}?until=ready{which}", wait_s=wait_s)
 
     async def add(self, address: EngineAddress) -> None:
-        """Make one more engine known."""
+        """Add an engine."""
         refusal = str(address.refusal) if address.refusal is not None else None
         body = {"role": address.role, "endpoint": address.endpoint, "refusal": refusal}
         await self._call("PUT", _of(address.name), body)
 
     async def remove(self, name: str) -> None:
-        """Forget an engine; requests that it still has end or go elsewhere."""
+        """Remove an engine; requests that it still has end or are moved elsewhere."""
         await self._call("DELETE", f"{_of(name)}?force=true")
 
     async def _call(
@@ -92,12 +92,12 @@ class RouterAdmin:
     ) -> dict[str, Any]:
         """The answer of the first router that gives one.
 
-        `wait_s`: how long it may wait before it answers, which `path`, that has a query, does not say yet. Each one
-        that is asked gets what is left of it. `busy_s`: how long it may be at what the body asks for.
+        `wait_s`: how long it may wait before it answers; this is added to the query in `path`, and each router gets the
+        time that is left. `busy_s`: how long it may work on the body's request.
 
         Raises:
-            Refused: it says no.
-            StartupError: there was none within a bound, it has a defect, or says what is no answer.
+            Refused: it refuses. StartupError: there was no answer in time, the router has a defect, or the answer is
+                invalid.
         """
         pause_s = _FIRST_PAUSE_S
         deadline = self._clock.now() + (wait_s or 0.0)
@@ -107,7 +107,7 @@ class RouterAdmin:
                     wait = f"&wait_s={max(deadline - self._clock.now(), 0.0):g}" if wait_s is not None else ""
                     try:
                         return _checked(*await self._ask(method, path + wait, body))
-                    except (OSError, EOFError):  # nobody listens, or it died before it had answered
+                    except (OSError, EOFError):  # there is no listener, or it died before answering
                         await self._clock.pause(pause_s)
                         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         except TimeoutError:
@@ -138,7 +138,7 @@ def _parse_head(data: bytes) -> tuple[int, int]:
 
 
 def _checked(status: int, data: bytes) -> dict[str, Any]:
-    """What an answer says. Raises Refused for a no, StartupError for a defect of the router."""
+    """The content of an answer. Raises Refused for a refusal, and StartupError for a defect of the router."""
     try:
         answer = decode_total(_decoder, data)
         message = answer["error"]["message"] if status != 200 else ""
@@ -152,7 +152,7 @@ def _checked(status: int, data: bytes) -> dict[str, Any]:
 
 
 def _of(name: str) -> str:
-    """The path of an engine. Raises ConfigError for a name that no engine can have."""
+    """The path of an engine. Raises ConfigError for an invalid engine name."""
     if "/" in name or name in ("", ".", ".."):
         raise ConfigError(f"no engine can be called {clip(name)!r}: see `pd engines`")
     return f"{_ENGINES}/{urllib.parse.quote(name, safe='')}"

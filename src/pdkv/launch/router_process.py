@@ -13,7 +13,7 @@ from pdkv.launch.specs import decode_router_spec, take_spec
 from pdkv.router.process import run_router
 from pdkv.router.spec import RouterSpec
 
-_LIFELINE_GRACE_S = 3.0  # above what connections have to end after a stop
+_LIFELINE_GRACE_S = 3.0  # more than connections get to end after a stop
 
 _HEAP_BYTES = 4 << 20
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int:
-    """Run the router in this process; returns its exit status. It is ready when every engine has answered it."""
+    """Run the router in this process; returns its exit status. It is ready when every engine has answered."""
     seen = spec.config.observability
     configure_logging("router", spec.log_level, seen.log_format, access_log=seen.access_log)
     set_process_name("pd router")
@@ -50,10 +50,10 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int
 
 
 def _bound_heap() -> None:
-    """Keep the process at the size that it begins with, whatever requests do.
+    """Keep the process at its initial size, whatever requests do.
 
-    By itself glibc keeps ever larger allocations, up to 32 MiB each, after the first that was freed, and gives each
-    thread that comes to work a heap of its own. And pages that small growth will need are touched now.
+    By default glibc keeps ever larger allocations, up to 32 MiB each, after the first one that was freed, and gives
+    each working thread its own heap. Pages for small growth are touched now.
     """
     if set_malloc(mmap_threshold=1 << 20, trim_threshold=2 * _HEAP_BYTES, max_arenas=1):
         pieces = [bytearray(256 << 10) for _ in range(_HEAP_BYTES // (256 << 10))]

@@ -1,4 +1,4 @@
-"""The private directory of one launch (sockets), and the sweep of what killed launches left behind."""
+"""The private directory of one launch (sockets), and the removal of directories left behind by killed launches."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from pdkv.errors import StartupError
 from pdkv.host.process_info import process_start_time
 
 ADMIN_SOCKET = "admin.sock"  # the router's, for operators (router/http/pages/admin.py)
-MARKS_FILE = "engines.json"  # what they said, for a router that is started again
+MARKS_FILE = "engines.json"  # their settings, for a restarted router
 CONTROL_SOCKET = "control.sock"  # the launcher's (control.py)
 _INFO_FILE = "launch.json"
 
@@ -24,13 +24,13 @@ _MAX_DIRECTORY_BYTES = 80  # a unix socket's path has at most 107 bytes; the res
 
 
 def run_root() -> Path:
-    """Where run directories lie: the temporary directory, or /tmp where its path is too long for a socket's."""
+    """The parent of run directories: the temporary directory, or /tmp if its path is too long for a socket's."""
     root = Path(tempfile.gettempdir())
     return root if len(os.fsencode(root)) <= _MAX_DIRECTORY_BYTES - 40 else Path("/tmp")
 
 
 class RunInfo(msgspec.Struct, frozen=True):
-    """A launch that runs, as it describes itself."""
+    """A running launch, as it describes itself."""
 
     path: str  # its run directory
     pid: int
@@ -38,13 +38,13 @@ class RunInfo(msgspec.Struct, frozen=True):
     shape: str  # such as "2 prefill, 4 decode, connector shared_memory", at its start
 
     def is_called(self, name: str) -> bool:
-        """Whether `name` is its pid, its port, its URL, its run directory or that one's name."""
+        """Whether `name` is its pid, port, URL, run directory or that directory's name."""
         port = self.url.rpartition(":")[2]
         return name in (str(self.pid), port, self.url, self.path, Path(self.path).name)
 
 
 class RunDirectory:
-    """A directory (mode 0700) that is named after its owner's pid and start time; a context manager."""
+    """A directory (mode 0700) named after its owner's pid and start time; a context manager."""
 
     def __init__(self) -> None:
         pid = os.getpid()
@@ -64,14 +64,14 @@ class RunDirectory:
             path.unlink(missing_ok=True)
 
     def introduce(self, url: str, shape: str) -> None:
-        """From now on the launch is found by `running_launches`."""
+        """Let `running_launches` find the launch from now on."""
         info = RunInfo(str(self.path), os.getpid(), url, shape)
         new = self.path / f"{_INFO_FILE}.new"
         new.write_bytes(msgspec.json.encode(info))
         new.rename(self.path / _INFO_FILE)
 
     def remove(self) -> None:
-        """Delete the directory and what is in it. Idempotent."""
+        """Delete the directory with its content. Idempotent."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.path)
 
@@ -83,7 +83,7 @@ class RunDirectory:
 
 
 def running_launches() -> list[RunInfo]:
-    """This user's launches that are ready and run."""
+    """This user's launches that are ready and running."""
     found = []
     for path in sorted(_run_directories(of_the_living=True)):
         with contextlib.suppress(OSError, msgspec.DecodeError):  # it is not ready yet, or just gone
@@ -92,9 +92,9 @@ def running_launches() -> list[RunInfo]:
 
 
 def sweep_leftovers() -> list[Path]:
-    """Delete this user's run directories whose owner is gone; returns them.
+    """Delete this user's run directories without a living owner; returns them.
 
-    An owner is alive only if a process of that pid with that very start time exists, so a reused pid keeps nothing.
+    An owner is alive only if a process with that pid and that start time exists, so a reused pid protects nothing.
     """
     swept: list[Path] = []
     for path in list(_run_directories(of_the_living=False)):
@@ -105,7 +105,7 @@ def sweep_leftovers() -> list[Path]:
 
 
 def _run_directories(*, of_the_living: bool) -> Iterator[Path]:
-    """This user's directories with the name of a run directory, whose owner is alive, or gone. No links to any."""
+    """This user's directories with the name of a run directory, with a living owner or without. No links to any."""
     with os.scandir(run_root()) as entries:
         for entry in entries:
             match = _NAME.match(entry.name)

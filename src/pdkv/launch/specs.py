@@ -1,4 +1,4 @@
-"""What a child process is told when it starts, and what it answers while it starts: plain data, as JSON."""
+"""Plain data, as JSON, that a child process gets when it starts, and its answers during the start."""
 
 import os
 import sys
@@ -22,33 +22,35 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     epoch: str
     config: EngineConfig
     handoff: HandoffConfig
-    connector: ConnectorPlan  # of what `handoff` names, and of tiers beside it
+    connector: ConnectorPlan  # of the connector that `handoff` names, and of tiers next to it
     endpoint: str  # ZeroMQ endpoint to listen on
     num_engines: int  # of the whole deployment
-    run_dir: Path | None = None  # the launch's private directory, deleted by whoever outlives the launcher
+    run_dir: Path | None = (
+        None  # the launch's private directory, deleted by the last process that outlives the launcher
+    )
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
     cpus: list[int] | None = None  # CPUs to pin to
     rank: int = 0  # of config.tp
     kv_shards: int = 1  # the least common multiple of all engines' ranks
-    store: Path | None = None  # where the ranks of this incarnation find each other; None: one rank
-    start_timeout_s: float = 120.0  # bound of a rank's waits before the engine is ready
-    cluster_key_file: Path | None = None  # what routers must have, for an endpoint at tcp://
+    store: Path | None = None  # how the ranks of this incarnation reach one another; None: one rank
+    start_timeout_s: float = 120.0  # limit of a rank's waits before the engine is ready
+    cluster_key_file: Path | None = None  # key that routers must have, for an endpoint at tcp://
 
     @property
     def process_name(self) -> str:
-        """Of the rank's process, such as "decode-0" for rank 0 and "decode-0.1" for rank 1."""
+        """Name of the rank's process, such as "decode-0" for rank 0 and "decode-0.1" for rank 1."""
         return f"{self.name}.{self.rank}" if self.rank else self.name
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
-    """A step of the start, for people."""
+    """A step of the start, in words."""
 
     text: str
 
 
 class Identified(msgspec.Struct, frozen=True, tag=True):
-    """Which model is being loaded. Every rank says it once, before it is ready."""
+    """The model that is being loaded. Every rank reports it once, before it is ready."""
 
     model: str  # identity
 
@@ -62,25 +64,25 @@ class StartFailed(msgspec.Struct, frozen=True, tag=True):
 
     message: str
     config: bool  # a flag, file or value is at fault
-    rank_gone: bool = False  # another rank went away before, and should have said why
+    rank_gone: bool = False  # another rank ended before, and should have reported why
 
 
 KNOWN = b"k"
-"""What the launcher says to a starting child when it has its pid."""
+"""Sent by the launcher to a starting child once it has its pid."""
 
 Ack = Progress | Identified | Started | StartFailed
 _ack_decoder: msgspec.json.Decoder[Ack] = msgspec.json.Decoder(Ack)
 
 
 def encode(value: object) -> bytes:
-    """JSON of a spec or an ack; it has no newline."""
+    """JSON of a spec or an ack, without a newline."""
     return msgspec.json.encode(value, enc_hook=_encode_path)
 
 
 def take_spec() -> bytes:
-    """What the launcher has put on this process's standard input, which is empty from now on.
+    """Read the launcher's spec from this process's standard input, which is empty from now on.
 
-    A spec may hold a password, and everyone on the host may read a command line.
+    A spec may hold a password, and every user of the host can read a command line.
     """
     data = sys.stdin.buffer.read()
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -90,17 +92,17 @@ def take_spec() -> bytes:
 
 
 def decode_engine_spec(data: bytes) -> EngineSpec:
-    """Raises msgspec.DecodeError for anything that is no engine spec."""
+    """Decode an engine spec. Raises msgspec.DecodeError."""
     return msgspec.json.decode(data, type=EngineSpec, dec_hook=_decode_path)
 
 
 def decode_router_spec(data: bytes) -> RouterSpec:
-    """Raises msgspec.DecodeError for anything that is no router spec."""
+    """Decode a router spec. Raises msgspec.DecodeError."""
     return msgspec.json.decode(data, type=RouterSpec, dec_hook=_decode_path)
 
 
 def decode_ack(data: bytes) -> Ack:
-    """Raises MalformedMessage for anything that is no ack."""
+    """Decode an ack. Raises MalformedMessage."""
     return decode_total(_ack_decoder, data)
 
 

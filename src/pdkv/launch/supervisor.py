@@ -1,4 +1,4 @@
-"""Keeps the router and the engines of one launch running: start, restart with backoff, stop within a bound."""
+"""Keeps the router and the engines of one launch running: start, restart with backoff, stop within a limit."""
 
 import asyncio
 import contextlib
@@ -34,17 +34,17 @@ from pdkv.wire.refusal_note import RefusalNote
 _ROUTER = "router"
 _ROUTER_GRACE_S = 2.0  # with the engines' below the five seconds that a stop may take
 _ENGINE_GRACE_S = 1.5
-_OTHER_RANKS_S = 5.0  # between the failure of a rank and that of another one, which was its cause
-_LAST_WORD_S = 1.0  # between the end of a child's acknowledgements and its own
+_OTHER_RANKS_S = 5.0  # between the failure of a rank and that of another one, which caused it
+_LAST_WORD_S = 1.0  # between the end of a child's acknowledgements and its own end
 
 logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fleet:
-    """What a supervisor begins with."""
+    """The initial processes of a supervisor."""
 
-    engines: Sequence[EngineSpec]  # their epochs are drawn anew at each start
+    engines: Sequence[EngineSpec]  # their epochs are drawn again at each start
     router: RouterSpec | None  # None: it runs on another host
     connector_target: str  # "module:Class", which the fork server imports
     start_timeout_s: float
@@ -63,10 +63,10 @@ class Supervisor:
         on_ready: Callable[[str, float], None],
         clock: Callable[[], float] = MONOTONIC.now,
     ) -> None:
-        """`lifeline_fd`: the reading end that children inherit.
+        """`lifeline_fd`: the read end that children inherit.
 
-        `on_ready(name, seconds)` is told of every start, and of what it took: from the beginning of the first start, or
-        from the end of what ran before.
+        `on_ready(name, seconds)` is called for every start with its duration: from the beginning of the first start, or
+        from the end of the previous process.
         """
         self._fleet = fleet
         self._listen_fd = listen_fd
@@ -75,10 +75,10 @@ class Supervisor:
         self._clock = clock
         self._children: set[Child] = set()
         self._router: Child | None = None
-        self._listens_for_hangups = False  # the router does: before it is ready, a SIGHUP would end it
+        self._listens_for_hangups = False  # the router handles it: before it is ready, a SIGHUP would end it
         self._forks: ForkServer | None = None
         self._keepers: dict[str, Keeper] = {}
-        self.engines = {spec.name: spec for spec in fleet.engines}  # that are kept running, by name, the oldest first
+        self.engines = {spec.name: spec for spec in fleet.engines}  # kept running, by name, oldest first
         self._addresses = {a.name: a for a in fleet.router.engines} if fleet.router is not None else {}
         self._hurried = asyncio.Event()
         self._oom_kills = OomWatch()
@@ -91,19 +91,19 @@ class Supervisor:
             ConfigError, StartupError: the first failure; the caller stops the rest.
         """
         if self._fleet.use_fork_server:
-            self._forks = self._new_fork_server()  # its imports take longest: it goes first
+            self._forks = self._new_fork_server()  # its imports take longest, so it starts first
         first_ready = [self._keep_engine(name).ready for name in self.engines]
         if (router := self._fleet.router) is not None:
             first_ready.append(self._keep_running(_ROUTER, lambda: self._start_router(router)).ready)
         await asyncio.gather(*first_ready)
 
     def pid_of(self, name: str) -> int | None:
-        """Of an engine's first rank; None where none runs."""
+        """Process id of an engine's first rank; None if none is running."""
         return next((child.pid for child in self._children if child.name == name and child.alive), None)
 
     async def add_engine(self, spec: EngineSpec, address: EngineAddress) -> None:
-        """Start one more engine; returns when it is ready. A router that starts from then on is told of it, not before:
-        nobody would tell it that the engine never came.
+        """Start one more engine; returns when it is ready. Routers that start later are told of it, but not earlier
+        ones, which would never learn that it failed to start.
 
         Raises:
             PdkvError: it did not become ready; nothing is left of it.
@@ -118,7 +118,7 @@ class Supervisor:
         self._addresses[spec.name] = address
 
     async def restart_engine(self, spec: EngineSpec) -> None:
-        """End an engine and start it again, with this spec; returns when it is ready.
+        """Stop an engine and start it again with this spec; returns when it is ready.
 
         Raises:
             PdkvError: it did not start; it is tried again all the same.
@@ -127,12 +127,12 @@ class Supervisor:
         await self._keepers[spec.name].restart()
 
     def hide_engine(self, name: str) -> None:
-        """Tell a router that starts from now on nothing of an engine that is about to be removed."""
+        """Do not tell routers that start from now on of an engine that is about to be removed."""
         self._leave_note(name, None)
         self._addresses.pop(name, None)
 
     async def remove_engine(self, name: str) -> None:
-        """End an engine for good."""
+        """Stop an engine for good."""
         await self._keepers.pop(name).cancel()
         del self.engines[name]
         self.hide_engine(name)
@@ -140,7 +140,7 @@ class Supervisor:
         await self._end_engines(own)
 
     def renew_fork_server(self) -> None:
-        """Let engines that start from now on have this process's present environment."""
+        """Pass this process's current environment to engines that start from now on."""
         if self._forks is not None:
             self._forks.close()
 
@@ -153,7 +153,7 @@ class Supervisor:
         return self._keepers[name]
 
     async def _end_engines(self, children: Collection[Child]) -> None:
-        """End engines or ranks in order, or after their grace."""
+        """End engines or ranks in order, or after their grace period."""
         await _end(children, _ENGINE_GRACE_S)
         self._children.difference_update(children)
 
@@ -172,12 +172,12 @@ class Supervisor:
         return [router]
 
     def reload_files(self) -> None:
-        """Have the router read its API keys and its certificate again; one that starts reads them anyway."""
+        """Have the router read its API keys and its certificate again; one that is starting reads them in any case."""
         if self._router is not None and self._listens_for_hangups:
             self._router.send_signal(signal.SIGHUP)
 
     async def _admit_engine(self, spec: EngineSpec) -> list[Child]:
-        """Start an engine; routers hear of one that is refused."""
+        """Start an engine; routers are told of one that is refused."""
         reason: str | None = None
         try:
             return await self._start_engine(spec)
@@ -188,7 +188,7 @@ class Supervisor:
             self._leave_note(spec.name, reason)
 
     def _leave_note(self, name: str, reason: str | None) -> None:
-        """Why the engine is refused; None: it is not. What cannot be written is in the log alone."""
+        """Write why the engine is refused; None: it is not. If it cannot be written, it is only in the log."""
         address = self._addresses.get(name)
         if address is None or address.refusal is None:
             return
@@ -220,7 +220,7 @@ class Supervisor:
         try:
             return await asyncio.gather(*starts)
         except Exception as error:
-            links.close()  # a rank that is being forked finds nobody
+            links.close()  # a rank that is being forked finds no launcher
             if isinstance(error, OtherRankGone):
                 error = await _own_failure(starts) or error
             await self._kill(ranks)
@@ -229,11 +229,11 @@ class Supervisor:
             raise next((e for e in failures if isinstance(e, ConfigError)), error) from None
         finally:
             for start in starts:
-                start.cancel()  # only where this is cancelled itself is one of them under way
+                start.cancel()  # a rank is only unfinished if this task itself is cancelled
             links.close()
 
     async def _kill(self, children: Collection[Child]) -> None:
-        """End children at once, also those that have ended; returns when they have."""
+        """Kill children at once, including those that have ended; returns when they are gone."""
         for child in children:
             child.send_signal(signal.SIGKILL)
         for child in children:
@@ -281,7 +281,7 @@ class Supervisor:
             )
 
     async def _end_of(self, child: Child) -> str:
-        """How a child ended that has closed its acknowledgements. One that only did that is killed."""
+        """How a child ended that has closed its acknowledgements. One that is still running is killed."""
         try:
             async with asyncio.timeout(_LAST_WORD_S):
                 return self._why(await child.wait())
@@ -291,14 +291,14 @@ class Supervisor:
             await self._kill([child])
 
     def _why(self, status: int) -> str:
-        """How a child ended that nobody told to."""
+        """How a child ended without being told to."""
         return describe_exit(status, out_of_memory=self._oom_kills.explains(status))
 
     def _new_fork_server(self) -> ForkServer:
         return ForkServer(self._fleet.connector_target, self._lifeline_fd)
 
     async def _make_engine(self, spec: EngineSpec, ack: AckSocket, rank_fds: Sequence[int]) -> Child:
-        """Fork a rank of an engine, from a second fork server if the first is gone; spawn it if that fails too."""
+        """Fork a rank of an engine, from a second fork server if the first is gone; spawn it if that fails, too."""
         if not self._fleet.use_fork_server:
             return spawn_engine(spec, ack.child_fd, self._lifeline_fd, rank_fds)
         for _ in range(2):
@@ -309,15 +309,15 @@ class Supervisor:
                 return await self._forks.fork_engine(spec, ack.child_fd, rank_fds, timeout_s=timeout_s)
             except StartupError as error:
                 logger.warning("%s: %s", spec.process_name, error)
-                ack.start_over()  # it may have forked and owe the answer
+                ack.start_over()  # it may have forked but not answered
         logger.warning("%s is started without the fork server", spec.process_name)
         return spawn_engine(spec, ack.child_fd, self._lifeline_fd, rank_fds)
 
     async def stop(self, drain_s: float = 0.0, stuck: Callable[[], Awaitable[None]] | None = None) -> None:
-        """End all children: first the router, then the engines; who does not go in time is killed.
+        """End all children: first the router, then the engines; those that do not end in time are killed.
 
-        The router may take `drain_s` to answer what it has begun, for which engines that die meanwhile come back.
-        `stuck()` returns when it is seen that the router cannot do that.
+        The router may take `drain_s` to answer running requests, for which engines that die are restarted. `stuck()`
+        returns when the router turns out to be unable to do that.
         """
         if (keeper := self._keepers.pop(_ROUTER, None)) is not None:
             await keeper.cancel()
@@ -333,11 +333,11 @@ class Supervisor:
         await _end(rest, _ENGINE_GRACE_S)
 
     def hurry(self) -> None:
-        """Answer nothing to its end any more. Idempotent."""
+        """Stop waiting for running requests. Idempotent."""
         self._hurried.set()
 
     async def _drain_router(self, router: Child, drain_s: float, stuck: Callable[[], Awaitable[None]] | None) -> None:
-        """Returns when the router has ended, has had its time, or somebody is in a hurry."""
+        """Wait until the router has ended, has had its time, or a stop in a hurry is requested."""
         router.send_signal(signal.SIGTERM)
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(router.wait())]
         waits.append(asyncio.ensure_future(self._hurried.wait()))
@@ -349,13 +349,13 @@ class Supervisor:
         await asyncio.gather(*waits, return_exceptions=True)
 
     def kill(self) -> None:
-        """Kill all children at once, for whoever does not want to wait for `stop`."""
+        """Kill all children at once, instead of waiting for `stop`."""
         for child in self._children:
             child.send_signal(signal.SIGKILL)
 
 
 async def _own_failure(starts: Sequence["asyncio.Future[Child]"]) -> Exception | None:
-    """Of ranks that start: what failed in one of them itself, as far as they say so soon."""
+    """The failure of the rank that failed first among starting ranks, as far as they report it soon."""
     pending = set(starts)
     deadline = MONOTONIC.now() + _OTHER_RANKS_S
     while pending:
@@ -371,7 +371,7 @@ async def _own_failure(starts: Sequence["asyncio.Future[Child]"]) -> Exception |
 
 
 def _fresh_store(path: Path, epoch: str) -> Path:
-    """Where the ranks of one incarnation meet; what those before left is deleted."""
+    """Where the ranks of one incarnation meet; files of earlier ones are deleted."""
     for old in path.parent.glob(f"{path.name}-*"):
         old.unlink(missing_ok=True)
     return path.with_name(f"{path.name}-{epoch}")

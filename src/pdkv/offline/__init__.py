@@ -1,1 +1,1 @@
-"""What `LLM` and `AsyncLLM` share: requests made of prompts, an engine in this process, outputs."""
+"""Common to `LLM` and `AsyncLLM`: requests made of prompts, an engine in this process, outputs."""

@@ -1,4 +1,4 @@
-"""Arguments of an engine as vLLM's programs keep them."""
+"""Arguments of an engine in the form that vLLM's programs use."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add an option for each argument; those that are not given are not in what it parses."""
+        """Add an option for each argument; arguments that are not given do not appear in the parsed result."""
         for name, item in options_of(EngineConfig).items():
             kind: Any = {"action": argparse.BooleanOptionalAction} if item.base is bool else {"metavar": item.metavar}
             flag, shown = "--" + name.replace("_", "-"), item.help.replace("%", "%%")
@@ -25,7 +25,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Of what such a parser has read, other options aside."""
+        """The arguments in the result of such a parser; other options are ignored."""
         known = options_of(EngineConfig)
         return cls(**{name: value for name, value in vars(args).items() if name in known})
 

@@ -27,10 +27,10 @@ from pdkv.wire.messages import Peers
 
 
 class AsyncLLM:
-    """One engine in this process, on a thread of its own; requests of any number of tasks are batched.
+    """One engine in this process, on its own thread; requests of any number of tasks are batched.
 
-    An asynchronous context manager; `shutdown` gives its memory back. Methods that stream belong to the event loop that
-    runs; one loop after another, or several at once, may use it.
+    An asynchronous context manager; `shutdown` releases its memory. Streaming methods belong to the running event loop;
+    one loop after another, or several at once, may use it.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class AsyncLLM:
         connector_config: Mapping[str, str] | None = None,
         **fields: Any,
     ) -> None:
-        """Load the model; blocks until it can serve. Arguments and errors are those of `LLM`."""
+        """Load the model; blocks until it can serve. Arguments and errors as for `LLM`."""
         self.config, handoff, plan, seed = read_config("AsyncLLM", model, connector, connector_config, **fields)
         self._requests = RequestMaker(self.config, seed)
         self._engine = EngineThread(self.config, handoff, plan)
@@ -50,14 +50,14 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **unused: Any) -> Self:
-        """With these arguments. Raises ConfigError."""
+        """Make one with these arguments. Raises ConfigError."""
         known_arguments("from_engine_args", unused)
         return cls(**vars(engine_args))
 
     def shutdown(self) -> None:
-        """Stop the engine: requests in flight end with RequestAborted. Blocks for the step that runs, and for saves.
+        """Stop the engine: requests in flight end with RequestAborted. Blocks for the current step and for saves.
 
-        Idempotent. `async with` does not block the event loop meanwhile.
+        Idempotent. `async with` does not block the event loop in the meantime.
         """
         self._stop()
 
@@ -71,33 +71,33 @@ class AsyncLLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's tokenizer."""
         return self._requests.tokenizer
 
     @property
     def card(self) -> EngineCard:
-        """What others need to know to read this one's KV, see `set_peers`."""
+        """What others need to know to read this one's KV; see `set_peers`."""
         return self._engine.card
 
     def set_peers(self, cards: Sequence[EngineCard]) -> None:
-        """As that of `LLM`."""
+        """Set the peers, as in `LLM`."""
         self._engine.send(Peers(list(cards)))
 
     async def get_tokenizer(self) -> ModelTokenizer:
-        """The model's, by the names that transformers has."""
+        """The model's tokenizer, with the methods that transformers has."""
         return self._requests.get_tokenizer()
 
     async def check_health(self) -> None:
-        """Raises EngineUnavailable where it takes no requests any more."""
+        """Raise EngineUnavailable if it does not accept requests any more."""
         if self._engine.ended is not None:
             raise EngineUnavailable(self._engine.ended.reason)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget the KV that no request uses, behind all requests so far."""
+        """Forget the KV that no request uses, after all requests so far."""
         self._engine.send(FORGET)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` takes where it is given none: the model's, of its generation_config.json, else vLLM's."""
+        """The default parameters of `generate`: the model's, from its generation_config.json, or else vLLM's."""
         return self._requests.default_params()
 
     def generate(
@@ -109,23 +109,21 @@ class AsyncLLM:
         priority: int = 0,
         **unused: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt. The last output is the one that is `finished`.
+        """Complete one prompt. The last output is `finished`.
 
-        What comes faster than it is taken is taken at once: an output has all that is new. To cancel the task that
-        iterates, or to close the generator, ends the request and frees its KV blocks.
+        Tokens that arrive faster than they are taken are combined: an output has everything new. Cancelling the
+        iterating task, or closing the generator, ends the request and frees its KV blocks.
 
         Args:
             prompt: a text, a list of token ids, a TextPrompt or a TokensPrompt.
-            sampling_params: None: `get_default_sampling_params`. `output_kind` says what an output has: all choices as
-                they stand (the default), what is new in those that have news, or all, once, at the end.
-            request_id: a name for `abort` and logs, which no other live request has; None: one is drawn.
-            priority: a lower one goes first.
-            unused: what vLLM has beside these, with the value that changes nothing.
+            sampling_params: None: `get_default_sampling_params`. `output_kind` chooses the content of outputs: all
+                choices so far (the default), only new parts, or everything once at the end. request_id: a name for
+                `abort` and logs, unique among live requests; None: one is drawn. priority: lower is more urgent.
+                unused: vLLM's other parameters, which may only have the value that changes nothing.
 
-        Raises:
-            InvalidRequest: a parameter out of its range, or a prompt that can never work.
-            RequestFailed: this request failed; EngineDied: the engine did; RequestAborted: it was shut down.
-            EngineUnavailable: it had failed, or was shut down, before.
+        Raises: InvalidRequest: a parameter out of its range, or a prompt that can never work. RequestFailed: this
+        request failed; EngineDied: the engine died; RequestAborted: it was shut down. EngineUnavailable: it had failed,
+        or was shut down, before.
         """
         known_arguments("generate", unused)
         make = functools.partial(self._requests.make, prompt, sampling_params, request_id, priority=priority)
@@ -138,7 +136,7 @@ class AsyncLLM:
         request_id: str | None = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one conversation; arguments as those of `generate` and of `LLM.chat`."""
+        """Answer one conversation; arguments as in `generate` and `LLM.chat`."""
         asked = ChatOptions.of(options)
 
         def make() -> Generation:
@@ -148,7 +146,7 @@ class AsyncLLM:
         return self._stream(make)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests of this event loop: each has a last output, whose choices end with finish_reason "abort".
+        """End requests of this event loop: each has a last output with finish_reason "abort" in its choices.
 
         Unknown names, and those of requests that have ended, are ignored.
         """
@@ -166,11 +164,11 @@ class AsyncLLM:
             stream.close()
 
     def _streams_here(self) -> Streams:
-        """Of the event loop that runs."""
+        """The streams of the running event loop."""
         loop = asyncio.get_running_loop()
         streams = self._streams.get(loop)
         if streams is None:
-            for other in list(self._streams):  # another thread's loop may come meanwhile
+            for other in list(self._streams):  # another thread's loop may be added in the meantime
                 if other.is_closed():
                     self._streams.pop(other, None)
             streams = self._streams[loop] = Streams(self._engine, loop)

@@ -19,33 +19,33 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     beam_width: Annotated[int, Meta(ge=1, le=MAX_LOGPROBS // 2)]
     max_tokens: Annotated[int, Meta(ge=1)]
     ignore_eos: bool = False
-    temperature: float = 0.0  # changes nothing: beams are compared by the model's own probabilities
+    temperature: float = 0.0  # no effect: beams are compared by the model's own probabilities
     length_penalty: Annotated[float, Meta(ge=-10, le=10)] = (
-        1.0  # a sequence counts by its log probability / its length to the power of this
+        1.0  # a sequence's score is its log probability / its length to this power
     )
-    include_stop_str_in_output: bool = False  # the text has the end of sequence
+    include_stop_str_in_output: bool = False  # keep the end of sequence in the text
 
 
 @dataclass
 class BeamSearchSequence:
     """One beam."""
 
-    tokens: list[int]  # of prompt and output
+    tokens: list[int]  # tokens of prompt and output
     logprobs: list[Logprobs] = field(default_factory=list)  # of each output token
     cum_logprob: float = 0.0
-    text: str | None = None  # of all tokens, once it is returned
+    text: str | None = None  # text of all tokens, once the beam is returned
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def score(self, length_penalty: float) -> float:
-        """What beams are compared by; an end of sequence does not count as length."""
+        """The value by which beams are compared; an end of sequence does not count as length."""
         length = len(self.tokens) - (self.finish_reason == "stop")
         return self.cum_logprob / float(max(length, 1) ** length_penalty)
 
 
 @dataclass
 class BeamSearchOutput:
-    """The best sequences of a prompt, the best one first; at most `beam_width`."""
+    """The best sequences of a prompt, best first; at most `beam_width`."""
 
     sequences: list[BeamSearchSequence]
 
@@ -59,10 +59,10 @@ def search(
     """The best sequences of prompts.
 
     Args:
-        generate: completes token ids; is called once per output token.
+        generate: completes token ids; called once per output token.
 
     Raises:
-        InvalidRequest: a wrong parameter; and what `generate` raises.
+        InvalidRequest: a wrong parameter. Also raises what `generate` raises.
     """
     if not isinstance(params, BeamSearchParams):
         raise InvalidRequest(f"params must be BeamSearchParams, got {params!r:.80}", param="params")
@@ -101,7 +101,7 @@ def search(
 def _grow(beam: BeamSearchSequence, output: RequestOutput, ends: Sequence[int]) -> list[BeamSearchSequence]:
     """The beam with each of the likeliest next tokens."""
     logprobs = output.outputs[0].logprobs
-    assert logprobs is not None, "they were asked for"
+    assert logprobs is not None, "logprobs were requested"
     return [
         BeamSearchSequence(
             [*beam.tokens, token_id],

@@ -1,4 +1,4 @@
-"""Tools in `chat`: which calls answers may hold or have to, and how they are found in an answer's text."""
+"""Tools in `chat`: which calls answers may or must contain, and how they are found in an answer's text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,34 +17,37 @@ from pdkv.text import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
-    """What `chat` takes beside messages and sampling parameters."""
+    """The options of `chat` besides messages and sampling parameters."""
 
     tools: Sequence[Mapping[str, Any]] | None = None
-    """Functions that the template describes to the model; its calls are part of the text, and where a parser knows how
-    the model writes them, `tool_calls` of the choices that have ended."""
+    """Functions that the template describes to the model. Its calls are part of the text, and, if a parser knows the
+    model's format, also `tool_calls` of finished choices.
+    """
     tool_choice: str | Mapping[str, Any] | None = None
     """As in OpenAI's API: "none", "auto", "required", or {"type": "function", "function": {"name": …}}; the
     latter two are enforced, and so are `strict` tools."""
     parallel_tool_calls: bool = True  # whether an answer may hold several calls
-    tool_parser: str = "auto"  # "auto" (the one that the chat template tells), "hermes", "llama3_json" or "mistral"
+    tool_parser: str = "auto"  # "auto" (by the chat template), "hermes", "llama3_json" or "mistral"
     add_generation_prompt: bool = True  # whether a prompt ends with the beginning of an answer
     continue_final_message: bool = False  # whether it ends within the last message; not with add_generation_prompt
-    chat_template: str | None = None  # another one than the model's
-    chat_template_kwargs: Mapping[str, Any] | None = None  # more of its variables, such as enable_thinking
-    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"  # neutral: a template gets what it takes
+    chat_template: str | None = None  # replaces the model's template
+    chat_template_kwargs: Mapping[str, Any] | None = None  # further variables of the template, such as enable_thinking
+    chat_template_content_format: Literal["auto", "string", "openai"] = (
+        "auto"  # neutral: a template gets the format that it accepts
+    )
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Of a call's arguments. Raises InvalidRequest for one that is none of these."""
+        """The parser's options. Raises InvalidRequest for an unknown one."""
         return cls(**known_arguments("chat", given, cls.__dataclass_fields__))
 
 
 def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
-    """Which calls answers may hold; None: calls are text, since there are no tools, or no parser for the model's.
+    """The calls that answers may contain; None: calls are text, since there are no tools, or no parser for the model.
 
     Raises:
-        InvalidRequest: a tool, choice or flag that is none, or a choice that needs a parser where there is none.
-        ConfigError: no such parser.
+        InvalidRequest: an invalid tool, choice or flag, or a choice that needs a missing parser. ConfigError: an
+            unknown parser.
     """
     for option in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message"):
         as_type(getattr(options, option), bool, option)
@@ -68,20 +71,20 @@ def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
     if parser is None:
         known = ", ".join(TOOL_PARSERS.shipped)
         raise InvalidRequest(
-            f"tool_choice {choice!r:.80} needs tool_parser, one of {known}: the chat template is of no family that is "
-            "known",
+            f"tool_choice {choice!r:.80} requires tool_parser, one of {known}: the chat template belongs to no known "
+            "family",
             param="tool_parser",
         )
     return Calls.chosen(parser, tools, required=choice == "required", named=name, parallel=options.parallel_tool_calls)
 
 
 def format_of(calls: Calls) -> AnswerFormat:
-    """How answers with these calls are read."""
+    """How answers with these calls are parsed."""
     tools = {tool.name: tool.parameters for tool in calls.tools}
     return AnswerFormat(tool_parser=calls.parser, tools=tools, several_calls=calls.several)
 
 
 def calls_in(text: str, format: AnswerFormat) -> list[WholeCall]:
-    """The calls in an answer that has ended."""
+    """The calls in a finished answer."""
     stream = AnswerStream(format)
     return whole_calls([*stream.push(text), *stream.finish()])

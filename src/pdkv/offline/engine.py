@@ -27,7 +27,7 @@ from pdkv.wire.tiers import CacheOrder
 logger = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 60.0
-"""How long `settle` waits for saves: far more than a store's own deadlines, for a store that keeps none."""
+"""Seconds that `settle` waits for saves, far more than a store's own deadlines, in case a store keeps none."""
 
 _ROUTER_ID = "local"
 
@@ -36,8 +36,8 @@ FORGET = CacheOrder(order_id="reset_prefix_cache", action="clear", tier=POOL)
 
 
 class LocalEngine:
-    """One thread uses it, but for `wake`. Its own threads end with it. What `send` or `step` raises leaves a step half
-    done: the engine is lost then, and every later call raises EngineUnavailable.
+    """One thread uses it, except for `wake`. Its own threads end with it. An error in `send` or `step` leaves a step
+    unfinished: the engine is then lost, and every later call raises EngineUnavailable.
     """
 
     def __init__(self, config: EngineConfig, handoff: HandoffConfig | None, connector: ConnectorPlan | None) -> None:
@@ -46,7 +46,7 @@ class LocalEngine:
         Raises:
             ConfigError: a wrong value, model directory or connector option.
         """
-        self._news = news = queue.SimpleQueue[bool]()  # one per call of `wake`; True: it is the connector's
+        self._news = news = queue.SimpleQueue[bool]()  # one per call of `wake`; True: from the connector
         epoch = secrets.token_hex(8)
         self.core = build_engine(
             config, handoff, connector, name=f"llm-{epoch}", epoch=epoch, notify=lambda: news.put(True)
@@ -56,22 +56,24 @@ class LocalEngine:
             self.core, config.max_steps_ahead, lambda: news.put(False), config.least_step_ahead_s
         )
         self._pid = os.getpid()
-        self._lost = ""  # why it can do nothing any more
+        self._lost = ""  # why it cannot be used any more
         self.interrupts = HeldInterrupts(lambda: news.put(False))
-        """To be entered around calls in the main thread; `step` delivers before it begins."""
+        """To be entered around calls in the main thread; `step` delivers interrupts before it begins."""
         self._end_steps = weakref.finalize(self, self._steps.close)  # a thread would keep all memory
 
     def wake(self) -> None:
-        """End the wait of a `step` that waits. Any thread, and a finalizer, may call it."""
+        """End the wait of a waiting `step`. Any thread, and a finalizer, may call it."""
         self._news.put(False)
 
     def send(self, message: RouterToEngine) -> None:
-        """Say something to the engine; what it cannot stand comes back as a Failed. Raises what a rank raised."""
+        """Send a message to the engine; one that it cannot handle comes back as a Failed. Raises what a rank raised."""
         with self._while_usable():
             self.core.handle_guarded(_ROUTER_ID, message, MONOTONIC.now())
 
     def step(self) -> list[EngineToRouter]:
-        """Wait for something to do, and do it. Returns what the engine says; raises what makes it unusable."""
+        """Wait for something to do, and do it. Returns the engine's messages; raises an error that makes it
+        unusable.
+        """
         self.interrupts.deliver()
         with self._while_usable():
             if self._wait():
@@ -81,7 +83,7 @@ class LocalEngine:
 
     @contextmanager
     def _while_usable(self) -> Iterator[None]:
-        lost = self._lost if os.getpid() == self._pid else "the engine is in the process that this was forked from"
+        lost = self._lost if os.getpid() == self._pid else "the engine belongs to the parent process of this fork"
         if lost:
             raise EngineUnavailable(lost)
         try:
@@ -91,7 +93,7 @@ class LocalEngine:
             raise
 
     def _wait(self) -> bool:
-        """Whether the connector had news meanwhile."""
+        """Wait; returns whether the connector had news."""
         wait_s, longest_s = self._steps.wait_s(), self.interrupts.longest_wait_s
         has_news = False
         try:
@@ -112,7 +114,7 @@ class LocalEngine:
             self.step()
 
     def close(self) -> None:
-        """Stop the engine and give its memory back. Idempotent."""
+        """Stop the engine and release its memory. Idempotent."""
         self._lost = self._lost or "the engine was closed"
         self._end_steps()
         self.core.shutdown()
@@ -128,10 +130,10 @@ def read_config(
     tokenizer: str | Path | None = None,
     **fields: Any,
 ) -> tuple[EngineConfig, HandoffConfig | None, ConnectorPlan | None, int | None]:
-    """The arguments of `LLM` or `AsyncLLM`, as errors call their owner: what an LLMEngine is made from.
+    """The input of an LLMEngine from the arguments of `LLM` or `AsyncLLM`, named in errors.
 
     Raises:
-        ConfigError: a wrong field, or a connector that cannot serve one engine alone.
+        ConfigError: a wrong field, or a connector that cannot serve a single engine.
     """
     if seed is not None and type(seed) is not int:
         raise ConfigError(f"{owner}: seed: a whole number was expected, got {seed!r}")
@@ -144,14 +146,16 @@ def read_config(
 def _plan_connector(
     connector: str | None, options: Mapping[str, str] | None
 ) -> tuple[HandoffConfig | None, ConnectorPlan | None]:
-    """What an engine's connector is built from; None and None: an engine without.
+    """The configuration of an engine's connector; None and None: there is none.
 
     Raises:
-        ConfigError: a connector that is unknown, or that needs a router to bring two engines together.
+        ConfigError: an unknown connector, or one that needs a router to connect two engines.
     """
     if connector is None:
         if options:
-            raise ConfigError(f"connector_config={dict(options)} needs a connector, such as connector='shared_storage'")
+            raise ConfigError(
+                f"connector_config={dict(options)} requires a connector, such as connector='shared_storage'"
+            )
         return None, None
     handoff = HandoffConfig(connector=connector, connector_config=dict(options or {}))
     plan = check_connector(connector, handoff.connector_config)

@@ -1,4 +1,4 @@
-"""A LocalEngine on a thread of its own, which any thread may give work to."""
+"""A LocalEngine on its own thread, to which any thread may give work."""
 
 import logging
 import queue
@@ -19,23 +19,23 @@ from pdkv.wire.tiers import CacheOrder
 logger = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = JOIN_TIMEOUT_S + SAVE_TIMEOUT_S
-"""How long `stop` waits: for the step that runs, then for saves."""
+"""Seconds that `stop` waits: for the current step, then for saves."""
 
 
 class Listener(Protocol):
-    """Who hears of the requests that it has sent. Both are called by the engine's thread and must not block."""
+    """Receives the results of its requests. Both methods are called on the engine's thread and must not block."""
 
     def deliver(self, messages: Sequence[EngineToRouter]) -> bool:
-        """What one step brought. Returns False if nobody listens any more: its requests are given up."""
+        """Take the results of one step. Returns False if there is no reader any more: its requests are given up."""
 
     def lost(self) -> None:
-        """None of its requests goes on; `EngineThread.ended` says why."""
+        """Note that its requests will not continue; `EngineThread.ended` says why."""
 
 
 class Ended(NamedTuple):
-    """Why an engine takes nothing any more."""
+    """The reason why an engine accepts nothing any more."""
 
-    kind: type[RequestFailed]  # what its requests fail by
+    kind: type[RequestFailed]  # the error of its requests
     reason: str
 
 
@@ -44,7 +44,7 @@ _Order = tuple[_Message, Listener | None]
 
 
 class EngineThread:
-    """Until `stop`, which whoever made it must call: the thread and the engine live on otherwise."""
+    """The thread and the engine live until `stop`, which the owner must call."""
 
     def __init__(self, config: EngineConfig, handoff: HandoffConfig | None, connector: ConnectorPlan | None) -> None:
         """Load the model, on the thread that will run it.
@@ -55,7 +55,7 @@ class EngineThread:
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()  # None: stop
         self._lock = threading.Lock()
         self.ended: Ended | None = None  # set under the lock
-        self._listeners: dict[str, Listener] = {}  # by the engine's name of a request; the thread's own
+        self._listeners: dict[str, Listener] = {}  # by the engine's name of a request; used only on the thread
         ready: Future[LocalEngine] = Future()
         self._thread = threading.Thread(
             target=self._run, args=(ready, config, handoff, connector), name="engine", daemon=True
@@ -63,23 +63,21 @@ class EngineThread:
         self._thread.start()
         try:
             self._engine = ready.result()
-        except BaseException:  # KeyboardInterrupt among them
+        except BaseException:  # including KeyboardInterrupt
             self._orders.put(None)
             raise
 
     @property
     def card(self) -> EngineCard:
-        """The engine's."""
+        """The engine's card."""
         return self._engine.core.card
 
     def send(self, message: _Message, listener: Listener | None = None) -> None:
-        """Say something to the engine, behind what was said before. Never blocks.
+        """Send a message to the engine, after earlier ones. Never blocks.
 
-        Args:
-            listener: of a Submit: hears what comes of it.
+        Args: listener: for a Submit: receives its results.
 
-        Raises:
-            EngineUnavailable: the engine has ended, and with it what was sent to it.
+        Raises: EngineUnavailable: the engine has ended, and with it everything sent to it.
         """
         with self._lock:
             if self.ended is not None:
@@ -88,10 +86,10 @@ class EngineThread:
         self._engine.wake()
 
     def stop(self) -> None:
-        """End behind the step that runs, and wait for that and for saves. Idempotent; a finalizer may call it."""
+        """End after the current step, and wait for that and for saves. Idempotent; a finalizer may call it."""
         self._orders.put(None)
         self._engine.wake()
-        if threading.current_thread() is self._thread:  # it came across the finalizer
+        if threading.current_thread() is self._thread:  # the finalizer called it on this thread
             return
         self._thread.join(STOP_TIMEOUT_S)
         if self._thread.is_alive():
@@ -106,7 +104,7 @@ class EngineThread:
     ) -> None:
         try:
             engine = LocalEngine(config, handoff, connector)
-        except BaseException as error:  # the caller's to raise
+        except BaseException as error:  # for the caller to raise
             ready.set_exception(error)
             return
         ready.set_result(engine)
@@ -123,7 +121,7 @@ class EngineThread:
             engine.close()
 
     def _obey(self, engine: LocalEngine) -> bool:
-        """Take all orders. Returns whether to go on."""
+        """Take all orders. Returns whether to continue."""
         while True:
             try:
                 order = self._orders.get_nowait()
@@ -139,13 +137,13 @@ class EngineThread:
             engine.send(message)
 
     def _deliver(self, engine: LocalEngine, messages: Sequence[EngineToRouter]) -> None:
-        """Each listener hears once of a step."""
+        """Call each listener once for a step."""
         news: dict[Listener, list[EngineToRouter]] = {}
         for message in messages:
             if not isinstance(message, Tokens | Finished | Failed):
                 continue
             listener = self._listeners.get(message.request_id)
-            if listener is not None:  # else it is aborted
+            if listener is not None:  # otherwise it is aborted
                 news.setdefault(listener, []).append(message)
                 if not isinstance(message, Tokens):
                     del self._listeners[message.request_id]
@@ -159,7 +157,7 @@ class EngineThread:
             engine.send(Abort(request_id, 0))
 
     def _end(self, ended: Ended) -> None:
-        """Nothing is taken any more, and all who wait for something hear so. The first reason stays."""
+        """Accept nothing any more, and tell all waiters. The first reason stays."""
         with self._lock:
             self.ended = self.ended or ended
             listeners = {*self._listeners.values()}

@@ -1,4 +1,4 @@
-"""A prompt under way: its choices, what the engine's messages make of them, and what is shown of that."""
+"""A prompt in progress: its choices, the effects of the engine's messages on them, and the outputs shown of them."""
 
 from collections.abc import Callable
 from copy import copy
@@ -19,8 +19,8 @@ _ABOUT_REQUESTS = (Tokens, Finished, Failed)
 
 
 class Choice:
-    """One generation in flight, or ended. Its text is made when it is asked for, unless a stop string may end it: a
-    device does not wait for text that nobody reads yet.
+    """One generation, running or ended. Its text is made on demand, unless a stop string may end it, so that a device
+    does not wait for text that is not read yet.
     """
 
     def __init__(
@@ -41,13 +41,13 @@ class Choice:
         self._answer = answer
         self._text = ""  # of the first `_num_read` tokens
         self._num_read = 0
-        self._is_flushed = False  # the text has all that it will have
-        self._num_shown = 0  # tokens that `take` has given
+        self._is_flushed = False  # the text is complete
+        self._num_shown = 0  # tokens that `take` has returned
         self._num_shown_chars = 0
 
     @property
     def text(self) -> str:
-        """So far; while the choice is in flight, without what may be half a character or a stop string."""
+        """The text so far; while the choice is running, without what may be half a character or a stop string."""
         if not self.submit.params.detokenize:
             return ""
         if self._num_read < len(self.token_ids):
@@ -83,7 +83,7 @@ class Choice:
         return shown
 
     def end(self, reason: str, stop_token_id: int | None = None) -> None:
-        """No more tokens come. What was held back for a stop string comes out, and may complete one."""
+        """End: no more tokens come. Text held back for a stop string is released, and may complete one."""
         self.has_news = True
         self.finish_reason = reason
         self.stop_reason = stop_token_id if stop_token_id in self.submit.params.stop_token_ids else None
@@ -100,7 +100,7 @@ class Choice:
             self.finish_reason, self.stop_reason, self._is_flushed = "stop", piece.stop, True
 
     def output(self, *, first_token: int = 0, first_char: int = 0) -> CompletionOutput:
-        """The choice from there on."""
+        """The choice from that token on."""
         text, answer = self.text, self._answer
         return CompletionOutput(
             index=self.submit.choice,
@@ -114,7 +114,7 @@ class Choice:
         )
 
     def take(self) -> CompletionOutput:
-        """What is new since the last call."""
+        """Everything new since the last call."""
         output = self.output(first_token=self._num_shown, first_char=self._num_shown_chars)
         self._num_shown, self._num_shown_chars, self.has_news = len(self.token_ids), len(self._text), False
         return output
@@ -122,7 +122,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Generation:
-    """All choices of one prompt. The first one's prefill is the others' prefix hit, so they wait for that."""
+    """All choices of one prompt. The first one's prefill is the others' prefix hit, so they wait for it."""
 
     request_id: str
     prompt: str | None
@@ -144,28 +144,28 @@ class Generation:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take`, after a message about it, gives what whoever asked wants to see."""
+        """Whether `take`, after a message about it, returns what the caller wants to see."""
         return self.output_kind != RequestOutputKind.FINAL_ONLY or self.finished
 
     def note_tokens(self, count: int) -> None:
-        """So many have come."""
+        """Note that this many tokens have come."""
         metrics = self.metrics
         metrics.last_token_ts = MONOTONIC.now()
         metrics.first_token_ts = metrics.first_token_ts or metrics.last_token_ts
         metrics.num_generation_tokens += count
 
     def abort(self) -> None:
-        """End it as it stands."""
+        """End it in its current state."""
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.end("abort")
 
     def output(self) -> RequestOutput:
-        """All choices as they stand."""
+        """All choices in their current state."""
         return self._output([choice.output() for choice in self.choices])
 
     def take(self) -> RequestOutput:
-        """What `output_kind` asks for. In deltas, each token and the prompt's logprobs stand once."""
+        """The output that `output_kind` asks for. In deltas, each token and the prompt's logprobs appear once."""
         if self.output_kind != RequestOutputKind.DELTA:
             return self.output()
         output = self._output([choice.take() for choice in self.choices if choice.has_news], self._shows_prompt)
@@ -187,10 +187,9 @@ class Generation:
 
 
 class InFlight:
-    """The choices that an engine works on. Not thread-safe.
+    """The choices that an engine is running. Not thread-safe.
 
-    Args:
-        send: takes a message to the engine. May raise: the generation has not begun then.
+    Args: send: sends a message to the engine. If it raises, the generation has not begun.
     """
 
     def __init__(self, send: Callable[[Submit | Abort], None]) -> None:
@@ -212,12 +211,14 @@ class InFlight:
         self._choices[choice.submit.request_id] = (generation, choice)
 
     def receive(self, message: EngineToRouter) -> Generation | None:
-        """Act on what the engine says. Returns the generation that it is about, which may have failed by it."""
+        """Act on a message of the engine. Returns the generation that it is about, which may have failed
+        because of it.
+        """
         if not isinstance(message, _ABOUT_REQUESTS):
             return None
         found = self._choices.get(message.request_id)
         if found is None:
-            return None  # what its last step still yielded after a stop string
+            return None  # output of its last step after a stop string
         generation, choice = found
         match message:
             case Tokens():
@@ -248,7 +249,7 @@ class InFlight:
         self.num_ended += 1
 
     def give_up(self, generation: Generation) -> None:
-        """End those of its choices that have not ended: they stay as they are."""
+        """End its unfinished choices, which stay as they are."""
         generation.waiting = []
         submits = [choice.submit for choice in generation.choices]
         live = [submit for submit in submits if self._choices.pop(submit.request_id, None) is not None]

@@ -7,16 +7,16 @@ from types import FrameType
 from typing import Any
 
 LOOK_S = 1.0
-"""A wait is no longer while SIGINT is held back: Python does not end one that begins just behind the signal."""
+"""Longest wait while SIGINT is held back: Python does not end one that begins just after the signal."""
 
 
 class HeldInterrupts:
     """While entered, SIGINT calls its handler, Python's or the caller's own, from `deliver` or at the end, and not at
-    once. Where Python has no handler for it, or sends a thread no signals, nothing is held back.
+    once. If Python has no handler for it, or the thread gets no signals, nothing is held back.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake`: called when SIGINT has come, by a signal handler: ends whatever is waited for."""
+        """`wake`: called by a signal handler when SIGINT has come; ends the current wait."""
         self._wake = wake
         self._handler: Callable[[int, FrameType | None], Any] | None = None  # SIGINT's own
         self.longest_wait_s = threading.TIMEOUT_MAX
@@ -29,7 +29,7 @@ class HeldInterrupts:
             signal.signal(signal.SIGINT, self._hold)
 
     def __exit__(self, *_: object) -> None:
-        if signal.getsignal(signal.SIGINT) == self._hold:  # else its handler has put another in its place
+        if signal.getsignal(signal.SIGINT) == self._hold:  # otherwise its handler has installed another one
             signal.signal(signal.SIGINT, self._handler)
         self.longest_wait_s = threading.TIMEOUT_MAX
         self.deliver()

@@ -24,11 +24,11 @@ from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import Peers
 
 Progress = bool | Callable[..., Any]
-"""Whether a bar is shown, or what makes one as `tqdm` does."""
+"""Whether a progress bar is shown, or a function that makes one as `tqdm` does."""
 
 
 class LLM(LLMEngine):
-    """One engine in this process. Not thread-safe. A context manager; `close` gives its memory back."""
+    """One engine in this process. Not thread-safe. A context manager; `close` releases its memory."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class LLM(LLMEngine):
         """Load the model.
 
         Args:
-            connector: a content-addressed one, such as "shared_storage". KV that this LLM computes is saved, and that
-                of a prompt's first tokens that another LLM or an engine has saved is loaded instead of computed.
+            connector: a content-addressed one, such as "shared_storage". KV that this LLM computes is saved, and KV of
+                a prompt's first tokens that another LLM or an engine has saved is loaded instead of computed.
             connector_config: the connector's options, such as {"path": "/tmp/kv"}.
             fields: those of EngineConfig, such as dtype="float32" or max_num_seqs=64; vLLM's other names
-                (docs/from-vllm.md); seed: of the seeds of requests that have none.
+                (docs/from-vllm.md); seed: from which seeds of requests without one are drawn.
 
         Raises:
             ConfigError: a wrong field, model directory or connector option.
@@ -55,7 +55,7 @@ class LLM(LLMEngine):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """The same from a ready configuration, without a connector."""
+        """Make one from a ready configuration, without a connector."""
         llm = cls.__new__(cls)
         LLMEngine.__init__(llm, config)
         llm._request_ids = itertools.count()
@@ -63,7 +63,7 @@ class LLM(LLMEngine):
 
     @property
     def llm_engine(self) -> LLMEngine:
-        """Itself: it may be driven by `add_request` and `step`, too."""
+        """This engine itself, which can also be driven by `add_request` and `step`."""
         return self
 
     def __enter__(self) -> Self:
@@ -74,16 +74,16 @@ class LLM(LLMEngine):
 
     @property
     def card(self) -> EngineCard:
-        """What other LLMs need to know to read this one's KV, see `set_peers`."""
+        """What other LLMs need to know to read this one's KV; see `set_peers`."""
         return self._engine.core.card
 
     def set_peers(self, cards: Sequence[EngineCard]) -> None:
-        """For connectors that read each other's memory (shared_memory): these LLMs are there, and no others."""
+        """Set the peers of a connector that reads other engines' memory (shared_memory): exactly these LLMs."""
         with self._engine.interrupts:
             self._engine.send(Peers(list(cards)))
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` takes where it is given none: the model's, of its generation_config.json, else vLLM's."""
+        """The default parameters of `generate`: the model's, from its generation_config.json, or else vLLM's."""
         return self._requests.default_params()
 
     def generate(
@@ -96,22 +96,20 @@ class LLM(LLMEngine):
         prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         **unused: Any,
     ) -> list[RequestOutput]:
-        """Complete prompts; the result has their order.
+        """Complete prompts; the results are in the same order.
 
         Args:
             prompts: a text, a list of token ids, a TextPrompt or TokensPrompt, or a list of such.
             sampling_params: for all prompts, or one per prompt; None: `get_default_sampling_params`.
-            use_tqdm: whether a bar is shown on stderr, or what makes one.
-            priority: one per prompt, of which a lower one goes first.
-            prompt_token_ids: vLLM's older name of `prompts`.
-            unused: what vLLM has beside these, with the value that changes nothing.
+            use_tqdm: whether to show a progress bar on stderr, or a function that makes one. priority: one per prompt;
+                lower is more urgent. prompt_token_ids: vLLM's older name of `prompts`. unused: vLLM's other parameters,
+                which may only have the value that changes nothing.
 
-        With a connector, all KV that was computed is saved when this returns, or its save has failed.
+        With a connector, all computed KV has been saved when this returns, or its save has failed.
 
-        Raises:
-            InvalidRequest: a parameter out of its range, or a prompt that can never work.
-            RequestFailed: the engine failed on one of them; the others are given up.
-            EngineUnavailable: a step failed before, or the LLM was closed. The failed step raised its own error.
+        Raises: InvalidRequest: a parameter out of its range, or a prompt that can never work. RequestFailed: the engine
+            failed on one of them; the others are given up. EngineUnavailable: an earlier step failed with its own
+            error, or the LLM was closed.
             KeyboardInterrupt: Ctrl-C, between two steps: all prompts are given up, and the LLM can be used again.
         """
         known_arguments("generate", unused)
@@ -126,7 +124,7 @@ class LLM(LLMEngine):
         use_tqdm: Progress,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """What comes of prompts that `make` makes generations of."""
+        """The outputs of prompts, from which `make` makes generations."""
         if not callable(use_tqdm):
             as_type(use_tqdm, bool, "use_tqdm")
         priorities = as_type(priority, list[int] | None, "priority") or [0] * len(prompts)
@@ -154,12 +152,11 @@ class LLM(LLMEngine):
 
         Args:
             messages: one conversation, a list of {"role": …, "content": text}, or a list of conversations.
-            sampling_params: as `generate` takes them; so is use_tqdm.
-            options: the fields of ChatOptions, such as tools or chat_template; and what vLLM has beside these, with
-                the value that changes nothing.
+            sampling_params: as in `generate`, like use_tqdm. options: the fields of ChatOptions, such as tools or
+                chat_template; and vLLM's other parameters, which may only have the value that changes nothing.
 
-        Raises:
-            InvalidRequest: the model has no chat template, or it refuses the messages; and as `generate`.
+        Raises: InvalidRequest: the model has no chat template, or it refuses the messages; and the errors of
+        `generate`.
         """
         make = functools.partial(self._requests.make_chat, options=ChatOptions.of(options))
         return self._answer(make, as_conversations(messages), sampling_params, use_tqdm)
@@ -172,10 +169,10 @@ class LLM(LLMEngine):
         use_tqdm: Progress = False,
         **unused: Any,
     ) -> list[BeamSearchOutput]:
-        """The likeliest continuations of prompts, by vLLM's beam search; the result has their order.
+        """The likeliest continuations of prompts, by vLLM's beam search; the results are in the same order.
 
         Raises:
-            InvalidRequest: a wrong parameter or prompt; and as `generate`.
+            InvalidRequest: a wrong parameter or prompt; and the errors of `generate`.
         """
         known_arguments("beam_search", unused)
         given = [self._requests.token_ids(prompt) for prompt in as_prompts(prompts)]
@@ -184,7 +181,7 @@ class LLM(LLMEngine):
 
 
 def _one_of(prompts: Any, prompt_token_ids: Any) -> Any:
-    """Raises InvalidRequest where both are given, or neither is."""
+    """Return the one that is given. Raises InvalidRequest if both or neither are."""
     if (prompts is None) == (prompt_token_ids is None):
-        raise InvalidRequest("one of prompts and prompt_token_ids must be given", param="prompts")
+        raise InvalidRequest("exactly one of prompts and prompt_token_ids must be given", param="prompts")
     return prompt_token_ids if prompts is None else prompts

@@ -1,4 +1,4 @@
-"""One engine, request by request: what `LLM` runs on, and vLLM's `LLMEngine` for programs with a loop of their own."""
+"""One engine driven request by request: the basis of `LLM`, and vLLM's `LLMEngine` for programs with their own loop."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -22,7 +22,7 @@ from pdkv.text import Tokenizer
 
 
 class LLMEngine:
-    """Not thread-safe. Computes in `step`, in the caller's thread."""
+    """Not thread-safe. Computes in `step`, on the caller's thread."""
 
     def __init__(
         self,
@@ -36,17 +36,17 @@ class LLMEngine:
         self._requests = RequestMaker(config, seed)
         self._engine = LocalEngine(config, handoff, connector)
         self._in_flight = InFlight(self._engine.send)
-        self._generations: dict[str, Generation] = {}  # of `add_request`, until `step` gives their last output
-        self._news: dict[str, None] = {}  # names of those of which `step` has something to give
+        self._generations: dict[str, Generation] = {}  # of `add_request`, until `step` returns their last output
+        self._news: dict[str, None] = {}  # names of requests for which `step` has something to return
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **unused: Any) -> Self:
-        """As `LLM` with these arguments. Raises ConfigError."""
+        """Make one as `LLM` with these arguments. Raises ConfigError."""
         known_arguments("from_engine_args", unused)
         return cls(*read_config("LLMEngine", **vars(engine_args)))
 
     def __getattr__(self, name: str) -> Any:
-        """Raises AttributeError, which for methods of vLLM's says what to do instead."""
+        """Raises AttributeError which, for vLLM's methods, says what to do instead."""
         instead = f": {ABSENT[name]}" if name in ABSENT else ""
         raise AttributeError(f"{type(self).__name__} has no {name!r}{instead}")
 
@@ -60,16 +60,13 @@ class LLMEngine:
         priority: int = 0,
         **unused: Any,
     ) -> None:
-        """Take a prompt, of which `step` gives outputs.
+        """Add a prompt, of which `step` returns outputs.
 
-        Args:
-            params: None: the model's defaults. `output_kind` says what outputs have.
-            arrival_time: Unix time for its metrics; None: now.
-            priority: a lower one goes first.
+        Args: params: None: the model's defaults. `output_kind` chooses the content of outputs. arrival_time: Unix time
+        for its metrics; None: now. priority: lower is more urgent.
 
-        Raises:
-            InvalidRequest: it can never work, or another live request has its name.
-            EngineUnavailable: the engine failed before, or was closed.
+        Raises: InvalidRequest: it can never work, or another live request has its name. EngineUnavailable: the engine
+        failed before, or was closed.
         """
         known_arguments("add_request", unused)
         generation = self._requests.make(prompt, params, request_id, priority=priority)
@@ -83,15 +80,15 @@ class LLMEngine:
             self._generations[generation.request_id] = generation
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has outputs to give."""
+        """Whether `step` has outputs to return."""
         return bool(self._generations)
 
     def get_num_unfinished_requests(self) -> int:
-        """How many requests have not had their last output."""
+        """Number of requests that have not had their last output."""
         return len(self._generations)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests: no output of theirs follows. Unknown names are ignored."""
+        """End requests: they have no further output. Unknown names are ignored."""
         with self._engine.interrupts:
             for name in [request_ids] if isinstance(request_ids, str) else request_ids:
                 self._news.pop(name, None)
@@ -100,11 +97,11 @@ class LLMEngine:
                     self._in_flight.give_up(generation)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step. Returns what it brought of the requests of `add_request`; nothing, where there are none.
+        """Compute one step. Returns the new outputs of requests added by `add_request`; empty if there are none.
 
         Raises:
-            RequestFailed, InvalidRequest: one request failed, and is gone; the others go on with the next call.
-            EngineUnavailable: an earlier step failed, with an error of its own, or the engine was closed.
+            RequestFailed, InvalidRequest: one request failed, and is gone; the others continue with the next call.
+            EngineUnavailable: an earlier step failed with its own error, or the engine was closed.
             KeyboardInterrupt: Ctrl-C, between two steps. No output is lost.
         """
         if self._generations and not self._news:
@@ -126,7 +123,7 @@ class LLMEngine:
         return outputs
 
     def _advance(self) -> list[Generation]:
-        """One step. Returns those that it brought something of."""
+        """Run one step. Returns the requests with new output."""
         found = [self._in_flight.receive(message) for message in self._engine.step()]
         for generation in found:
             if generation is not None and self._generations.get(generation.request_id) is generation:
@@ -134,12 +131,12 @@ class LLMEngine:
         return [generation for generation in found if generation is not None]
 
     def _settle(self) -> None:
-        """Wait for saves where nothing is left to compute."""
+        """Wait for saves if nothing is left to compute."""
         if not len(self._in_flight):
             self._engine.settle()
 
     def _run(self, generations: Sequence[Generation], bar: "tqdm[Any]") -> None:
-        """Until all have ended. Raises what one of them failed by, or Ctrl-C does: the others are given up then."""
+        """Run until all have ended. Raises the error of a failed request, or Ctrl-C: the others are then given up."""
         left = {id(generation): generation for generation in generations}
         with self._engine.interrupts:
             try:
@@ -161,15 +158,15 @@ class LLMEngine:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's tokenizer."""
         return self._requests.tokenizer
 
     def get_tokenizer(self) -> ModelTokenizer:
-        """The model's, by the names that transformers has."""
+        """The model's tokenizer, with the methods that transformers has."""
         return self._requests.get_tokenizer()
 
     def get_metrics(self) -> list[Metric]:
-        """What has been done since the start, as vLLM calls it."""
+        """Counts since the start, under vLLM's names."""
         load = self._engine.core.reports.make_load()
         return read_metrics(load, self._in_flight.num_tokens, self._in_flight.num_ended)
 

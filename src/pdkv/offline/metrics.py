@@ -1,4 +1,4 @@
-"""What an engine has done since its start, by vLLM's names: `LLM.get_metrics`."""
+"""Counts of an engine since its start, under vLLM's names: `LLM.get_metrics`."""
 
 import msgspec
 
@@ -19,21 +19,21 @@ class Counter(Metric, kw_only=True):
 
 
 class Gauge(Metric, kw_only=True):
-    """A number as it is now."""
+    """A current value."""
 
     value: float
 
 
 class Histogram(Metric):
-    """None is given: latencies are in each RequestOutput."""
+    """Never returned: latencies are in each RequestOutput."""
 
 
 class Vector(Metric):
-    """None is given: what vLLM has of speculative decoding."""
+    """Never returned: vLLM uses it for speculative decoding."""
 
 
 def read_metrics(load: LoadReport, num_tokens: int, num_ended: int) -> list[Metric]:
-    """Of what the engine says of itself, and of the tokens and choices that have come from it."""
+    """The metrics from the engine's reports, and from the tokens and choices that it has produced."""
     sources, blocks = load.sources, load.blocks
     queried = sources.computed + sources.local_hit + sources.remote + sources.store
     gauges = {

@@ -1,4 +1,4 @@
-"""A model's tokenizer by the names that transformers has: what `LLM.get_tokenizer` gives."""
+"""A model's tokenizer with the methods that transformers has: the result of `LLM.get_tokenizer`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ class ModelTokenizer:
         return self.vocab_size
 
     def __getattr__(self, name: str) -> Any:
-        """Special tokens, such as bos_token, and their ids, such as bos_token_id; None where there is none."""
+        """Special tokens, such as bos_token, and their ids, such as bos_token_id; None if there is none."""
         if name.endswith("_token"):
             return self._tokenizer.special_tokens.get(name)
         if name.endswith("_token_id"):
@@ -42,20 +42,20 @@ class ModelTokenizer:
         return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises InvalidRequest for half of a surrogate pair."""
+        """Encode text to token ids. Raises InvalidRequest for half of a surrogate pair."""
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: int | Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
+        """Decode token ids to text."""
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def batch_decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
-        """Texts of several."""
+        """Decode several lists of token ids."""
         return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
 
     def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as the vocabulary writes them."""
+        """Convert ids to tokens as in the vocabulary."""
         return [self._tokenizer.token(token_id) for token_id in token_ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
@@ -63,7 +63,7 @@ class ModelTokenizer:
         return self._ids.get(tokens) if isinstance(tokens, str) else [self._ids.get(token) for token in tokens]
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids by token."""
+        """Token ids by token."""
         return dict(self._ids)
 
     def apply_chat_template(

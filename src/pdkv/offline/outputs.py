@@ -1,4 +1,4 @@
-"""What a prompt came to, or has come to so far; names and shapes are vLLM's."""
+"""Outputs of a prompt, final or so far; names and shapes are vLLM's."""
 
 from typing import Any, ClassVar
 
@@ -8,7 +8,7 @@ from pdkv.parsers.parts import WholeCall
 
 
 class Logprob(msgspec.Struct, frozen=True, gc=False):
-    """One token at one place."""
+    """The logprob of one token at one position."""
 
     logprob: float
     rank: int | None  # 1: the most likely
@@ -16,7 +16,7 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 
 
 Logprobs = dict[int, Logprob]
-"""By token id: the token that is there, then the most likely ones that were asked for."""
+"""By token id: the actual token, then the requested number of most likely ones."""
 
 
 class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,11 +25,13 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     text: str
     token_ids: list[int]
-    cumulative_logprob: float | None  # of all tokens so far, where logprobs were asked for
-    logprobs: list[Logprobs] | None  # one per token where asked for
-    finish_reason: str | None  # "stop", "length", "abort"; None: it goes on
-    stop_reason: str | int | None  # the stop string or stop token id that ended it, if one of these did
-    tool_calls: list[WholeCall] | None = None  # in the text of a `chat` with tools; None: it goes on, or none are read
+    cumulative_logprob: float | None  # of all tokens so far, if logprobs were requested
+    logprobs: list[Logprobs] | None  # one per token, if requested
+    finish_reason: str | None  # "stop", "length", "abort"; None: it continues
+    stop_reason: str | int | None  # the stop string or stop token id that ended it, if any
+    tool_calls: list[WholeCall] | None = (
+        None  # calls in the text of a `chat` with tools; None: it continues, or none are parsed
+    )
     lora_request: ClassVar[None] = None  # adapters are not served
 
     def finished(self) -> bool:
@@ -38,7 +40,7 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestMetrics(msgspec.Struct, kw_only=True):
-    """When a prompt got on. Points in time are seconds of the monotonic clock, but for `arrival_time`."""
+    """Times of a prompt's progress, in seconds of the monotonic clock, except for `arrival_time`."""
 
     arrival_time: float  # Unix time
     queued_ts: float
@@ -54,13 +56,13 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """The choices of one prompt: all of them, or while it goes on those that `SamplingParams.output_kind` says."""
+    """The choices of one prompt: all of them or, while it continues, as chosen by `SamplingParams.output_kind`."""
 
     request_id: str
-    prompt: str | None  # None where token ids were given
+    prompt: str | None  # None if token ids were given
     prompt_token_ids: list[int]
     prompt_logprobs: list[Logprobs | None] | None  # the first is None
-    num_cached_tokens: int  # prompt tokens whose KV the first choice found cached, here or through the connector
+    num_cached_tokens: int  # prompt tokens with KV that the first choice found cached, here or through the connector
     outputs: list[CompletionOutput]
     finished: bool  # all choices have ended: this is the last output
     metrics: RequestMetrics
@@ -68,5 +70,5 @@ class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: ClassVar[None] = None
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON would have it."""
+        """A JSON-compatible dictionary."""
         return dict(msgspec.to_builtins(self))

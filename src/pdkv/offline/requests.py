@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters, checked, tokenized and made what an engine takes."""
+"""Prompts and sampling parameters, checked, tokenized and turned into an engine's requests."""
 
 import math
 import random
@@ -26,7 +26,7 @@ from pdkv.text import StopAutomaton, TextStream, load_tokenizer, with_bad_word_i
 from pdkv.wire.messages import Submit
 
 Prompt = str | list[int] | Mapping[str, Any]
-"""A text, token ids, or vLLM's form of either: {"prompt": …} or {"prompt_token_ids": …, perhaps with "prompt"}."""
+"""A text, token ids, or vLLM's form of either: {"prompt": …} or {"prompt_token_ids": …, optionally with "prompt"}."""
 
 
 TextPrompt = TokensPrompt = dict[str, Any]
@@ -36,25 +36,25 @@ TextPrompt = TokensPrompt = dict[str, Any]
 class _Prompt(NamedTuple):
     text: str | None
     token_ids: list[int] | None  # None: the text's
-    cache_salt: str = ""  # cached KV is found by prompts that have the same one
+    cache_salt: str = ""  # cached KV is only found by prompts with the same salt
     priority: int = 0
 
 
 Int32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 
 Conversation = Sequence[Mapping[str, Any]]
-"""Messages, each with a role and what it says."""
+"""Messages, each with a role and content."""
 
 
 class RequestMaker:
-    """Makes generations for one model. Immutable once made: any thread may use it.
+    """Makes generations for one model. Immutable, so any thread may use it.
 
     Raises:
         ModelError: the model directory has no tokenizer, or a broken file.
     """
 
     def __init__(self, config: EngineConfig, seed: int | None = None) -> None:
-        """`seed`: of the seeds of requests that have none."""
+        """`seed`: from which seeds of requests without one are drawn."""
         model = load_model_config(config.model, ignored_fields=config.ignore_config_fields)
         self._model, self.eos_token_ids = config.model, model.eos_token_ids
         self.max_len = resolve_max_model_len(model, config.max_model_len)
@@ -64,15 +64,15 @@ class RequestMaker:
         self.tokenizer = load_tokenizer(config)
 
     def get_tokenizer(self) -> ModelTokenizer:
-        """The model's, by the names that transformers has."""
+        """The model's tokenizer, with the methods that transformers has."""
         return ModelTokenizer(self.tokenizer, self._model, self.eos_token_ids)
 
     def default_params(self) -> SamplingParams:
-        """The model's, of its generation_config.json, else vLLM's."""
+        """The default parameters: the model's, from its generation_config.json, or else vLLM's."""
         return SamplingParams(**self._defaults)
 
     def token_ids(self, prompt: Prompt) -> list[int]:
-        """Of a prompt. Raises InvalidRequest."""
+        """Token ids of a prompt. Raises InvalidRequest."""
         return self._encode(_read_prompt(prompt))
 
     def _encode(self, prompt: _Prompt) -> list[int]:
@@ -87,8 +87,7 @@ class RequestMaker:
 
         Args:
             params: None: the default ones.
-            request_id: the caller's own name for it; None: one is drawn.
-            priority: a lower one goes first.
+            request_id: the caller's name for it; None: one is drawn. priority: lower is more urgent.
 
         Raises:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.
@@ -105,15 +104,15 @@ class RequestMaker:
         options: ChatOptions,
         priority: int = 0,
     ) -> Generation:
-        """The answer to a conversation, as the model's chat template puts it.
+        """A generation of the answer to a conversation, with the prompt made by the model's chat template.
 
         Raises:
-            InvalidRequest: the model has no chat template, or it refuses the messages; options that are wrong; and as
+            InvalidRequest: the model has no chat template, or it refuses the messages; wrong options; and the errors of
                 `make`.
         """
         if options.continue_final_message and options.add_generation_prompt:
             raise InvalidRequest(
-                "continue_final_message needs add_generation_prompt=False: a prompt ends with one or the other",
+                "continue_final_message requires add_generation_prompt=False: a prompt ends with one or the other",
                 param="continue_final_message",
             )
         calls = read_calls(options, self.tokenizer)
@@ -156,7 +155,7 @@ class RequestMaker:
         return Generation(request_id or choices[0].submit.request_id, prompt.text, choices, params.output_kind)
 
     def _complete(self, params: SamplingParams, calls: Calls | None) -> SamplingParams:
-        """With all that an engine needs. Raises InvalidRequest."""
+        """The parameters with everything that an engine needs. Raises InvalidRequest."""
         if not isinstance(params, SamplingParams):
             raise InvalidRequest(f"expected SamplingParams, got {clip(repr(params))}", param="sampling_params")
         params = params.checked()
@@ -164,7 +163,7 @@ class RequestMaker:
         return params if params.seed is not None else msgspec.structs.replace(params, seed=self._draw(63))
 
     def _with_grammar(self, params: SamplingParams, calls: Calls | None) -> SamplingParams:
-        """With a grammar of the shape that is asked for, and of the calls."""
+        """The parameters with a grammar of the requested shape, and of the calls."""
         if calls is None:
             return with_grammar(params)
         asked = params.structured_outputs
@@ -174,11 +173,11 @@ class RequestMaker:
 
 
 def _no_text(token_id: int) -> None:
-    """Of a token that is not detokenized."""
+    """The text of a token that is not detokenized."""
 
 
 def _submits(prompt: _Prompt, token_ids: list[int], params: SamplingParams, label: str) -> list[Submit]:
-    """One per choice; what is said of the prompt is asked of the first alone."""
+    """One Submit per choice; only the first one asks for information about the prompt."""
     submits = []
     for index in range(params.n):
         request_id = secrets.token_hex(8)
@@ -199,14 +198,14 @@ def _submits(prompt: _Prompt, token_ids: list[int], params: SamplingParams, labe
 
 
 def _read_prompt(prompt: Any) -> _Prompt:
-    """Raises InvalidRequest for what is neither text nor token ids, or says more."""
+    """Read a prompt. Raises InvalidRequest if it is neither text nor token ids, or has further fields."""
     given = {"prompt": prompt} if isinstance(prompt, str) else prompt
     given = {"prompt_token_ids": prompt} if isinstance(prompt, list) else given
     rest = {name: value for name, value in given.items() if value is not None} if isinstance(given, Mapping) else {}
     text, token_ids, salt = (rest.pop(name, None) for name in ("prompt", "prompt_token_ids", "cache_salt"))
     if rest or (text is None and token_ids is None):
         expected = "a text or a list of token ids, or a mapping of prompt or prompt_token_ids to such"
-        raise InvalidRequest(f"a prompt is {expected}, got {clip(repr(prompt))}", param="prompts")
+        raise InvalidRequest(f"expected a prompt as {expected}, got {clip(repr(prompt))}", param="prompts")
     return _Prompt(
         as_type(text, str | None, "prompt"),
         as_type(token_ids, list[int] | None, "prompt_token_ids"),
@@ -223,7 +222,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams | None]:
-    """One per prompt. Raises InvalidRequest for another number of them."""
+    """One SamplingParams per prompt. Raises InvalidRequest for another number of them."""
     if not isinstance(params, Sequence):
         return [params] * count
     if len(params) != count:
@@ -233,7 +232,7 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
-    """Raises InvalidRequest for what is neither one nor a list of them, and for one that is empty."""
+    """A list of conversations. Raises InvalidRequest for anything else, and for an empty one."""
     items: list[Any] = list(messages)
     conversations: list[Conversation] = [items] if items and isinstance(items[0], Mapping) else items
     for conversation in conversations or [[]]:

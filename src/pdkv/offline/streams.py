@@ -1,4 +1,4 @@
-"""The requests of one event loop to an engine on another thread: messages in, outputs to whoever waits for them."""
+"""The requests of one event loop to an engine on another thread: messages in, outputs to the waiting tasks."""
 
 import asyncio
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from pdkv.wire.messages import Abort, EngineToRouter, Submit
 
 
 class Stream:
-    """One generation, and whether somebody must look at it. It keeps no outputs: they are made when they are taken, so
-    what a slow reader leaves is never more than the generation itself.
+    """One generation, and whether it has news. It keeps no outputs: they are made when they are taken, so a slow reader
+    never leaves more than the generation itself.
     """
 
     def __init__(self, generation: Generation, streams: "Streams") -> None:
@@ -24,12 +24,12 @@ class Stream:
         """Whether the last output has been taken."""
 
     def notify(self) -> None:
-        """Something has come of it."""
+        """Note that there is news of it."""
         if self.generation.error is not None or self.generation.has_news:
             self._news.set()
 
     async def take(self) -> RequestOutput:
-        """Wait for news. Raises what the generation failed by."""
+        """Wait for news. Raises the generation's error."""
         await self._news.wait()
         self._news.clear()
         if self.generation.error is not None:
@@ -38,12 +38,12 @@ class Stream:
         return self.generation.take()
 
     def close(self) -> None:
-        """Nobody waits for it any more: what goes on of it is given up. Idempotent."""
+        """Give up what continues of it: it has no reader any more. Idempotent."""
         self._streams.close(self.generation)
 
 
 class Streams:
-    """All requests of one loop. All but `deliver` and `lost` belong to that loop's thread."""
+    """All requests of one loop. All methods but `deliver` and `lost` belong to that loop's thread."""
 
     def __init__(self, engine: EngineThread, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
@@ -69,7 +69,7 @@ class Streams:
         return stream
 
     def abort(self, name: str) -> None:
-        """End a request as it stands; an unknown one is ignored."""
+        """End a request in its current state; an unknown one is ignored."""
         stream = self._streams.get(name)
         if stream is not None:
             self._give_up(stream.generation)
@@ -77,7 +77,7 @@ class Streams:
             stream.notify()
 
     def close(self, generation: Generation) -> None:
-        """Forget a request; what goes on of it is given up. Idempotent."""
+        """Forget a request, giving up what continues of it. Idempotent."""
         if self._streams.pop(generation.request_id, None) is not None:
             self._give_up(generation)
 
@@ -88,7 +88,7 @@ class Streams:
     # --- called by the engine's thread ----------------------------------------------------------------------------
 
     def deliver(self, messages: Sequence[EngineToRouter]) -> bool:
-        """Pass them to the loop. Returns False where that is closed."""
+        """Pass results to the loop. Returns False if it is closed."""
         try:
             self._loop.call_soon_threadsafe(self._receive, messages)
         except RuntimeError:
@@ -96,7 +96,7 @@ class Streams:
         return True
 
     def lost(self) -> None:
-        """Pass that to the loop, unless it is closed."""
+        """Pass the loss to the loop, unless it is closed."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._fail_all)
 
@@ -108,7 +108,7 @@ class Streams:
                 generation = self._in_flight.receive(message)
                 if generation is not None:
                     self._streams[generation.request_id].notify()
-        except EngineUnavailable:  # it has ended since: what another choice waits for does not come
+        except EngineUnavailable:  # it has ended since: what another choice waits for will not come
             self._fail_all()
 
     def _fail_all(self) -> None:

@@ -1,1 +1,1 @@
-"""What a model writes, told apart while it writes: thoughts, calls of tools, and the text for the user."""
+"""Splits a model's output, while it is written, into reasoning, tool calls, and the text for the user."""

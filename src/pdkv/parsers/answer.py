@@ -1,4 +1,4 @@
-"""One answer's text told apart: thoughts first, calls and text in what follows."""
+"""Splits one answer's text: reasoning first, then calls and text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,20 +11,20 @@ from pdkv.parsers.tool_parser import ToolParser
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFormat:
-    """How the answers of one request are read."""
+    """How the answers of one request are parsed."""
 
     reasoning_parser: type[ReasoningParser] | None = None
     prompt: Thinking = "unsaid"
-    shows_reasoning: bool = True  # else thoughts are dropped
+    shows_reasoning: bool = True  # otherwise reasoning is dropped
     tool_parser: type[ToolParser] | None = None
     tools: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict)  # schemas of arguments, by name
-    several_calls: bool = True  # else the answer ends behind its first call
+    several_calls: bool = True  # otherwise the answer ends after its first call
     named_tool: bool = False  # the client chose the tool: OpenAI's finish reason is "stop" then
-    stops_in_thoughts: bool = False  # else stop strings end the answer only behind them
+    stops_in_thoughts: bool = False  # otherwise stop strings only end the answer after reasoning
 
     @property
     def markers(self) -> frozenset[str]:
-        """Texts that the parsers need to see, special tokens or not."""
+        """Texts that the parsers need to see, whether special tokens or not."""
         found: set[str] = set()
         if self.reasoning_parser is not None:
             found |= {self.reasoning_parser.opens, self.reasoning_parser.closes}
@@ -34,22 +34,24 @@ class AnswerFormat:
 
 
 class Stops(Protocol):
-    """Stop strings of a text that comes in pieces."""
+    """Stop strings in a text that arrives in pieces."""
 
     def push(self, text: str, *, accept: bool = True) -> tuple[str, str | None]:
-        """What may be shown now, and the stop string that ends it. `accept` False: one that ends here is none."""
+        """The text that may be shown now, and the stop string that ends it. `accept` False: stop strings that end here
+        are ignored.
+        """
 
     def flush(self) -> str:
-        """What was held back, where the text ends."""
+        """The text held back, at the end of the text."""
 
 
 class AnswerStream:
-    """The parts of one answer while its text comes. `ended`: it shall go no further; so it is with a `stop`."""
+    """The parts of one answer as its text arrives. `ended`: it must not continue, as after a `stop`."""
 
     def __init__(self, format: AnswerFormat, stops: Stops | None = None) -> None:
-        """`stops`: stop strings of what follows the thoughts."""
+        """`stops`: stop strings of the text after reasoning."""
         self.stop: str | None = None
-        """The stop string that ended the text: nothing more is read of it."""
+        """The stop string that ended the text: nothing after it is read."""
         self._stops = stops
         self._reasoning = format.reasoning_parser(format.prompt) if format.reasoning_parser is not None else None
         self._tools = format.tool_parser(format.tools) if format.tool_parser is not None else None
@@ -59,23 +61,23 @@ class AnswerStream:
 
     @property
     def is_thinking(self) -> bool:
-        """Whether the text so far ends within thoughts."""
+        """Whether the text so far ends within reasoning."""
         return self._reasoning is not None and self._reasoning.is_thinking
 
     @property
     def num_calls(self) -> int:
-        """Calls that have begun."""
+        """Number of calls that have begun."""
         return 0 if self._tools is None else self._tools.num_calls
 
     def push(self, text: str, *, accept_stop: bool = True) -> list[Part]:
-        """What is new. `accept_stop` False: a stop string that ends in this piece is none."""
+        """The new parts. `accept_stop` False: a stop string that ends in this piece is ignored."""
         if self.ended or self.stop is not None or not text:
             return []
         split = Split("", text) if self._reasoning is None else self._reasoning.push(text)
         return self._cut(self._parts_of(split, accept_stop=accept_stop))
 
     def finish(self) -> list[Part]:
-        """The text ends: what was held back. Nothing may be pushed afterwards."""
+        """End the text and return what was held back. Nothing may be pushed afterwards."""
         if self.ended:
             return []
         parts = [] if self._reasoning is None else self._parts_of(self._reasoning.finish())

@@ -1,7 +1,7 @@
-"""The grammar of an answer: its thoughts, calls of tools and text with a shape, composed so that the parsers read them.
+"""The grammar of an answer: its reasoning, tool calls and shaped text, composed so that the parsers can read them.
 
-Thoughts are free up to their closing tag. Behind them stand calls, where they are required; else the shape that was
-asked for, or calls; else free text, in which calls that begin are well-formed.
+Reasoning is free up to its closing tag. After it come calls, if they are required; otherwise the requested shape, or
+calls; otherwise free text, in which calls that begin are well-formed.
 """
 
 from collections.abc import Sequence
@@ -28,18 +28,18 @@ class AskedShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Calls:
-    """What a request says about calls of its tools."""
+    """The calls of its tools that a request allows."""
 
     parser: type[ToolParser]
     tools: Sequence[Tool]  # those that may be called
-    required: bool  # the answer is a call; else the model chooses
+    required: bool  # the answer must be a call; otherwise the model chooses
     several: bool
 
     @classmethod
     def chosen(
         cls, parser: type[ToolParser], tools: Sequence[Tool], *, required: bool, named: str | None, parallel: bool
     ) -> "Calls":
-        """By the choice of a request, "required" or the name of a tool.
+        """The calls for a request's choice, "required" or the name of a tool.
 
         Raises:
             InvalidRequest: no tool has that name.
@@ -51,7 +51,7 @@ class Calls:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerRules:
-    """What an answer has to be."""
+    """The rules for an answer."""
 
     shape: AskedShape | None = None
     calls: Calls | None = None
@@ -60,19 +60,19 @@ class AnswerRules:
 
     @property
     def param(self) -> str:
-        """The field that asks for the grammar: what a compiler refuses of it is its fault."""
+        """The field that asks for the grammar, and is at fault if it does not compile."""
         if self.calls is not None and (self.calls.required or self.shape is None):
             return "tool_choice" if self.calls.required else "tools"
         return "" if self.shape is None else self.shape.param
 
     def grammar(self, knows: KnowsToken, time: SchemaTime) -> Grammar | None:
-        """What engines are told; None: the answer is free.
+        """The grammar for engines; None: the answer is free.
 
-        A tool's arguments are free where the model chooses to call it and the tool is not `strict`, as in vLLM.
+        A tool's arguments are free if the model chooses to call it and the tool is not `strict`, as in vLLM.
 
         Raises:
-            InvalidRequest: a schema cannot be enforced; names the field and the place in it.
-            RequestAborted: nobody waits for it any more.
+            InvalidRequest: a schema cannot be enforced; names the field and the place in it. RequestAborted: the
+                request was cancelled.
         """
         calls, shape = self.calls, self.shape
         if calls is not None and (calls.required or shape is not None or any(tool.strict for tool in calls.tools)):
@@ -120,13 +120,13 @@ _ANY_OBJECT = normalize({"type": "object"})
 
 
 def _arguments(tool: Tool, time: SchemaTime) -> Format:
-    """The objects that fulfil a tool's schema: arguments are never anything else."""
+    """The objects that match a tool's schema: arguments are always objects."""
     if tool.parameters is None:
         return json_of(_ANY_OBJECT)
     param = f"{tool.place}.parameters"
     given = tool.parameters.get("type", "object")
     if given != "object" and "object" not in (given if isinstance(given, list) else ()):
-        raise InvalidRequest(f"{param}.type must be 'object', since arguments are one", param=param)
+        raise InvalidRequest(f"{param}.type must be 'object', since arguments are an object", param=param)
     schema: dict[str, Any] = {**tool.parameters, "type": "object"}
     with naming(param):
         try:

@@ -1,4 +1,4 @@
-"""A call that is written as one JSON object, such as {"name": "f", "arguments": {"x": 1}}, read while it is written."""
+"""A call that is written as one JSON object, such as {"name": "f", "arguments": {"x": 1}}, parsed as it is written."""
 
 import json
 from collections.abc import Collection
@@ -9,7 +9,7 @@ import msgspec
 from pdkv.parsers.json_value import SPACES, JsonValue, is_object
 
 MAX_NAME = 256
-"""Characters of a tool's name."""
+"""The most characters of a tool's name."""
 
 _MAX_ESCAPED_NAME = 6 * MAX_NAME + 2
 
@@ -31,14 +31,15 @@ class _At(Enum):
 
 
 class CallObject:
-    """Feed it with `push` until it is `done` or `failed`; `take` gives the arguments that are new.
+    """Feed it with `push` until it is `done` or `failed`; `take` returns new arguments.
 
-    It `has_begun` once the name is known and the arguments are an object: from then on they are shown as they come.
-    What fails before that is no call. What fails later is a call; its arguments are no JSON, unless it has all of them.
+    It `has_begun` once the name is known and the arguments are an object: from then on they are shown as they arrive.
+    If it fails before that, it is not a call. If it fails later, it is a call with arguments that are not valid JSON,
+    unless all of them are there.
     """
 
     def __init__(self, names: Collection[str] | None = None, *, needs_arguments: bool = False) -> None:
-        """`names`: an object with another name is no call. `needs_arguments`: nor is one without arguments."""
+        """`names`: an object with another name is not a call. `needs_arguments`: nor is one without arguments."""
         self.name: str | None = None
         self.has_begun = False
         self.done = False
@@ -48,15 +49,15 @@ class CallObject:
         self._needs_arguments = needs_arguments
         self._at = _At.BEGIN
         self._value = JsonValue()
-        self._held: list[str] = []  # of the key or value that is being read, unless it is streamed
+        self._held: list[str] = []  # of the current key or value, unless it is streamed
         self._num_held = 0
         self._key = ""
         self._seen: set[str] = set()
-        self._new: list[str] = []  # arguments that nobody has taken
+        self._new: list[str] = []  # arguments not taken yet
         self._streams = False  # within arguments that are an object
 
     def push(self, text: str, at: int = 0) -> int:
-        """Read on from text[at]; returns the place behind the object, that of what is wrong, or the text's length."""
+        """Read on from text[at]; returns the position after the object, of the error, or the text's length."""
         end = len(text)
         while at < end and not (self.done or self.failed):
             if self._is_in_value:
@@ -74,7 +75,7 @@ class CallObject:
         return self._at is _At.IN_KEY or self._at is _At.IN_VALUE
 
     def take(self) -> str:
-        """The arguments that are new; empty until the call has begun."""
+        """The new arguments; empty until the call has begun."""
         if not self.has_begun or not self._new:
             return ""
         text = "".join(self._new)
@@ -82,7 +83,7 @@ class CallObject:
         return text
 
     def _take(self, char: str) -> bool:
-        """One character between values; the first one of a key or a value is left to its reader."""
+        """Read one character between values; the first one of a key or a value is left to its reader."""
         match self._at:
             case _At.BEGIN:
                 self._at = _At.FIRST_KEY
@@ -122,7 +123,7 @@ class CallObject:
         elif self._value.done:
             try:
                 self.failed = not (self._end_key() if self._at is _At.IN_KEY else self._end_value())
-            except msgspec.DecodeError:  # half of a surrogate pair: JSON by its grammar, and yet no text
+            except msgspec.DecodeError:  # half of a surrogate pair: valid JSON by the grammar, but not a text
                 self.failed = True
         return behind
 
@@ -166,12 +167,12 @@ class CallObject:
 
 
 def quoted_name(name: str) -> str:
-    """A tool's name as models write it in such an object."""
+    """A tool's name in the form that models write in such an object."""
     return json.dumps(name, ensure_ascii=False)
 
 
 def _decode_arguments(text: str) -> str | None:
-    """Arguments that are null, or an object that was written as JSON within a string; None: they are neither."""
+    """Arguments that are null, or an object written as JSON within a string; None: they are neither."""
     value = msgspec.json.decode(text)
     if value is None:
         return "{}"

@@ -11,7 +11,7 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(ToolParser):
-    """Each call has tags of its own; its keys may have any order."""
+    """Each call has its own tags; its keys may be in any order."""
 
     markers, closing_tag = (_OPEN, _CLOSE), _CLOSE
 
@@ -40,7 +40,7 @@ class HermesParser(ToolParser):
         return self._read_call(text, at, self._read_close, self._read_spoilt)
 
     def _read_spoilt(self, text: str, at: int) -> int:
-        """Arguments that are no JSON any more: up to the closing tag they stay as they are written."""
+        """Read arguments that are not valid JSON any more: up to the closing tag they are passed on unchanged."""
         place, found = find_marker(text, _CLOSE, at)
         self._arguments(text[at:place])
         if not found:

@@ -1,4 +1,4 @@
-"""Calls as a grammar alone makes any model write them: a JSON list of {"name": …, "parameters": …}, as in vLLM."""
+"""Calls as a grammar makes any model write them: a JSON list of {"name": …, "parameters": …}, as in vLLM."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from pdkv.parsers.tool_parser import CallFormat, CallSyntax, KnowsToken, ToolPar
 
 
 class JsonListParser(ToolParser):
-    """For answers that have to be calls, where the model's own format is not known: all of one is the list."""
+    """For answers that must be calls, without a parser for the model's own format: the whole answer is the list."""
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -21,7 +21,7 @@ class JsonListParser(ToolParser):
         return CallSyntax([tag("[", sequence(separated(calls, ", ", several=several)), "]")], tag_holds_all=True)
 
     def _read_text(self, text: str, at: int) -> int:
-        """In front of a call: the list's bracket, or a comma; anything else is text."""
+        """Read before a call: the list's bracket, or a comma; anything else is text."""
         place = skip_spaces(text, at)
         if text[place : place + 1] in ("[", ",", "]"):
             place += 1

@@ -1,4 +1,4 @@
-"""One JSON value in a text that comes in pieces: where it ends, or where it stops being JSON (RFC 8259)."""
+"""One JSON value in a text that arrives in pieces: finds where it ends, or stops being JSON (RFC 8259)."""
 
 import re
 from enum import Enum, auto
@@ -15,15 +15,15 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 class _Expects(Enum):
     VALUE = auto()
-    VALUE_OR_END = auto()  # behind [
-    KEY_OR_END = auto()  # behind {
+    VALUE_OR_END = auto()  # after [
+    KEY_OR_END = auto()  # after {
     KEY = auto()
     COLON = auto()
     COMMA_OR_END = auto()
 
 
 class JsonValue:
-    """Feed it with `push` until it is `done` or `failed`: at the same character whatever the pieces are."""
+    """Feed it with `push` until it is `done` or `failed`, at the same character whatever the pieces are."""
 
     def __init__(self) -> None:
         self.done = False
@@ -31,17 +31,17 @@ class JsonValue:
         self._open: list[str] = []  # the closing brackets to come
         self._expects = _Expects.VALUE
         self._in_string = False
-        self._escape = 0  # within a string: 1 behind a backslash, 5 to 2 while hexadecimal digits are to come
-        self._word = ""  # of a literal what is to come
+        self._escape = 0  # within a string: 1 after a backslash, 5 to 2 while hexadecimal digits are expected
+        self._word = ""  # the rest of a literal
         self._number = ""
 
     @property
     def in_string(self) -> bool:
-        """Whether the text so far ends within a string of a value that goes on."""
+        """Whether the text so far ends within a string of an incomplete value."""
         return self._in_string and not self.failed
 
     def push(self, text: str, at: int = 0) -> int:
-        """Read on from text[at]; returns the place behind the value, that of what is wrong, or the text's length."""
+        """Read on from text[at]; returns the position after the value, of the error, or the text's length."""
         end = len(text)
         while at < end and not self.done:
             if self._in_string and not self._escape:
@@ -64,7 +64,7 @@ class JsonValue:
         return at
 
     def _take(self, char: str) -> bool:
-        """One character; whether it may stand here."""
+        """Read one character; returns whether it is allowed here."""
         if self._in_string:
             return self._take_in_string(char)
         if self._word:
@@ -95,7 +95,7 @@ class JsonValue:
         return char == "\\"
 
     def _take_between(self, char: str) -> bool:
-        """Outside of strings, numbers and literals."""
+        """Read a character outside of strings, numbers and literals."""
         expects = self._expects
         if expects is _Expects.COLON:
             self._expects = _Expects.VALUE
@@ -133,7 +133,7 @@ class JsonValue:
         return True
 
     def _ended(self) -> None:
-        """A value within the value ended, or all of it."""
+        """Note that a value within the value, or the whole value, has ended."""
         self.done = not self._open
         self._expects = _Expects.COMMA_OR_END
 
@@ -145,7 +145,7 @@ def is_object(text: str) -> bool:
 
 
 def skip_spaces(text: str, at: int) -> int:
-    """The place of the next character that is no JSON space, or the text's length."""
+    """The position of the next character that is not JSON whitespace, or the text's length."""
     while at < len(text) and text[at] in SPACES:
         at += 1
     return at

@@ -1,4 +1,4 @@
-"""Calls that no marker tells of: what they begin with begins a line, or stands behind a tag."""
+"""Calls without a marker: their beginning is at the start of a line, or after a tag."""
 
 import re
 from abc import abstractmethod
@@ -34,7 +34,7 @@ class LineParser(ToolParser):
 
     @abstractmethod
     def _begin(self, text: str, place: int, before: str) -> int:
-        """A bracket at `place`, or the tag in front of one; `before` is text between it and a call."""
+        """Begin with a bracket at `place`, or the tag before one; `before` is text between it and a call."""
 
     def _show(self, text: str) -> None:
         """Text for the user."""

@@ -13,14 +13,14 @@ _TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser(LineParser):
-    """No marker says that an object is a call: it must begin a line, and name a tool of the request."""
+    """No marker identifies an object as a call: it must begin a line, and name a tool of the request."""
 
     markers = (_TAG,)
     tag, bracket = _TAG, "{"
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
         super().__init__(tools)
-        self._between: list[str] = []  # read behind a call: spaces, and a semicolon
+        self._between: list[str] = []  # read after a call: spaces, and a semicolon
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -28,7 +28,9 @@ class Llama3JsonParser(LineParser):
 
     @classmethod
     def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax:
-        """In text a call is told by all of its beginning, the tool's name included: no shorter one is unmistakable."""
+        """In text a call is recognized by its whole beginning, including the tool's name: anything shorter is
+        ambiguous.
+        """
         tags = [tag(f'{{"name": {quoted_name(tool.name)}, "parameters": ', tool.arguments, "}") for tool in tools]
         return CallSyntax(tags, "; ")
 
@@ -51,7 +53,7 @@ class Llama3JsonParser(LineParser):
         return at
 
     def _read_separator(self, text: str, at: int) -> int:
-        """Behind a call: another one, with or without a semicolon between them."""
+        """Read after a call: another one, with or without a semicolon between them."""
         place = skip_spaces(text, at)
         if text.startswith(";", place) and ";" not in self._between:
             self._between += text[at:place], ";"

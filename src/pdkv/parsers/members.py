@@ -1,4 +1,6 @@
-"""A tool's arguments one by one, for families that write no JSON object: their schemas, and their values as JSON."""
+"""A tool's arguments one by one, for families that do not write JSON objects: their schemas, and their values
+as JSON.
+"""
 
 import json
 from collections.abc import Mapping
@@ -25,7 +27,7 @@ _MAX_MEMBERS = 200
 
 
 class Member(NamedTuple):
-    """One argument that a schema names."""
+    """One argument in a schema."""
 
     name: str
     required: bool
@@ -33,10 +35,10 @@ class Member(NamedTuple):
 
 
 def read_members(schema: Schema | None) -> list[Member] | None:
-    """The arguments of a tool, in their order; None: it takes any.
+    """The arguments of a tool, in order; None: any are allowed.
 
     Raises:
-        InvalidRequest: the schema says of them together what cannot be enforced one by one.
+        InvalidRequest: the schema constrains them together in a way that cannot be enforced one by one.
     """
     if schema is None or ("properties" not in schema and schema.get("additionalProperties") is not False):
         return None
@@ -54,14 +56,14 @@ def read_members(schema: Schema | None) -> list[Member] | None:
 
 
 def member_schema(schema: Schema | None, name: str) -> Schema:
-    """What a tool's schema says of one argument, for reading it: nothing where it says nothing that can be told."""
+    """The part of a tool's schema about one argument, for parsing it: empty if nothing is known."""
     properties = schema.get("properties") if schema is not None else None
     given = properties.get(name, {}) if isinstance(properties, Mapping) else {}
     return _resolved(given, schema or {})
 
 
 def _ways(schema: Schema) -> list[Schema]:
-    """What a value may be, one by one; of what has too many ways, or leads back to itself, it is the schema itself."""
+    """The alternatives for a value; for too many, or a recursive schema, the schema itself."""
     found: list[Schema] = []
     todo = [schema]
     for _ in range(_MAX_WAYS):
@@ -77,7 +79,7 @@ def _ways(schema: Schema) -> list[Schema]:
 
 
 def kinds_of(schema: Schema) -> frozenset[str] | None:
-    """The JSON types that values may have, integers being numbers; None: it does not say."""
+    """The JSON types that values may have, integers being numbers; None: unknown."""
     try:
         kinds = [types_in(way, values_in(way)) for way in _ways(schema)]
     except TypeError:  # a type or an enum that is none
@@ -86,7 +88,7 @@ def kinds_of(schema: Schema) -> frozenset[str] | None:
 
 
 def is_free_text(schema: Schema) -> bool:
-    """Whether any text may be written where such a value stands: read back, it is one of those."""
+    """Whether any text may be written for such a value: read back, it is a valid value."""
     if schema.keys() <= {*_ABOUT, *_DEFINITIONS}:
         return True
     ways, kinds = _ways(schema), kinds_of(schema) or frozenset()
@@ -95,7 +97,7 @@ def is_free_text(schema: Schema) -> bool:
 
 
 def values_of(schema: Schema) -> list[Any] | None:
-    """All that such a value may be; None: that is no list."""
+    """All possible values; None: they cannot be listed."""
     of_types: dict[str, list[Any]] = {"null": [None], "boolean": [True, False]}
     found: list[Any] = []
     for way in _ways(schema):
@@ -107,7 +109,7 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def json_of_written(text: str, kinds: frozenset[str] | None) -> str:
-    """A value that was written without quotes as JSON: of a type that it may have, else a string."""
+    """The JSON of a value that was written without quotes: of a type that it may have, otherwise a string."""
     bare = text.strip()
     bare = _PYTHON_WORDS.get(bare, bare)
     if bare and kinds != frozenset({"string"}):
@@ -119,7 +121,7 @@ def json_of_written(text: str, kinds: frozenset[str] | None) -> str:
 
 
 def _resolved(schema: Any, root: Schema) -> Schema:
-    """A part of `root` with its definitions, what it refers to in its place."""
+    """A part of `root` with its definitions, with references resolved."""
     definitions = {name: root[name] for name in _DEFINITIONS if name in root}
     for _ in range(_MAX_REFERENCES):
         alone = isinstance(schema, Mapping) and len(schema.keys() - _ABOUT) <= 1

@@ -1,4 +1,4 @@
-"""Calls as Mistral's models write them, both forms behind [TOOL_CALLS].
+"""Calls as Mistral's models write them, in two forms after [TOOL_CALLS].
 
 Up to tokenizer v7 a list: [TOOL_CALLS] [{"name": …, "arguments": …}, …]. From v11 on call by call:
 [TOOL_CALLS]name[ARGS]{…}, with or without [CALL_ID]id before [ARGS], or with neither.
@@ -23,13 +23,13 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class MistralParser(ToolParser):
-    """A name or a list stands behind the marker."""
+    """A name or a list follows the marker."""
 
     markers = (_OPEN, _CALL_ID, _ARGS)
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
         super().__init__(tools)
-        self._value = JsonValue()  # the arguments of a call that is no object
+        self._value = JsonValue()  # the arguments of a call that is not an object
 
     @classmethod
     def recognises(cls, chat_template: str) -> bool:
@@ -37,7 +37,7 @@ class MistralParser(ToolParser):
 
     @classmethod
     def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax:
-        """By tokenizer: from v11 on there is a token for [ARGS]."""
+        """The syntax depends on the tokenizer: from v11 on there is a token for [ARGS]."""
         if knows(_ARGS):
             check_names([tool.name for tool in tools], _NAME.pattern)
             marked = [sequence(tool.name + _ARGS, tool.arguments) for tool in tools]
@@ -59,7 +59,7 @@ class MistralParser(ToolParser):
         return place + len(_OPEN)
 
     def _read_head(self, text: str, at: int) -> int:
-        """What stands between the marker and the first object; where it is neither form, all of it is text."""
+        """Read between the marker and the first object; if it has neither form, all of it is text."""
         place = skip_spaces(text, at)
         name, is_list = "", False
         if text.startswith("[", place):
@@ -95,7 +95,7 @@ class MistralParser(ToolParser):
         return behind
 
     def _read_object(self, text: str, at: int) -> int:
-        """A call that stands alone."""
+        """Read a single call."""
         return self._read_call(text, at, self._read_text, self._read_spoilt)
 
     def _read_element(self, text: str, at: int) -> int:
@@ -103,7 +103,7 @@ class MistralParser(ToolParser):
         return self._read_call(text, at, self._read_comma, self._read_spoilt)
 
     def _read_comma(self, text: str, at: int) -> int:
-        """Behind a call in a list."""
+        """Read after a call in a list."""
         place = skip_spaces(text, at)
         self._text(text[at:place])
         if place == len(text):
@@ -116,7 +116,7 @@ class MistralParser(ToolParser):
         return place + 1 if text[place] == "]" else place
 
     def _read_spoilt(self, text: str, at: int) -> int:
-        """Arguments that are no JSON any more: up to the next call they stay as they are written."""
+        """Read arguments that are not valid JSON any more: up to the next call they are passed on unchanged."""
         place, found = find_marker(text, _OPEN, at)
         self._arguments(text[at:place])
         if found:
@@ -132,7 +132,9 @@ class MistralParser(ToolParser):
 
 
 def _read_name(text: str, at: int) -> tuple[str, int]:
-    """(name, place of the arguments). The place is the text's length where more must come, -1 where it is no name."""
+    """(name, position of the arguments). The position is the text's length if more must come, -1 if it is not a
+    name.
+    """
     found = _NAME.match(text, at)
     if found is None:
         return "", -1

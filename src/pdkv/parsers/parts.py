@@ -13,7 +13,7 @@ class Content(msgspec.Struct, frozen=True):
 
 
 class Reasoning(msgspec.Struct, frozen=True):
-    """Text of the model's thoughts."""
+    """Text of the model's reasoning."""
 
     text: str
 
@@ -51,7 +51,7 @@ Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """The same with neighbours of one kind made one."""
+    """The same parts, with adjacent ones of one kind merged."""
     if len(parts) < 2:
         return parts
     result: list[Part] = []

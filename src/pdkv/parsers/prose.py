@@ -1,4 +1,4 @@
-"""The text beside calls: spaces and newlines that only set a call off are no part of it."""
+"""The text around calls: spaces and newlines that only separate a call are dropped."""
 
 import re
 
@@ -12,7 +12,7 @@ class Prose:
         self._behind_call = False
 
     def text(self, text: str) -> str:
-        """What of it may be shown, with what was held."""
+        """The part of it that may be shown, including earlier held text."""
         if not text or text.isspace():
             self._held.append(text)
             return ""
@@ -25,19 +25,19 @@ class Prose:
         return shown
 
     def call(self) -> None:
-        """A call begins here."""
+        """Note that a call begins here."""
         self._held.clear()
         self._behind_call = True
 
     def finish(self) -> str:
-        """The answer ends here: what is left of it."""
+        """End the answer; returns the rest of the text."""
         held = "".join(self._held)
         self._held.clear()
         return "" if self._behind_call else held
 
 
 def find_marker(text: str, marker: str, at: int = 0) -> tuple[int, bool]:
-    """(where `marker` is, True), or (where what may become one begins, False): the text's length if nothing may."""
+    """(position of `marker`, True), or (position where one may begin, False): the text's length if there is none."""
     found = text.find(marker, at)
     if found >= 0:
         return found, True

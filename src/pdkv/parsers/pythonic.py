@@ -27,7 +27,7 @@ _PLAIN = re.compile(r"[^\[\](){}'\",]+")
 
 
 class PythonicParser(LineParser):
-    """A list that begins a line, or stands behind <|python_start|>, and calls a tool of the request, is calls.
+    """A list that begins a line, or follows <|python_start|>, and calls a tool of the request, is a list of calls.
 
     An argument is shown when it is complete.
     """
@@ -40,7 +40,7 @@ class PythonicParser(LineParser):
         self._key = ""
         self._value: list[str] = []
         self._depth = 0  # of brackets within the value
-        self._quote = ""  # of the string that it is within
+        self._quote = ""  # quote of the current string
         self._num_values = 0
 
     @classmethod
@@ -53,7 +53,7 @@ class PythonicParser(LineParser):
         return place + len("".join(self._raw))
 
     def _read_head(self, text: str, at: int) -> int:
-        """The list's bracket, and its first call."""
+        """Read the list's bracket, and its first call."""
         return self._read_name(text, at, *_FIRST)
 
     def _read_further(self, text: str, at: int) -> int:
@@ -71,7 +71,7 @@ class PythonicParser(LineParser):
         return found.end()
 
     def _is_no_call(self, text: str, at: int) -> int:
-        """What was read of it is text, and a bracket that would be found again."""
+        """Treat the part read so far as text, including a bracket that would otherwise be found again."""
         shown = 1 if text[at : at + 1] == "[" and not self._raw else 0
         self._show("".join(self._raw) + text[at : at + shown])
         self._line_is_blank = False
@@ -79,7 +79,7 @@ class PythonicParser(LineParser):
         return at + shown
 
     def _read_between(self, text: str, at: int) -> int:
-        """An argument's name, or the call's end."""
+        """Read an argument's name, or the call's end."""
         at = skip_spaces(text, at)
         if text.startswith(")", at):
             self._arguments("}" if self._num_values else "{}")
@@ -96,13 +96,13 @@ class PythonicParser(LineParser):
         return at
 
     def _read_value(self, text: str, at: int) -> int:
-        """Up to the comma or bracket behind it."""
+        """Read up to the comma or bracket after the value."""
         end = len(text)
         while at < end:
             if self._quote:
                 found = _STRING.match(text, at)
                 assert found is not None
-                if found[0] == "\\":  # what it escapes is to come
+                if found[0] == "\\":  # the escaped character is to come
                     return at
                 self._quote = "" if found[0] == self._quote else self._quote
                 self._value.append(found[0])
@@ -135,7 +135,7 @@ class PythonicParser(LineParser):
         return at + (text[at] == ",")
 
     def _read_next(self, text: str, at: int) -> int:
-        """Behind a call: another one, or the list's end."""
+        """Read after a call: another one, or the list's end."""
         place = skip_spaces(text, at)
         if text.startswith(",", place):
             self._raw = [","]
@@ -148,7 +148,7 @@ class PythonicParser(LineParser):
         return place
 
     def _read_end(self, text: str, at: int) -> int:
-        """Behind the list: its tag, which may be missing."""
+        """Read after the list: its tag, which may be missing."""
         place = skip_spaces(text, at)
         if text.startswith(_END, place):
             self._state = self._read_text
@@ -169,7 +169,7 @@ class PythonicParser(LineParser):
 
     @classmethod
     def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax:
-        """Values as JSON, which is read as well; in text a call is told by the name of the first tool."""
+        """Values are JSON, which can be read as well; in text, a call is recognized by the name of the first tool."""
         calls = {tool.name: sequence(*_written(tool), ")") for tool in tools}
         check_names(calls, _NAME)
         further = repeated(
@@ -180,7 +180,7 @@ class PythonicParser(LineParser):
 
 
 def _written(tool: CallFormat) -> list[Part]:
-    """A tool's arguments, separated by commas: those that are required first."""
+    """A tool's arguments, separated by commas, required ones first."""
     members = read_members(tool.schema) if tool.is_enforced else None
     if members is None:
         one = sequence(pattern(r"[A-Za-z_][A-Za-z0-9_]{0,63}"), "=", json_of(normalize({}, time=tool.time)))
@@ -202,7 +202,7 @@ def _json_of(written: str) -> str | None:
         return written
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an escape that means nothing, such as "\d", stays as it is
+            warnings.simplefilter("ignore")  # an unknown escape, such as "\d", stays as it is
             made = json.dumps(ast.literal_eval(written), ensure_ascii=False, allow_nan=False)
         made.encode()
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):

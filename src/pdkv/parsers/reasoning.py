@@ -1,4 +1,4 @@
-"""A model's thoughts, which stand between tags in front of its answer."""
+"""A model's reasoning, between tags before its answer."""
 
 from typing import ClassVar, Literal, NamedTuple
 
@@ -6,24 +6,24 @@ from pdkv.grammar.formats import Format, marker, optional, pattern, sequence, un
 from pdkv.parsers.prose import Prose, find_marker
 
 Thinking = Literal["open", "closed", "unsaid"]
-"""What a prompt's end says: the answer begins within thoughts, behind them, or the model chooses."""
+"""What a prompt's end implies: the answer begins within reasoning, after it, or the model chooses."""
 
 
 _BEHIND_THOUGHTS = pattern(r"\n{0,2}")
 
 
 class Split(NamedTuple):
-    """What a piece of text is."""
+    """The kinds of text in a piece."""
 
     reasoning: str
     content: str
 
 
 class ReasoningParser:
-    """Tells the thoughts of one answer from the rest; a fresh one for each.
+    """Separates the reasoning of one answer from the rest; a new one for each.
 
-    Spaces and newlines around the thoughts are dropped. What comes out is a function of the text alone, not of its
-    pieces. A subclass says what the tags are, and whether an answer begins with thoughts where nothing says so.
+    Spaces and newlines around reasoning are dropped. The result depends on the text alone, not on its pieces. A
+    subclass defines the tags, and whether an answer begins with reasoning by default.
     """
 
     opens: ClassVar[str] = "<think>"
@@ -32,7 +32,7 @@ class ReasoningParser:
 
     def __init__(self, prompt: Thinking = "unsaid") -> None:
         self.is_thinking = False
-        """Whether the text so far ends within thoughts."""
+        """Whether the text so far ends within reasoning."""
         self._thinks_first = prompt == "open" or (prompt == "unsaid" and self.begins_thinking)
         self._state = self._read_content if prompt == "closed" else self._read_begin
         self._rest = ""  # not read yet
@@ -42,19 +42,19 @@ class ReasoningParser:
 
     @classmethod
     def thinking_of(cls, text: str) -> Thinking:
-        """What a text says by its end, as a chat template writes it."""
+        """What the end of a text written by a chat template implies."""
         end = text.rstrip()
         return "open" if end.endswith(cls.opens) else "closed" if end.endswith(cls.closes) else "unsaid"
 
     @classmethod
     def thinking_within(cls, text: str) -> Thinking:
-        """What the beginning of an answer says, which the answer goes on."""
+        """What the beginning of a continued answer implies."""
         opened, closed = text.rfind(cls.opens), text.rfind(cls.closes)
         return "unsaid" if opened == closed else "open" if opened > closed else "closed"
 
     @classmethod
     def with_thoughts(cls, prompt: Thinking, shape: Format) -> Format:
-        """A grammar of the thoughts that the model may have, as it writes them, and of `shape` behind them."""
+        """A grammar of optional reasoning, as the model writes it, followed by `shape`."""
         if prompt == "closed":
             return shape
         thinks_first = prompt == "open" or cls.begins_thinking
@@ -62,7 +62,7 @@ class ReasoningParser:
         return sequence(thoughts if thinks_first else optional(sequence(marker(cls.opens), thoughts)), shape)
 
     def push(self, text: str) -> Split:
-        """What is new, and complete."""
+        """The new, complete parts."""
         text = self._rest + text
         self._rest = ""
         split = Split("", "")
@@ -76,7 +76,7 @@ class ReasoningParser:
         return split
 
     def finish(self) -> Split:
-        """The answer ends: what was held back."""
+        """End the answer and return what was held back."""
         rest, self._rest = self._rest, ""
         if self._state == self._read_begin:
             rest = "".join(self._spaces) + rest
@@ -86,7 +86,7 @@ class ReasoningParser:
         return Split("", rest)
 
     def _read_begin(self, text: str) -> tuple[Split, str]:
-        """In front of everything: spaces, and perhaps the opening tag."""
+        """Read the beginning: spaces, and possibly the opening tag."""
         begun = text.lstrip()
         self._spaces.append(text[: len(text) - len(begun)])
         if begun.startswith(self.opens):
@@ -115,7 +115,7 @@ class ReasoningParser:
         return Split(thoughts, ""), text[place:]
 
     def _read_behind(self, text: str) -> tuple[Split, str]:
-        """Spaces behind the closing tag."""
+        """Read spaces after the closing tag."""
         content = text.lstrip()
         if content:
             self._state = self._read_content

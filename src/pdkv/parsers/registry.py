@@ -47,8 +47,8 @@ _MAX_PLUGIN_BYTES = 1 << 20
 
 
 def check_parser_names(tool_parser: str, reasoning_parser: str, plugin: Path | None = None) -> None:
-    """Raise ConfigError for the name of a parser that there is not, or a plugin that others may write."""
-    if plugin is not None:  # it runs in the router alone, which knows its names
+    """Raise ConfigError for an unknown parser name, or a plugin that other users may write."""
+    if plugin is not None:  # it runs only in the router, which knows its names
         read_own_file(plugin, _PLUGIN, _MAX_PLUGIN_BYTES)
     elif tool_parser not in (AUTO, NONE):
         TOOL_PARSERS.target(tool_parser)
@@ -57,10 +57,10 @@ def check_parser_names(tool_parser: str, reasoning_parser: str, plugin: Path | N
 
 
 def load_plugin(path: Path) -> "dict[str, type[ToolParser]]":
-    """Run a file of Python; the tool parsers that it defines, by their classes' names.
+    """Run a Python file; returns the tool parsers that it defines, by class name.
 
     Raises:
-        ConfigError: others may write it, it fails, or it defines none.
+        ConfigError: other users may write it, it fails, or it defines none.
     """
     from pdkv.parsers.tool_parser import ToolParser
 
@@ -69,7 +69,7 @@ def load_plugin(path: Path) -> "dict[str, type[ToolParser]]":
     try:
         exec(compile(text, str(path), "exec"), module.__dict__)
     except Exception as error:
-        raise ConfigError(f"{_PLUGIN} {path} fails: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{_PLUGIN} {path} failed: {type(error).__name__}: {error}") from error
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
     found = {kind.__name__: kind for kind in kinds if issubclass(kind, ToolParser)}
     if not found:
@@ -82,7 +82,7 @@ def find_tool_parser(name: str, chat_template: str, plugin: Path | None = None) 
     none.
 
     Raises:
-        ConfigError: no such parser, or a plugin that is none.
+        ConfigError: unknown parser, or an invalid plugin.
     """
     own = load_plugin(plugin) if plugin is not None else {}
     if name == NONE:
@@ -90,7 +90,7 @@ def find_tool_parser(name: str, chat_template: str, plugin: Path | None = None) 
     if name in own or (name == AUTO and len(own) == 1):
         return own.get(name) or next(iter(own.values()))
     if own and name == AUTO:
-        raise ConfigError(f"{_PLUGIN} {plugin} defines {', '.join(own)}: name one by --tool-parser")
+        raise ConfigError(f"{_PLUGIN} {plugin} defines {', '.join(own)}: choose one with --tool-parser")
     if name != AUTO:
         if own and name not in TOOL_PARSERS.shipped:
             raise ConfigError(f"{_PLUGIN} {plugin} defines no {name!r}{did_you_mean(name, own)}, only {', '.join(own)}")
@@ -103,6 +103,6 @@ def find_reasoning_parser(name: str) -> "type[ReasoningParser] | None":
     """The parser of that name; None: there is none.
 
     Raises:
-        ConfigError: no such parser.
+        ConfigError: unknown parser.
     """
     return None if name == NONE else REASONING_PARSERS.load(name)

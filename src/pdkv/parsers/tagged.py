@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags of their own, one by one, as Qwen3-Coder and GLM-4.5 write them."""
+"""Calls with one pair of tags per argument, as Qwen3-Coder and GLM-4.5 write them."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def _between(opens: str, closes: str, value_opens: str) -> tuple[re.Pattern[str]
 
 
 class TaggedParser(ToolParser):
-    """A value's type is what the tool's schema says, else what it looks like; it is shown when it is complete."""
+    """A value's type is given by the tool's schema, or else by its form; it is shown when it is complete."""
 
     closing_tag = _CLOSE
     opens: ClassVar[tuple[str, ...]] = (_OPEN,)  # a call
@@ -50,11 +50,11 @@ class TaggedParser(ToolParser):
     name: ClassVar[tuple[str, str]]  # a pattern of names that can be written, and how one is
     key_opens: ClassVar[str]
     key_closes: ClassVar[str]
-    value_opens: ClassVar[str] = ""  # behind the key, and spaces
+    value_opens: ClassVar[str] = ""  # after the key, and spaces
     value_closes: ClassVar[str]
     key: ClassVar[tuple[re.Pattern[str], re.Pattern[str]]]  # as `_between` has it
     call_closes: ClassVar[str]
-    gap: ClassVar[str] = ""  # what sets a value off from its tags
+    gap: ClassVar[str] = ""  # characters that separate a value from its tags
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
         super().__init__(tools)
@@ -62,7 +62,7 @@ class TaggedParser(ToolParser):
         self._key = ""
         self._kinds: frozenset[str] | None = None
         self._value: list[str] = []
-        self._json = JsonValue()  # of a value that is no text
+        self._json = JsonValue()  # of a value that is not text
         self._num_values = 0
 
     @classmethod
@@ -79,7 +79,7 @@ class TaggedParser(ToolParser):
         return place + len("".join(self._raw))
 
     def _read_head(self, text: str, at: int) -> int:
-        """Behind what opens a call: its name."""
+        """Read a call's name, after its opening."""
         whole, so_far = self.head
         if (found := whole.match(text, at)) is not None:
             self._begin_call(found[1])
@@ -88,13 +88,13 @@ class TaggedParser(ToolParser):
             return found.end()
         if so_far.fullmatch(text, at):
             return at
-        behind = at if self._raw else at + 1  # else it would be found again
+        behind = at if self._raw else at + 1  # otherwise it would be found again
         self._text("".join(self._raw) + text[at:behind])
         self._state = self._read_text
         return behind
 
     def _read_between(self, text: str, at: int) -> int:
-        """An argument, or the call's end."""
+        """Read an argument, or the call's end."""
         at = skip_spaces(text, at)
         whole, so_far = self.key
         if text.startswith(self.call_closes, at):
@@ -120,7 +120,7 @@ class TaggedParser(ToolParser):
         self._state = self._read_value
 
     def _read_value(self, text: str, at: int) -> int:
-        """Up to its closing tag; of a value that is no text, one within a string of it is none."""
+        """Read up to the closing tag; one within a string of a non-text value does not count."""
         place, found = find_marker(text, self.value_closes, at)
         self._value.append(text[at:place])
         if self._kinds is not None and "string" not in self._kinds and not (self._json.done or self._json.failed):
@@ -141,7 +141,7 @@ class TaggedParser(ToolParser):
         return place + len(self.value_closes)
 
     def _read_spoilt(self, text: str, at: int) -> int:
-        """What is no argument: up to the call's end it stays as it is written."""
+        """Read invalid arguments: up to the call's end they are passed on unchanged."""
         place, found = find_marker(text, self.call_closes, at)
         self._arguments(text[at:place])
         self._value.append(text[at:place])
@@ -197,8 +197,8 @@ class TaggedParser(ToolParser):
         elif kinds is not None and "string" not in kinds:
             return sequence(json_of(normalize(schema, time=tool.time)), cls.gap)
         raise InvalidRequest(
-            f"the argument {clip(name)!r} of {clip(tool.name)!r} cannot be enforced, since this model writes its texts "
-            "without quotes: any text, an enum, and what is no text can be"
+            f"the argument {clip(name)!r} of {clip(tool.name)!r} cannot be enforced, since this model writes texts "
+            "without quotes: use any text, an enum, or a type other than text"
         )
 
 

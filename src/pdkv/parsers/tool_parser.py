@@ -1,4 +1,4 @@
-"""What every tool parser is: text in, in pieces of any size, and text for the user and calls out."""
+"""The base of all tool parsers: text in, in pieces of any size; text for the user and calls out."""
 
 import contextlib
 import logging
@@ -22,7 +22,7 @@ _log_limit = LogLimit(10.0)
 logger = logging.getLogger(__name__)
 
 _MAX_IDLE = 16
-"""Changes of state in which nothing is read."""
+"""The most state changes without progress."""
 
 State = Callable[[str, int], int]
 KnowsToken = Callable[[str], bool]
@@ -30,13 +30,13 @@ KnowsToken = Callable[[str], bool]
 
 
 class CallFormat(NamedTuple):
-    """A tool as a grammar lets it be called."""
+    """A tool, as a grammar allows it to be called."""
 
     name: str
     arguments: Format  # JSON objects
     schema: Mapping[str, Any] | None = None  # of the same
-    is_enforced: bool = False  # else any object will do
-    time: SchemaTime | None = None  # what reading its parts may take
+    is_enforced: bool = False  # otherwise any object is allowed
+    time: SchemaTime | None = None  # limit for parsing its parts
 
 
 class CallSyntax(NamedTuple):
@@ -44,14 +44,14 @@ class CallSyntax(NamedTuple):
 
     tags: Sequence[Tag]  # each is one call, or one list of them
     separator: str = ""  # between two tags
-    tag_holds_all: bool = False  # else a tag is one call
+    tag_holds_all: bool = False  # otherwise each tag is one call
 
     def calls_alone(self, *, several: bool) -> Format:
-        """One call at least, and nothing else."""
+        """At least one call, and nothing else."""
         return separated(self.tags, self.separator, several=several and not self.tag_holds_all)
 
     def text_with_calls(self, *, several: bool) -> Format:
-        """Any text; what begins as a call goes on as one of these."""
+        """Any text; a beginning of a call must continue as one of these."""
         return triggered(self.tags, several=several)
 
 
@@ -64,7 +64,7 @@ def check_names(names: Iterable[str], pattern: str, *, what: str = "tool") -> No
 
 @contextlib.contextmanager
 def failing(parser: "type[ToolParser] | None") -> Iterator[None]:
-    """Whatever a parser of somebody else's raises fails the request: RequestFailed."""
+    """Any error of a third-party parser as a failure of the request: RequestFailed."""
     try:
         yield
     except PdkvError:
@@ -78,22 +78,22 @@ def failing(parser: "type[ToolParser] | None") -> Iterator[None]:
 
 
 class ToolParser(ABC):
-    """Reads the calls of one answer; a fresh one for each.
+    """Parses the calls of one answer; a new one for each.
 
-    What comes out is a function of the text alone, not of its pieces. Nothing is lost: what is no call is text; a call
-    whose arguments cease to be JSON when its beginning is out keeps them as they were written.
+    The result depends on the text alone, not on its pieces. Nothing is lost: everything but calls is text; if a call's
+    arguments stop being JSON after its beginning was shown, they are passed on as written.
 
-    A subclass implements `recognises`, and says by `_state` how the text is read on: a method that is given the text
-    and a place in it, and returns the place up to which it has read. It is called again until it stays where it is.
+    A subclass implements `recognises`, and sets `_state` to the method that reads on: it gets the text and a position
+    in it, and returns the position up to which it has read. It is called again until it makes no progress.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
-    """Texts that the parser looks for: they are shown to it where they are special tokens, too."""
+    """Texts that the parser looks for: it sees them even if they are special tokens."""
     closing_tag: ClassVar[str] = ""
     """What stands behind a call."""
 
     def __init__(self, tools: Mapping[str, Mapping[str, Any] | None] | None = None) -> None:
-        """`tools`: the schemas of the arguments of the request's tools, by their names."""
+        """`tools`: the schemas of the arguments of the request's tools, by name."""
         self.tools = tools or {}
         self.names = frozenset(self.tools)
         self.num_calls = 0
@@ -101,7 +101,7 @@ class ToolParser(ABC):
         self._object = CallObject()
         self._reads_object = False
         self._raw: list[str] = []  # read of a call that has not begun
-        self._rest = ""  # not read yet: more must come before it can be told
+        self._rest = ""  # not read yet: more text must come first
         self._prose = Prose()
         self._parts: list[Part] = []
 
@@ -112,12 +112,11 @@ class ToolParser(ABC):
 
     @classmethod
     def syntax(cls, tools: Sequence[CallFormat], knows: KnowsToken, *, several: bool) -> CallSyntax | None:
-        """What `_read_text` and the states behind it read as calls of these tools, and as nothing else.
+        """Syntax that `_read_text` and later states read as calls of these tools, and as nothing else.
 
-        None: no grammar makes a model write calls as this parser reads them.
+        None: no grammar makes a model write calls in this parser's format.
 
-        Args:
-            several: whether an answer may hold more calls than one.
+        Args: several: whether an answer may contain several calls.
 
         Raises:
             InvalidRequest: a tool's name cannot be written.
@@ -136,7 +135,7 @@ class ToolParser(ABC):
         return self._take()
 
     def finish(self) -> list[Part]:
-        """The answer ends: what was held back comes out. Nothing may be pushed afterwards."""
+        """End the answer and return what was held back. Nothing may be pushed afterwards."""
         rest, self._rest = self._rest, ""
         self._flush(rest)
         if shown := self._prose.finish():
@@ -152,7 +151,7 @@ class ToolParser(ABC):
                 break
             num_idle = num_idle + 1 if at == begun_at else 0
             if num_idle > _MAX_IDLE:
-                raise RuntimeError(f"{type(self).__name__} changes its state without end")
+                raise RuntimeError(f"{type(self).__name__} changes its state endlessly")
         self._rest = text[at:]
 
     @abstractmethod
@@ -160,7 +159,7 @@ class ToolParser(ABC):
         """The first state: text for the user, up to where a call may begin."""
 
     def _flush(self, rest: str) -> None:
-        """The answer ends with `rest`, which could not be told yet."""
+        """End the answer with `rest`, which could not be parsed yet."""
         if self._reads_object:
             self._close_object()
         elif self._state == self._read_spoilt:
@@ -169,7 +168,7 @@ class ToolParser(ABC):
             self._text(rest)
 
     def _read_close(self, text: str, at: int) -> int:
-        """Behind a call: its closing tag, which may be missing; then text follows."""
+        """Read after a call: its closing tag, which may be missing; then text follows."""
         place, tag = skip_spaces(text, at), self.closing_tag
         self._text(text[at:place])
         if text.startswith(tag, place):
@@ -180,20 +179,20 @@ class ToolParser(ABC):
         return place
 
     def _read_spoilt(self, text: str, at: int) -> int:
-        """Arguments that are no JSON any more stay as they are written; nothing says where they end."""
+        """Read arguments that are not valid JSON any more, passed on unchanged; nothing says where they end."""
         self._arguments(text[at:])
         return len(text)
 
     # --- calls that are objects ---
 
     def _begin_object(self, raw: str, *, needs_known_name: bool = False) -> None:
-        """A call may begin; `raw` is what stands in front of it."""
+        """Begin a possible call; `raw` is the text before it."""
         names = self.names if needs_known_name else None
         self._reads_object = True
         self._object, self._raw = CallObject(names, needs_arguments=needs_known_name), [raw]
 
     def _push_object(self, text: str, at: int) -> int:
-        """Read on in the object, and report what there is of it."""
+        """Read on in the object, and report its new parts."""
         begun = self._object.has_begun
         behind = self._object.push(text, at)
         if not self._object.has_begun:
@@ -207,7 +206,7 @@ class ToolParser(ABC):
         return behind
 
     def _read_call(self, text: str, at: int, behind: State, spoilt: State) -> int:
-        """Read on in the object; `behind` follows a whole call, `spoilt` one whose arguments are no JSON."""
+        """Read on in the object; `behind` follows a whole call, `spoilt` one with invalid arguments."""
         at = self._push_object(text, at)
         if not self._reads_object:
             is_whole = self._close_object()
@@ -218,7 +217,9 @@ class ToolParser(ABC):
         return at
 
     def _close_object(self) -> bool:
-        """The object is done, has failed, or the answer ends within it; returns whether its arguments are complete."""
+        """Close the object: it is done, has failed, or the answer ends within it; returns whether its arguments are
+        complete.
+        """
         if not self._object.has_begun:
             self._text("".join(self._raw))
             return True

@@ -15,8 +15,8 @@ class Tool(NamedTuple):
 
     name: str
     parameters: dict[str, Any] | None  # JSON schema; None: any object
-    strict: bool  # whether arguments that the model chooses to write have to fulfil it
-    place: str  # of the function, such as tools[0].function
+    strict: bool  # whether arguments must match it even if the model chose to call
+    place: str  # place of the function, such as tools[0].function
 
 
 class ToolName(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
-    """Raises InvalidRequest for a tool that is no function."""
+    """Read tools. Raises InvalidRequest for a tool that is not a function."""
     return [_read(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
 
 
@@ -45,8 +45,8 @@ def find_tool(tools: Sequence[Tool], name: str) -> Tool:
     found = next((tool for tool in tools if tool.name == name), None)
     if found is None:
         raise InvalidRequest(
-            f"tool_choice.function.name: {clip(name)!r} is none of the tools; "
-            f"they are {clip(', '.join(tool.name for tool in tools))}",
+            f"tool_choice.function.name: {clip(name)!r} is not one of the tools; they are "
+            f"{clip(', '.join(tool.name for tool in tools))}",
             param="tool_choice.function.name",
         )
     return found

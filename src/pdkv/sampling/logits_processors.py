@@ -1,6 +1,6 @@
-"""Logits processors of third parties: the interface, the names that `--logits-processors` takes, what an engine has.
+"""Logits processors of third parties: the interface, the names for `--logits-processors`, and the set of an engine.
 
-No torch here: the router and the launcher look at names. docs/logits-processors.md has an example.
+No torch here: the router and the launcher check names. docs/logits-processors.md has an example.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Arguments = Mapping[str, Any]
-"""What a request says to a processor: a JSON object."""
+"""The arguments of a processor in a request: a JSON object."""
 
 
 class ModelInfo(NamedTuple):
@@ -29,23 +29,25 @@ class ModelInfo(NamedTuple):
 
 
 class LogitsProcessor(ABC):
-    """Changes the logits of one request. Each engine, and each rank of it, makes its own where the request joins it.
+    """Changes the logits of one request. Each rank of each engine makes its own object when the request joins it.
 
-    A request may begin on one engine and go on on another, so what is drawn must follow from the prompt and the output
-    alone: no clock, no random numbers, nothing of other requests. What an object keeps may only save work. Other
-    requests wait while a method runs.
+    A request may begin on one engine and continue on another, so the result must depend only on the prompt and the
+    output: no clock, no random numbers, no other requests. State in an object may only save work. Other requests wait
+    while a method runs.
     """
 
     @classmethod
     def validate_params(cls, arguments: Arguments, model: ModelInfo) -> None:
-        """Look at the arguments before a request is taken. Raises ValueError for wrong ones: the client reads it."""
+        """Check the arguments before a request is accepted. Raises ValueError for wrong ones; the client gets its
+        message.
+        """
 
     @abstractmethod
     def __init__(self, arguments: Arguments, model: ModelInfo) -> None:
-        """For one request, whose arguments have been validated."""
+        """Make an object for one request with validated arguments."""
 
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token stays the likeliest: then greedy requests do without `apply`."""
+        """Whether the likeliest token stays the likeliest, in which case greedy requests skip `apply`."""
         return False
 
     @abstractmethod
@@ -55,12 +57,11 @@ class LogitsProcessor(ABC):
         """The logits from which the next token is drawn.
 
         Args:
-            logits: (vocab,) float32, on the model's device; may be changed in place. -inf: a token that is forbidden,
-                and stays so.
-            output_token_ids: all so far; in the next call it may be shorter, where the last ones were guesses.
+            logits: (vocab,) float32, on the model's device; may be changed in place. -inf: a forbidden token, which
+                stays forbidden. output_token_ids: all so far; in the next call there may be fewer, if the last ones
+                were guesses.
 
-        Returns:
-            The same shape; no NaN, and no +inf. What this raises, or any other result, fails the request.
+        Returns: The same shape; no NaN, and no +inf. An error, or any other result, fails the request.
         """
 
 
@@ -70,7 +71,7 @@ LOGITS_PROCESSORS: Registry[LogitsProcessor] = Registry(
 
 
 def check_known(asked: Iterable[str], names: Iterable[str]) -> None:
-    """Raise InvalidRequest for a processor that a request names and `names` lack."""
+    """Raise InvalidRequest for a processor in a request that is not in `names`."""
     known = tuple(names)
     for name in asked:
         if name not in known:
@@ -87,11 +88,11 @@ class ProcessorSet:
 
     @classmethod
     def load(cls, names: Iterable[str], model: ModelInfo) -> "ProcessorSet":
-        """Import them. Raises ConfigError for a name that stands for none."""
+        """Import them. Raises ConfigError for an unknown name."""
         return cls({name: LOGITS_PROCESSORS.load(name) for name in names}, model)
 
     def check(self, asked: Mapping[str, Arguments]) -> None:
-        """Raise InvalidRequest for a processor that is not there, or that refuses its arguments."""
+        """Raise InvalidRequest for an unknown processor, or one that refuses its arguments."""
         check_known(asked, self._kinds)
         for name, arguments in asked.items():
             try:
@@ -100,15 +101,15 @@ class ProcessorSet:
                 raise refused(name, error) from error
 
     def make(self, name: str, arguments: Arguments) -> LogitsProcessor:
-        """One for one request, which has passed `check`. Raises what its constructor raises."""
+        """Make one for one request that has passed `check`. Raises what its constructor raises."""
         return self._kinds[name](arguments, self._model)
 
 
 def refused(name: str, error: Exception) -> InvalidRequest:
-    """What a client hears of arguments that a processor does not take."""
+    """The client's error for arguments that a processor does not accept."""
     text = f"missing {error}" if isinstance(error, KeyError) else str(error)
     return InvalidRequest(f"logits_processors: {name}: {text}", param="logits_processors")
 
 
 NO_PROCESSORS = ProcessorSet({}, ModelInfo(0, (), Path()))
-"""Of an engine that was given none."""
+"""The set of an engine without processors."""

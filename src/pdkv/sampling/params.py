@@ -18,12 +18,12 @@ from pdkv.sampling.shape import Grammar, StructuredOutputs
 MAX_LOGPROBS = 20
 
 MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS = 128, 1024
-"""Token sequences that one request may forbid, and tokens of all together: they are compared with the output in each
-step (as in vLLM). A bad word may be two, see `pdkv.text.bad_words`.
+"""The most token sequences that one request may forbid, and their tokens in total: they are compared with the output in
+each step (as in vLLM). A bad word may be two sequences, see `pdkv.text.bad_words`.
 """
 
 MAX_TEXT_BYTES = 4096
-"""UTF-8 of all of one request's stop strings: an automaton has a state per character; and of its bad words."""
+"""Bytes of UTF-8 of one request's stop strings, since an automaton has a state per character; and of its bad words."""
 
 DRAWS = 2
 """Version of what is drawn with a seed. It rises with each change of that, if only of last digits: a sampled stream
@@ -31,37 +31,35 @@ does not migrate between engines of unequal ones. Version 1 inverted the distrib
 """
 
 GREEDY_BELOW = 1e-5
-"""Lower temperatures are 0: vLLM's _SAMPLING_EPS."""
+"""Lower temperatures count as 0: vLLM's _SAMPLING_EPS."""
 
 
 class RequestOutputKind(enum.StrEnum):
-    """What the outputs of an `AsyncLLM` have, as vLLM calls it."""
+    """The content of outputs of an `AsyncLLM`, by vLLM's names."""
 
-    CUMULATIVE = "cumulative"  # all so far
-    DELTA = "delta"  # what is new since the last output
-    FINAL_ONLY = "final_only"  # all, once, at the end
+    CUMULATIVE = "cumulative"  # everything so far
+    DELTA = "delta"  # everything since the last output
+    FINAL_ONLY = "final_only"  # everything, once, at the end
 
 
 def _param(help: str = "", *, body: Literal["any", "none"] = "any", of_model: bool = False, **bounds: Any) -> Meta:
-    """What there is to say of a parameter beside its type.
+    """Describe a parameter besides its type.
 
-    Args:
-        help: of its flag of `pd generate`; "": it has none.
-        body: "any": each request over HTTP has a field of its name and type; "none": some may declare their own.
-        of_model: whether a model's generation_config.json may give its default.
-        bounds: of the value, or of its length.
+    Args: help: text of its flag in `pd generate`; "": it has none. body: "any": each request over HTTP has a field of
+    its name and type; "none": some may declare their own. of_model: whether a model's generation_config.json may give
+    its default. bounds: of the value, or of its length.
     """
     return Meta(description=help, extra={"body": body, "of_model": of_model}, **bounds)
 
 
-_MOST = sys.float_info.max  # infinity is no value
+_MOST = sys.float_info.max  # infinity is not a value
 _Text = Annotated[str, Meta(min_length=1)]
 _Word = Annotated[str, Meta(pattern=r"\S")]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class _ParamsType(type(msgspec.Struct)):  # type: ignore[misc]
-    """Of a struct that knows what to say of fields that it lacks."""
+    """Provides the descriptions that fields lack."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         return super().__call__(*args, **known_arguments(cls.__name__, given, cls.__struct_fields__))
@@ -70,19 +68,19 @@ class _ParamsType(type(msgspec.Struct)):  # type: ignore[misc]
 class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     """The sampling parameters of one request; field names are OpenAI's and vLLM's.
 
-    A field's declaration is all that there is of a parameter: requests over HTTP, `pd generate`, a model's
-    generation_config.json, messages to engines and every check read it here.
+    A parameter is defined by its field alone: requests over HTTP, `pd generate`, a model's generation_config.json,
+    messages to engines and every check use it.
 
-    `seed` is drawn by the router (or `LLM`) where the client gave none, so that on the wire it is always set:
-    the token at output position i is a pure function of (seed, choice, i) and the logits.
+    `seed` is drawn by the router (or `LLM`) if the client gave none, so that on the wire it is always set: the token at
+    output position i is a pure function of (seed, choice, i) and the logits.
     """
 
     # fmt: off
     temperature: Annotated[float, _param("0 = greedy", of_model=True, ge=0, le=_MOST)] = 1.0  # see GREEDY_BELOW
-    top_p: Annotated[float, _param("least probability mass to draw from", of_model=True, gt=0, le=1)] = 1.0
-    top_k: Annotated[int, _param("number of most likely tokens to draw from; 0 or -1 = all",
+    top_p: Annotated[float, _param("probability mass to draw from", of_model=True, gt=0, le=1)] = 1.0
+    top_k: Annotated[int, _param("number of most likely tokens to draw from; 0 or -1: all",
                                  of_model=True, ge=-1, lt=2**31)] = 0
-    min_p: Annotated[float, _param("least probability of a token, relative to the most likely one",
+    min_p: Annotated[float, _param("minimum probability of a token, relative to the most likely one",
                                    of_model=True, ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, _param("above 1: tokens of the prompt and the output become less likely",
                                                 of_model=True, gt=0, le=_MOST)] = 1.0
@@ -93,31 +91,31 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
     logit_bias: Annotated[dict[int, _Bias], _param(max_length=MAX_LOGIT_BIAS)] = {}
     seed: Annotated[int, _param("the same seed gives the same tokens", ge=-(2**63), le=2**63 - 1)] | None = None
     n: Annotated[int, _param("number of completions per prompt", body="none", ge=1, le=MAX_N)] = 1
-    max_tokens: Annotated[int, _param("most tokens per completion", body="none", of_model=True,
-                                      ge=1, lt=2**31)] | None = 16  # None = up to the model's length
-    min_tokens: Annotated[int, _param("tokens before a completion may end", ge=0, lt=2**31)] = 0
-    stop: Annotated[tuple[_Text, ...], _param("texts that end it", max_length=MAX_STOPS)] = ()
-    stop_token_ids: Annotated[tuple[int, ...], _param("ids that end it", max_length=256)] = ()
+    max_tokens: Annotated[int, _param("maximum number of tokens per completion", body="none", of_model=True,
+                                      ge=1, lt=2**31)] | None = 16  # None: up to the model's length
+    min_tokens: Annotated[int, _param("minimum number of tokens before a completion may end", ge=0, lt=2**31)] = 0
+    stop: Annotated[tuple[_Text, ...], _param("texts that end a completion", max_length=MAX_STOPS)] = ()
+    stop_token_ids: Annotated[tuple[int, ...], _param("token ids that end a completion", max_length=256)] = ()
     ignore_eos: Annotated[bool, _param("continue past the end-of-sequence token")] = False
-    allowed_token_ids: Annotated[tuple[int, ...], _param("the only ids to draw from", min_length=1,
-                                                         max_length=8192)] | None = None  # None = all
-    bad_words: Annotated[tuple[_Word, ...], _param("words that the output must not hold",
+    allowed_token_ids: Annotated[tuple[int, ...], _param("the only token ids to draw from", min_length=1,
+                                                         max_length=8192)] | None = None  # None: all
+    bad_words: Annotated[tuple[_Word, ...], _param("words that the output must not contain",
                                                    max_length=MAX_BAD_WORDS)] = ()  # the tokenizer makes of them:
     bad_words_token_ids: Annotated[tuple[tuple[int, ...], ...], _param(body="none")] = ()  # the last token of each
     # never follows its others
     logits_processors: Annotated[dict[str, dict[str, Any]], _param(max_length=8)] = {}  # arguments
     # by name: JSON objects, as the processor takes them
     logprobs: Annotated[int, _param("number of alternatives to report per token (with --json)", body="none",
-                                    ge=0, le=MAX_LOGPROBS)] | None = None  # 0 = the sampled token only
+                                    ge=0, le=MAX_LOGPROBS)] | None = None  # 0: only the sampled token
     prompt_logprobs: Annotated[int, _param(body="none", ge=0, le=MAX_LOGPROBS)] | None = None
     output_kind: Annotated[RequestOutputKind, _param(body="none")] = RequestOutputKind.CUMULATIVE  # of `AsyncLLM`
     structured_outputs: Annotated[StructuredOutputs, _param(body="none")] | None = None  # what checks it makes of it:
     grammar: Annotated[Grammar, _param(body="none")] | None = None  # no token is drawn that it does not allow
     skip_reading_prefix_cache: Annotated[bool, _param(body="none")] | None = None  # compute all of the prompt
     # of `LLM` and `AsyncLLM`, like output_kind:
-    detokenize: Annotated[bool, _param(body="none")] = True  # False: there is no text
+    detokenize: Annotated[bool, _param(body="none")] = True  # False: no text is made
     skip_special_tokens: Annotated[bool, _param(body="none")] = True
-    include_stop_str_in_output: Annotated[bool, _param(body="none")] = False  # the text ends with what ended it
+    include_stop_str_in_output: Annotated[bool, _param(body="none")] = False  # the text ends with it
     truncate_prompt_tokens: Annotated[int, _param(body="none", ge=-1)] | None = None  # its last ones; -1: that fit
     spaces_between_special_tokens: Annotated[bool, _param(body="none")] = True  # neutral: tokenizer.json decides
     best_of: Annotated[int, _param(body="none")] | None = None  # n
@@ -127,7 +125,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
 
     @classmethod
     def from_optional(cls, **fields: Any) -> "SamplingParams":
-        """Of fields that may be None, which is the default; of max_tokens, no bound."""
+        """Make it from fields that may be None, meaning the default, or no limit for max_tokens."""
         return cls(**{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> "SamplingParams":
@@ -136,7 +134,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether each token of the prompt is computed, and nothing of it found cached: its logprobs need that."""
+        """Whether each token of the prompt is computed rather than found cached, as its logprobs need."""
         return self.prompt_logprobs is not None or bool(self.skip_reading_prefix_cache)
 
     @property
@@ -150,8 +148,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def checked(self) -> "SamplingParams":
-        """The same, with values of their fields' types; None is the default as in vLLM, a text one stop string or bad
-        word, and a seed of -1 none. Raises InvalidRequest naming the first field of another type, or out of its range.
+        """The same, with values converted to their fields' types; None means the default as in vLLM, a single text one
+        stop string or bad word, and a seed of -1 none. Raises InvalidRequest that names the first invalid field.
         """
         values: dict[str, Any] = {}
         for name, item in _PARAMS.items():
@@ -161,7 +159,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
                 value = 1 if value is True and item.base is int and "logprobs" in name else value
                 values[name] = _as_param((value,) if one_text else value, item)
             elif value is None and item.optional:
-                values[name] = None  # of max_tokens it is no bound
+                values[name] = None  # for max_tokens it means no limit
         params = SamplingParams(**values)
         params._check_offline()
         params.structured_outputs = params.structured_outputs or params.guided_decoding
@@ -170,11 +168,11 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
         return params
 
     def _check_offline(self) -> None:
-        """Raise InvalidRequest for what only `LLM` and `AsyncLLM` know, and cannot do."""
+        """Raise InvalidRequest for values that only concern `LLM` and `AsyncLLM`, and are not supported."""
         for wrong, name, expected in (
             (self.best_of not in (None, self.n), "best_of", f"n ({self.n}): all choices are returned"),
             (self.truncate_prompt_tokens == 0, "truncate_prompt_tokens", "-1 (as many as fit) or at least 1"),
-            (self.extra_args, "extra_args", "empty: logits_processors={name: arguments} is what processors take"),
+            (self.extra_args, "extra_args", "empty: use logits_processors={name: arguments} instead"),
             (not self.detokenize and self.stop, "detokenize", "true with stop strings, which are looked for in text"),
             (self.structured_outputs and self.guided_decoding, "guided_decoding", "absent with structured_outputs"),
         ):
@@ -182,7 +180,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
                 raise InvalidRequest(f"{name} must be {expected}, got {getattr(self, name)!r:.80}", param=name)
 
     def validate(self) -> None:
-        """Raise InvalidRequest naming the first field that is out of its range."""
+        """Raise InvalidRequest that names the first field out of its range."""
         self.checked()
 
     def _check_together(self) -> None:
@@ -221,7 +219,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
 def as_type(value: Any, kind: Any, name: str) -> Any:
     """A field's value, which must have that type, as in a body over HTTP; numbers may be numpy's.
 
-    Raises InvalidRequest naming field and value.
+    Raises InvalidRequest that names field and value.
     """
     try:
         return msgspec.convert(msgspec.to_builtins(value, enc_hook=_of_numpy), kind)
@@ -233,7 +231,7 @@ def as_type(value: Any, kind: Any, name: str) -> Any:
 
 def _of_numpy(value: Any) -> Any:
     if not hasattr(value, "tolist"):
-        raise TypeError(f"a value of type {type(value).__name__} is not expected")
+        raise TypeError(f"a value of type {type(value).__name__} is not allowed")
     return value.tolist()
 
 
@@ -241,9 +239,9 @@ _PARAMS = options_of(SamplingParams)
 
 
 def _as_param(value: Any, item: Option) -> Any:
-    """A parameter of the right type, and in its range. Raises InvalidRequest."""
+    """A parameter of the right type and in its range. Raises InvalidRequest."""
     if isinstance(value, int | float):
-        whole = item.base is int and isinstance(value, float) and value.is_integer()  # as JSON has them
+        whole = item.base is int and isinstance(value, float) and value.is_integer()  # as in JSON
         try:
             return msgspec.convert(int(value) if whole else value, item.kind)
         except msgspec.ValidationError:
@@ -255,7 +253,7 @@ def _as_param(value: Any, item: Option) -> Any:
 
 
 PARAMS_IN_BODIES = [name for name, item in _PARAMS.items() if item.details["body"] == "any"]
-"""Parameters that each request over HTTP has a field of."""
+"""Parameters that are fields of each request over HTTP."""
 
 PARAMS_OF_MODELS = [name for name, item in _PARAMS.items() if item.details["of_model"]]
-"""Parameters that a model may have a default for."""
+"""Parameters that may have a model's default."""

@@ -1,4 +1,4 @@
-"""What tests of pdkv, and of connectors and policies outside it, are built from. Provisional.
+"""Building blocks for tests of pdkv, and of third-party connectors and policies. Provisional.
 
 Names may change until the connector interface has a final number (docs/testing.md). The engines are in
 `pdkv.testing.engine`, deployments in `pdkv.testing.deployment`: importing the clock imports no engine.

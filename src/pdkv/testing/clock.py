@@ -1,4 +1,4 @@
-"""A clock that a test moves, so that a deadline passes without any time."""
+"""A clock that a test moves, so that a deadline passes without any delay."""
 
 import asyncio
 import contextvars
@@ -17,10 +17,10 @@ from pdkv.base.clock import Clock, Handle
 T = TypeVar("T")
 
 REAL_LIMIT_S = 60.0
-"""So long, by the machine's clock, `until_waiting` waits for threads."""
+"""Seconds, by the machine's clock, for which `until_waiting` waits for threads."""
 
 _TURNS = 10
-"""Of an event loop between two moves of `passing`: what a call has begun shall come to its end."""
+"""Turns of an event loop between two moves of `passing`, so that what a call has begun comes to its end."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,10 +41,10 @@ class _Call:
 
 
 class VirtualClock(Clock):
-    """Stands still until `advance`. Threads that wait by it wake when their event comes or their time is reached."""
+    """Stands still until `advance`. Threads that wait on it wake when their event comes or their time is reached."""
 
     def __init__(self, start: float = 1000.0) -> None:
-        """`start`: seconds that it shows first."""
+        """`start`: its initial time in seconds."""
         super().__init__()
         self.now = self._read
         self._time = start
@@ -68,7 +68,9 @@ class VirtualClock(Clock):
             return event.is_set()
 
     def call_at(self, at: float, call: Callable[[], None]) -> Handle:
-        """Call `call()` when `advance` reaches `at`: on the event loop that runs now, or where `advance` is called."""
+        """Call `call()` when `advance` reaches `at`: on the event loop running now, or else where `advance` is
+        called.
+        """
         try:
             loop = asyncio.get_running_loop()
         except RuntimeError:
@@ -79,7 +81,7 @@ class VirtualClock(Clock):
         return planned
 
     def advance(self, seconds: float) -> None:
-        """Move on. Planned calls are made in the order of their times, and read them; then waiting threads wake."""
+        """Advance the time. Planned calls are made in order, each at its own time; then waiting threads wake."""
         with self._changed:
             end = self._time + seconds
         while (planned := self._next_call(end)) is not None:
@@ -88,16 +90,17 @@ class VirtualClock(Clock):
         with self._changed:
             self._time = end
             due = [waiter for waiter in self._waiters if waiter.until <= end]
-            self._waiters = [waiter for waiter in self._waiters if waiter.until > end]  # those wait no more
+            self._waiters = [waiter for waiter in self._waiters if waiter.until > end]  # those that wait no more
         for waiter in due:
             with waiter.condition:
                 waiter.condition.notify_all()
 
     async def passing(self, awaitable: Awaitable[T], within_s: float = 3600.0) -> T:
-        """Await what ends by a deadline: the time moves to the next planned call, and again after turns of the loop.
+        """Await something that ends by a deadline: the time moves to the next planned call, and again after turns of
+        the loop.
 
         Raises:
-            TimeoutError: it has not ended before a call that is planned for later than `within_s` from now.
+            TimeoutError: it has not ended before a call planned for later than `within_s` from now.
         """
         task, end = asyncio.ensure_future(awaitable), self._time + within_s
         while not task.done():
@@ -112,14 +115,14 @@ class VirtualClock(Clock):
         return await task
 
     def until_waiting(self, num_threads: int = 1) -> None:
-        """Return when so many threads wait with a deadline, so that `advance` finds them there.
+        """Wait until this many threads wait with a deadline, so that `advance` finds them waiting.
 
         Raises:
             TimeoutError: they do not within REAL_LIMIT_S of the machine's time.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: len(self._waiters) >= num_threads, REAL_LIMIT_S):
-                raise TimeoutError(f"{len(self._waiters)} threads wait by this clock, {num_threads} were expected")
+                raise TimeoutError(f"{len(self._waiters)} threads are waiting on this clock, expected {num_threads}")
 
     def _wait(self, condition: Condition, until: float) -> bool:
         """`condition` is held. Lock order: a condition, then `_changed`."""
@@ -158,9 +161,9 @@ def _call(planned: _Call) -> None:
 
 
 class _VirtualTimers(asyncio.AbstractEventLoop):
-    """Timers of an event loop, `asyncio.timeout` and `asyncio.wait` among them, that count by a clock of a test.
+    """Timers of an event loop, including `asyncio.timeout` and `asyncio.wait`, that run by a test's clock.
 
-    What waits for files, threads and processes does so as ever. `asyncio.sleep` ends when the test moves the clock.
+    Waits for files, threads and processes are not affected. `asyncio.sleep` ends when the test moves the clock.
     """
 
     def __init__(self) -> None:
@@ -168,11 +171,11 @@ class _VirtualTimers(asyncio.AbstractEventLoop):
         self.clock = VirtualClock()
 
     def time(self) -> float:
-        """What the clock shows."""
+        """The clock's time."""
         return self.clock.now()
 
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
-        """Call it when the clock has moved by so much."""
+        """Call it when the clock has advanced by this much."""
         return self.call_at(self.clock.now() + delay, callback, *args, context=context)
 
     def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> Any:  # type: ignore[override]
@@ -183,7 +186,7 @@ class _VirtualTimers(asyncio.AbstractEventLoop):
         return self.clock.call_at(when, call)
 
     def call_really_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Any:
-        """`call_later` by the machine's clock: the bound of a test."""
+        """`call_later` by the machine's clock: the time limit of a test."""
         timer = Timer(delay, self.call_soon_threadsafe, (callback, *args))
         timer.daemon = True
         timer.start()
@@ -191,7 +194,7 @@ class _VirtualTimers(asyncio.AbstractEventLoop):
 
 
 class VirtualLoop(_VirtualTimers, asyncio.SelectorEventLoop):  # type: ignore[misc]  # fewer named arguments
-    """asyncio's event loop, whose timers count by its `clock`, which stands still until a test moves it."""
+    """asyncio's event loop with timers by its `clock`, which stands still until a test moves it."""
 
 
 class VirtualUvloop(_VirtualTimers, uvloop.Loop):  # type: ignore[misc]  # uvloop says other types than asyncio

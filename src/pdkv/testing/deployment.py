@@ -1,4 +1,4 @@
-"""Real deployments: `pd launch` in a process of its own, and the check that it leaves nothing behind."""
+"""Real deployments: `pd launch` in a separate process, and the check that it leaves nothing behind."""
 
 import contextlib
 import os
@@ -20,15 +20,15 @@ from typing import Any, ClassVar
 from pdkv.base.clock import MONOTONIC
 
 START_BOUND_S = 180.0
-STOP_BOUND_S = 10.0  # twice what is promised: the machine may be busy
+STOP_BOUND_S = 10.0  # twice the promised time: the machine may be busy
 MARK = "LAUNCH_TEST_ID"
 
 
 class Deployment:
     """A `pd launch` process, or a `pd engine`. Lines of its stderr can be waited for.
 
-    `popen` starts it: a session of many launches may put a class in its place that has interpreters ready which have
-    imported what they need (`tests/support/warm.py`).
+    `popen` starts it: for many launches it may be replaced by a class that keeps interpreters with finished imports
+    ready (`tests/support/warm.py`).
     """
 
     popen: ClassVar[type[subprocess.Popen[str]]] = subprocess.Popen
@@ -45,17 +45,15 @@ class Deployment:
         """Start it; `wait_ready` waits for it.
 
         Args:
-            arguments: of the command.
-            environment: beside this process's own.
-            directory: its TMPDIR, which must be empty of its own files at its end.
-            enter: makes of a command line one that runs elsewhere.
+            arguments: of the command. environment: in addition to this process's. directory: its TMPDIR, which must not
+                contain its files at the end. enter: turns a command line into one that runs elsewhere.
         """
         self.directory = directory  # its TMPDIR
         self.mark = uuid.uuid4().hex
         self.lines: list[str] = []
         self.stopped = False
-        self.elsewhere: list[Deployment] = []  # engines that were started by themselves
-        self.listen: tuple[str, int] | None = None  # such an engine's address
+        self.elsewhere: list[Deployment] = []  # engines that were started separately
+        self.listen: tuple[str, int] | None = None  # the address of such an engine
         self._new_lines: queue.Queue[str | None] = queue.Queue()
         self._shared_files = shared_memory_files()
         self.process = self.popen(
@@ -81,14 +79,14 @@ class Deployment:
         return "\n".join(self.lines)
 
     def wait_for_line(self, pattern: str, timeout_s: float = START_BOUND_S) -> re.Match[str]:
-        """The next line of stderr, behind those already waited for, that has the pattern."""
+        """The next line of stderr, after those already waited for, that matches the pattern."""
         while (line := self._new_lines.get(timeout=timeout_s)) is not None:
             if match := re.search(pattern, line):
                 return match
         raise AssertionError(f"no line with {pattern!r} before the end of:\n{self.log}")
 
     def wait_ready(self) -> str:
-        """The ready line; its URL becomes `url`."""
+        """Wait for the ready line; its URL becomes `url`."""
         assert self.process.stdout is not None
         watchdog = threading.Timer(START_BOUND_S, self.process.kill)
         watchdog.start()
@@ -104,7 +102,7 @@ class Deployment:
         return self.finish(killed=number == signal.SIGKILL, bound_s=STOP_BOUND_S)
 
     def finish(self, *, killed: bool = False, bound_s: float = START_BOUND_S) -> int:
-        """Wait for the end and check that nothing is left. A start that fails may take as long as one that does not."""
+        """Wait for the end and check that nothing is left. A failing start may take as long as a successful one."""
         self.stopped = True
         try:
             code = self.process.wait(timeout=bound_s)
@@ -112,7 +110,7 @@ class Deployment:
             self.kill_all()
             raise AssertionError(f"still running after {bound_s} s:\n{self.log}") from None
         rest = self.pids_left()
-        if killed or "a child process did not end within" in self.log:  # those see by themselves that they are alone
+        if killed or "a child process did not end within" in self.log:  # they notice by themselves that they are alone
             bound = MONOTONIC.now() + STOP_BOUND_S
             for process in rest:
                 _wait_for_end(process, bound)
@@ -132,7 +130,7 @@ class Deployment:
         return [int(name) for name in os.listdir("/proc") if name.isdecimal() and mark in _read(int(name), "environ")]
 
     def discard(self) -> None:
-        """End what a failed test left, and close the pipes: they would warn in another test. Idempotent."""
+        """End what a failed test left, and close the pipes, which would cause warnings in another test. Idempotent."""
         self.kill_all()
         self.process.wait(timeout=STOP_BOUND_S)
         self._reader.join()
@@ -149,12 +147,12 @@ class Deployment:
 
 @contextlib.contextmanager
 def launched(*flags: str, environment: Mapping[str, str] | None = None) -> Iterator[Deployment]:
-    """`pd launch` on a free port, stopped at the end; a folder of its own is its TMPDIR.
+    """`pd launch` on a free port, stopped at the end, with its own TMPDIR.
 
     Raises:
         AssertionError: it does not start, does not end well, or leaves a process, a file or shared memory behind.
     """
-    directory = Path(tempfile.mkdtemp(prefix="pd-"))  # short: unix sockets lie below it
+    directory = Path(tempfile.mkdtemp(prefix="pd-"))  # short: unix sockets are below it
     deployment = Deployment(["--port", "0", *flags], dict(environment or {}), directory)
     try:
         deployment.wait_ready()
@@ -167,7 +165,7 @@ def launched(*flags: str, environment: Mapping[str, str] | None = None) -> Itera
 
 
 def complete_all(url: str, prompts: Sequence[str], *, num_at_once: int = 8, **fields: Any) -> list[str]:
-    """Greedy completions of many prompts by OpenAI's client, so many at once; `fields` are of the requests.
+    """Greedy completions of many prompts by OpenAI's client, `at_once` at a time; `fields` belong to the requests.
 
     Raises:
         openai.OpenAIError: one of them was not answered.
@@ -185,12 +183,12 @@ def complete_all(url: str, prompts: Sequence[str], *, num_at_once: int = 8, **fi
 
 
 def shared_memory_files() -> set[str]:
-    """Named files of this project in shared memory, of any process."""
+    """Named files of this project in shared memory, from any process."""
     return {name for name in os.listdir("/dev/shm") if "pdkv" in name}
 
 
 def _is_of_running_launch(path: Path) -> bool:
-    """Whether it is the run directory of another deployment that still runs."""
+    """Whether it is the run directory of another running deployment."""
     match = re.match(r"pdkv-(\d+)-", path.name)
     return match is not None and Path("/proc", match[1]).exists()
 
@@ -203,7 +201,7 @@ def _read(pid: int, name: str) -> bytes:
 
 
 def _wait_for_end(pid: int, until: float) -> None:
-    """Until a process, perhaps nobody's child any more, has ended."""
+    """Wait until a process, which may be no child of this one, has ended."""
     with contextlib.suppress(ProcessLookupError):
         descriptor = os.pidfd_open(pid)
         select.select([descriptor], [], [], max(until - MONOTONIC.now(), 0.0))

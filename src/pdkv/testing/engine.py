@@ -1,4 +1,4 @@
-"""One real engine in this process, whose loop is the test: scheduler, block pool and connector, step by step."""
+"""One real engine in this process, with the test as its loop: scheduler, block pool and connector, step by step."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -61,10 +61,9 @@ def make_core(
     grammars: Any = None,
     notify: Callable[[], None] = lambda: None,
 ) -> EngineCore:
-    """An engine with router "r" whose forward pass is a StandInExecutor.
+    """An engine with router "r" and a StandInExecutor as its forward pass.
 
-    Args:
-        options: those of its connector; None: it has none.
+    Args: options: those of its connector; None: it has none.
         max_model_len: in tokens; None: all that the pool holds.
         proposer: steps have room for what it proposes.
         grammars: in place of a GrammarHost.
@@ -119,14 +118,14 @@ def submit(prompt: list[int], *, request_id: str = "a", attempt: int = 0, max_to
 
 
 def run(core: EngineCore, now: float = 1.0, *, max_steps: int = 200) -> list[EngineToRouter]:
-    """Step until nothing is to be done; returns the messages to the router."""
+    """Step until there is nothing to do; returns the messages to the router."""
     messages: list[EngineToRouter] = []
     for _ in range(max_steps):
         has_work = core.has_work
         if has_work:
             core.step(now)
             core.scheduler.kv.pool.check_integrity()
-        for _, sent in core.take_messages(now):  # of what a notification brought, too
+        for _, sent in core.take_messages(now):  # including those of a notification
             messages += sent
         if not has_work:
             break
@@ -153,14 +152,13 @@ def at_rest(core: EngineCore) -> bool:
 class InProcessEngine:
     """A real engine and its loop: it steps while there is work, and otherwise waits for news or its next deadline.
 
-    Args:
-        build: makes the core, given what its connector's threads call when they have news.
-        clock: says `now` to the core. By a VirtualClock no deadline comes but what the test moves it to.
+    Args: build: makes the core, given the function that its connector's threads call for news. clock: the core's clock.
+    With a VirtualClock, deadlines only pass when the test moves it.
     """
 
     def __init__(self, build: Callable[[Callable[[], None]], EngineCore], clock: Clock = MONOTONIC) -> None:
         self.clock = clock
-        self.sent: list[EngineToRouter] = []  # all that it has said
+        self.sent: list[EngineToRouter] = []  # all of its messages
         self.beside: InProcessEngine | None = None  # runs whenever this one does
         self._news = threading.Event()
         self._is_woken = False
@@ -179,7 +177,7 @@ class InProcessEngine:
         clock: Clock = MONOTONIC,
         **fields: Any,
     ) -> Self:
-        """Of a model's folder, on one thread of the CPU; without a connector if none is named.
+        """Make one from a model's directory, on one CPU thread; without a connector if none is named.
 
         Args:
             options: the connector's.
@@ -192,17 +190,17 @@ class InProcessEngine:
 
     @classmethod
     def of_stand_in(cls, clock: Clock = MONOTONIC, **fields: Any) -> Self:
-        """Around `make_core(**fields)`."""
+        """Make one around `make_core(**fields)`."""
         return cls(lambda notify: make_core(notify=notify, **fields), clock)
 
     def tell(self, *messages: RouterToEngine) -> list[EngineToRouter]:
-        """Messages of one frame, and `run`."""
+        """Handle the messages of one frame, and `run`."""
         for message in messages:
             self.core.handle("r", message, self.clock.now())
         return self.run()
 
     def run(self) -> list[EngineToRouter]:
-        """Step until nothing is to be done without news; returns what it says."""
+        """Step until there is nothing to do without news; returns its messages."""
         num_before, is_busy = len(self.sent), True
         while is_busy:
             if self._is_woken:
@@ -218,7 +216,7 @@ class InProcessEngine:
         return self.sent[num_before:]
 
     def run_until(self, is_met: Callable[[], bool]) -> list[EngineToRouter]:
-        """Run, and wait for news, until it holds; returns what this engine says.
+        """Run, and wait for news, until the condition holds; returns this engine's messages.
 
         Raises:
             TimeoutError: it does not hold within REAL_LIMIT_S of the machine's time.
@@ -237,18 +235,20 @@ class InProcessEngine:
             self._wait(bound)
 
     def tell_until(self, kind: type[EngineToRouter], *messages: RouterToEngine) -> list[EngineToRouter]:
-        """Messages of one frame, and `run_until` it has said something of this type; returns all that it says."""
+        """Handle the messages of one frame, and `run_until` it has sent a message of this type; returns all of its
+        messages.
+        """
         num_before = len(self.sent)
         self.tell(*messages)
         self.run_until(lambda: bool(of_type(self.sent[num_before:], kind)))
         return self.sent[num_before:]
 
     def rest(self) -> list[EngineToRouter]:
-        """`run_until` no request is left, every block is free or cached, and what is to be saved is saved."""
+        """`run_until` no request is left, every block is free or cached, and everything is saved."""
         return self.run_until(lambda: at_rest(self.core) and not self.core.external.has_news)
 
     def ask(self, request: Submit) -> list[EngineToRouter]:
-        """Answer a request; returns what it says until it is at rest."""
+        """Answer a request; returns the messages until it is at rest."""
         num_before = len(self.sent)
         self.tell(request)
         self.rest()
@@ -265,7 +265,7 @@ class InProcessEngine:
         return [output_of(sent, request_id) for request_id in ids]
 
     def meet(self, other: "InProcessEngine") -> None:
-        """The two know each other, and each runs while a test waits for the other one."""
+        """Connect two engines: each runs while a test waits for the other."""
         for engine, peer in ((self, other), (other, self)):
             engine.beside = peer
             engine._news = self._news
@@ -282,14 +282,14 @@ class InProcessEngine:
         self._news.set()
 
     def _wait(self, bound: float) -> None:
-        """For news of either engine, or the next deadline that comes by itself."""
+        """Wait for news of either engine, or the next deadline that passes by itself."""
         engines = [self] if self.beside is None else [self, self.beside]
         deadlines = [e.core.next_deadline() for e in engines if not isinstance(e.clock, VirtualClock)]
         MONOTONIC.wait(self._news, min([bound, *(deadline for deadline in deadlines if deadline is not None)]))
 
 
 class SideBySide:
-    """A prefill and a decode engine that hand requests over, the test being their router."""
+    """A prefill and a decode engine that hand requests over, with the test as their router."""
 
     def __init__(self, prefill: InProcessEngine, decode: InProcessEngine) -> None:
         self.prefill, self.decode = prefill, decode
@@ -300,7 +300,7 @@ class SideBySide:
     def of_model(
         cls, model: Path, connector: str, options: Mapping[str, str] | None = None, **fields: Any
     ) -> Iterator[Self]:
-        """Two engines of `InProcessEngine.of_model`, which are closed at the end."""
+        """Make two engines with `InProcessEngine.of_model`, which are closed at the end."""
         made: list[InProcessEngine] = []
         try:
             for role in ("prefill", "decode"):
@@ -312,9 +312,9 @@ class SideBySide:
                 engine.close()
 
     def hand_over(self, request: Submit, *, late_ticket: bool = False) -> list[EngineToRouter]:
-        """Prefill a prompt and decode behind it; returns what decode says, when both are at rest.
+        """Prefill a prompt and decode after it; returns decode's messages, when both are at rest.
 
-        Decode's blocks come first where the connector pushes. `late_ticket`: prefill hears of them when it is over.
+        Decode's blocks come first if the connector pushes. `late_ticket`: prefill is told of them after its end.
         """
         prefill, decode, key = self.prefill, self.decode, (request.request_id, request.attempt)
         handed = replace(request, kv="handoff", until="first_token")

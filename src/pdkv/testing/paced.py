@@ -1,4 +1,4 @@
-"""Profiles of paced engines, and what their answers are: a pure function of the tokens. No torch (docs/testing.md)."""
+"""Profiles of paced engines, and their answers: a pure function of the tokens. No torch (docs/testing.md)."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ Ints = NDArray[np.integer[Any]]
 
 PROFILES = Path(__file__).parent / "profiles"
 GRANULE: Final = 16
-"""Tokens of which a step looks at one: those of a block, or a part of them where blocks are larger."""
+"""Tokens of which a step looks at one: those of a block, or a part of them for larger blocks."""
 
 _VERSION = 1  # of stamps and answers
 _ANSWERS = range(2, 512)  # the default model's tokens that are not special
@@ -33,7 +33,9 @@ _ANSWER, _WEIGHT, _MASK = (int.from_bytes(name, "little") for name in (b"answers
 
 
 class Profile(Options):
-    """A kind of engine: how long a step takes, and the shape of its KV. A TOML file has these fields, all needed."""
+    """A kind of engine: the duration of its steps, and the shape of its KV. A TOML file must have all of these
+    fields.
+    """
 
     step_s: Annotated[float, Meta(gt=0, le=60)] = option(help="of any step that computes something")
     row_s: Annotated[float, Meta(ge=0, le=60)] = option(help="for each request that decodes")
@@ -56,13 +58,13 @@ class Profile(Options):
 
     @property
     def identity(self) -> str:
-        """The digest of its values: what stands for the model in keys of KV and on cards."""
+        """The digest of its values, which stands for the model in keys of KV and on cards."""
         facts = json.dumps([_VERSION, dataclasses.asdict(self)], sort_keys=True)
         return hashlib.blake2b(facts.encode(), digest_size=16, person=b"pdkv-paced").hexdigest()
 
     @property
     def model_config(self) -> ModelConfig:
-        """The model as all else sees it: that of the default model's tokenizer, and with this KV."""
+        """The model as other parts see it: the default model's tokenizer, with this KV."""
         return dataclasses.replace(
             load_model_config(DEFAULT_MODEL),
             num_layers=self.num_layers,
@@ -79,8 +81,8 @@ def read_profile(model: Path) -> Profile:
     """The profile that `paced:NAME` or `paced:/path/to/profile.toml` means.
 
     Raises:
-        ModelError: an unknown name, an unreadable file, a field that is missing or unknown, a wrong value; the message
-            has the names that there are, or the file, the field and its value.
+        ModelError: an unknown name, an unreadable file, a missing or unknown field, or a wrong value; the message has
+            the known names, or the file, the field and its value.
     """
     name = str(model).removeprefix(PACED)
     known = {path.stem: path for path in sorted(PROFILES.glob("*.toml"))}
@@ -102,12 +104,12 @@ def read_profile(model: Path) -> Profile:
 
 
 class PacedSource(ModelSource):
-    """Of a model without weights."""
+    """The source of a model without weights."""
 
     files = None  # type: ignore[assignment]
 
     def __init__(self, path: Path, config: ModelConfig | None = None) -> None:
-        """Raises ModelError as `read_profile`."""
+        """Raises ModelError as in `read_profile`."""
         self._identity = read_profile(path).identity
 
     def known(self) -> str:
@@ -117,7 +119,7 @@ class PacedSource(ModelSource):
     identity = known
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """No effect: nothing is open."""
 
 
 def mixed(words: Words) -> Words:
@@ -128,8 +130,8 @@ def mixed(words: Words) -> Words:
 
 
 class Stamps:
-    """What the rows of a pool hold: at position p of a request the chain c(p) = A * c(p - 1) + mixed(token + 1), modulo
-    2^64, with c(-1) = 0. Word by word it is XORed with the mask of its layer, its side (K or V) and its head.
+    """The content of a pool's rows: at position p of a request the chain c(p) = A * c(p - 1) + mixed(token + 1), modulo
+    2^64, with c(-1) = 0. Each word is XORed with the mask of its layer, side (K or V) and head.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -144,7 +146,7 @@ class Stamps:
         counts = shape[0], -(-profile.max_model_len // GRANULE)
         numbers = np.arange(counts[0] * counts[1], dtype=np.uint64) + np.uint64(_WEIGHT)
         self.weights: Words = (mixed(numbers) | np.uint64(1)).reshape(counts)
-        """(layers, granules): by what a stamp counts in an answer."""
+        """(layers, granules): weights of stamps in an answer."""
 
     def chain(self, token_ids: Ints, before: Words, starts: Ints) -> Words:
         """Stamps of tokens (n,) of several requests: the i-th one's begin at starts[i], behind the stamp before[i]."""
@@ -160,14 +162,14 @@ class Stamps:
 
 
 def looked_at(granules: Ints, lengths: Ints) -> Ints:
-    """Of each granule the position whose stamp counts for an answer behind so many tokens: in turn all that it has."""
+    """In each granule, the position with the stamp that counts for an answer after this many tokens: all in turn."""
     first = granules * GRANULE
     positions: Ints = first + np.minimum((granules + lengths) % GRANULE, lengths - first - 1)
     return positions
 
 
 def answers(folds: Words, lengths: Ints) -> list[int]:
-    """The tokens behind so many others, whose stamps add up, by their weights, to that."""
+    """The next tokens for weighted sums of stamps."""
     tokens = []
     for fold, length in zip(folds.tolist(), lengths.tolist(), strict=True):  # few: numpy's ways are longer
         word = (fold + length + _ANSWER) & _WORD
@@ -178,7 +180,7 @@ def answers(folds: Words, lengths: Ints) -> list[int]:
 
 
 def expected(profile: Profile, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """The first tokens of the answer to a prompt, on any engine of that profile whose KV is right."""
+    """The first tokens of the answer to a prompt, on any engine of that profile with correct KV."""
     stamps = Stamps(profile)
     weights = stamps.weights.sum(axis=0, dtype=np.uint64)
     start = np.zeros(1, np.int64)

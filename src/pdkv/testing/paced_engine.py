@@ -36,7 +36,7 @@ _PR_SET_TIMERSLACK = 29
 _SLICE_NS, _SLACK_NS = 100_000, 1_000
 
 give_way = os.sched_yield
-"""Called in the midst of a step's work: on a host with more work than cores another engine's step may be over."""
+"""Called in the middle of a step's work: on a host with more work than cores, another engine's step may be over."""
 
 _AHEAD = 4
 """For so many steps at once is worked out where they look: requests end, begin, and enter a granule in between."""
@@ -64,7 +64,7 @@ class _SchedAttr(ctypes.Structure):
 
 
 def wake_promptly() -> None:
-    """Let this thread run soon after its waits end: in short slices, which Linux from 6.12 on lets go first.
+    """Let this thread run soon after its waits end: in short slices, which Linux prefers from 6.12 on.
 
     With 100 microseconds instead of 3 ms a thread that waits for 7 ms at a time, on a host with more work than cores,
     wakes after 0.16 ms instead of 2 (median). Where the system knows no slices, all stays as it is.
@@ -78,7 +78,7 @@ def wake_promptly() -> None:
 
 
 class Pace:
-    """When the step that runs is to end, and how steps ended before."""
+    """When the current step must end, and when earlier steps ended."""
 
     def __init__(self, profile: Profile, clock: Clock) -> None:
         self.profile = profile
@@ -94,7 +94,7 @@ class Pace:
         self._began = self._seconds = self._asked = 0.0
 
     def begin(self, plan: StepPlan) -> None:
-        """A step begins now."""
+        """Note that a step begins now."""
         self._began = self.clock.now()
         give_way()
         new = {request.key for request in plan.new}
@@ -106,15 +106,15 @@ class Pace:
         self.stalled_s = 0.0
 
     def wait(self, part: float) -> None:
-        """Until so much of the step is over."""
+        """Wait until this much of the step is over."""
         self.clock.wait(self.closing, self._began + part * self._seconds + self.stalled_s)
 
     def ask(self) -> None:
-        """A layer asks for its KV, until `go_on`."""
+        """Note that a layer asks for its KV, until `go_on`."""
         self._asked = self.clock.now()
 
     def go_on(self) -> None:
-        """The layer has it."""
+        """Note that the layer has it."""
         self.stalled_s += self.clock.now() - self._asked
 
     def end(self) -> None:
@@ -197,7 +197,7 @@ class PacedKV(AttentionBackend):
         return qkv
 
     def compute(self, begin: int, end: int) -> None:
-        """Those layers of the step."""
+        """Compute these layers of the step."""
         stamps, inputs = self._stamps, self._inputs
         give_way()
         _, behind, first, places, masks, weights = self._looks
@@ -221,7 +221,7 @@ class PacedKV(AttentionBackend):
             self._folds += np.add.reduceat(found, first, axis=1).sum(axis=0)
 
     def answers(self) -> list[int]:
-        """The tokens behind the rows that were asked for."""
+        """The tokens after the requested rows."""
         if self._wrong:
             self._folds += np.array([self._wrong.get(s, 0) for s in self._slots.tolist()], np.uint64)
         give_way()

@@ -1,4 +1,5 @@
-"""A forward pass whose next token is a hash of every KV byte that it reads: one wrong or missing byte changes the text.
+"""A forward pass with a next token that is a hash of every KV byte that it reads: one wrong or missing byte changes the
+text.
 
 The KV of a token is a function of all tokens up to it, so that content from another prompt, another position or another
 layer never fits.
@@ -24,7 +25,7 @@ NUM_LAYERS = 2
 
 
 def chain_value(previous: int, token_id: int) -> int:
-    """Layer 0's KV of a token behind a prefix whose last KV is `previous`."""
+    """Layer 0's KV of a token after a prefix with `previous` as its last KV."""
     return zlib.crc32(token_id.to_bytes(4, "little"), previous & 0xFFFFFFFF) + 1
 
 
@@ -34,7 +35,7 @@ def next_token(values: npt.NDArray[np.int64]) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], num_output: int, windows: Sequence[int] = (0, 0)) -> list[int]:
-    """What an engine without any cache, block or peer says. `windows` by layer; 0: it sees all tokens."""
+    """The output of an engine without any cache, block or peer. `windows` by layer; 0: it sees all tokens."""
     tokens = list(prompt)
     chain: list[int] = []
     for token_id in prompt:
@@ -49,7 +50,7 @@ def expected_tokens(prompt: Sequence[int], num_output: int, windows: Sequence[in
 
 
 class GuardedPool:
-    """A KV pool that refuses what the ownership rules forbid: a write into a free block or into one with content."""
+    """A KV pool that refuses violations of ownership: a write into a free block or into one with content."""
 
     def __init__(self, array: npt.NDArray[np.int64]) -> None:
         self.array = array
@@ -64,7 +65,7 @@ class GuardedPool:
         self.array[index] = value
 
     def check_writable(self, block_id: int) -> None:
-        """Raise AssertionError for a block that nobody may write."""
+        """Raise AssertionError for a block that must not be written."""
         assert self.blocks is not None
         assert self.blocks.is_held(block_id), f"write into free block {block_id}"
         assert not self.blocks.has_content(block_id), f"write into immutable block {block_id}"
@@ -169,7 +170,7 @@ class StandInExecutor(Executor):
         return sampled
 
     def _share(self, share: ScheduledRequest) -> tuple[RequestKey, int, list[int]]:
-        """What to compute: the first position and the tokens."""
+        """The input to compute: the first position and the tokens."""
         tokens, start = self._tokens[share.key], share.num_computed
         count = share.num_scheduled - share.num_drafts
         if self.proposer is None or not share.samples:
@@ -181,7 +182,7 @@ class StandInExecutor(Executor):
         return self._drafts.get(share.key, ())[: share.num_drafts]
 
     def _draw(self, share: ScheduledRequest) -> list[int]:
-        """What follows the tokens known, and the drafts as far as they are right."""
+        """The tokens after the known ones, and after the drafts as far as they are right."""
         tokens, drawn = self._tokens[share.key], list[int]()
         stop = len(tokens) if self.proposer is not None else share.num_computed + share.num_scheduled
         for guess in [*self._take_drafts(share), None]:
@@ -192,7 +193,7 @@ class StandInExecutor(Executor):
         return drawn
 
     def read(self, tables: Sequence[Sequence[int]], num_tokens: int) -> Any:
-        """KV of the first tokens that the last one sees, (NUM_LAYERS, num_tokens); 0 where it does not."""
+        """KV of the first tokens that the last one sees, (NUM_LAYERS, num_tokens); 0 for others."""
         values = np.zeros((NUM_LAYERS, num_tokens), dtype=np.int64)
         for layer, (group, index) in enumerate(self._places):
             window = self._windows[group]

@@ -13,8 +13,8 @@ from pdkv.text.tokenizer import Tokenizer
 def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """The token sequences of `words`, by vLLM's rule.
 
-    A word is forbidden as it begins a text and, where a space before it makes another token of as many, behind a
-    space. What spells the word by other tokens is not found, as in vLLM.
+    A word is forbidden as it begins a text and, if a preceding space gives other tokens of the same number, after a
+    space. Other spellings of the word by tokens are not found, as in vLLM.
 
     Raises:
         InvalidRequest: a word without a token.
@@ -33,10 +33,10 @@ def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tupl
 
 
 def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The same with tokens in the place of `bad_words`, as an engine needs them.
+    """The same with tokens in place of `bad_words`, as an engine needs them.
 
     Raises:
-        InvalidRequest: as `bad_word_token_ids`, or too many sequences or tokens.
+        InvalidRequest: as in `bad_word_token_ids`, or too many sequences or tokens.
     """
     if not params.bad_words:
         return params

@@ -1,4 +1,4 @@
-"""Templates that requests bring: compiled and rendered by a process of their own, which may take little."""
+"""Templates from requests: compiled and rendered in a separate process with limits."""
 
 import contextlib
 import json
@@ -17,9 +17,9 @@ from pdkv.text.sandbox import Render
 
 @contextlib.contextmanager
 def bounded_template(source: str) -> Iterator[Render]:
-    """A template in its process, which ends by itself at its bounds (`sandbox.main`).
+    """A template in its process, which ends by itself at its limits (`sandbox.main`).
 
-    This and what it yields raise jinja2.TemplateError: it is broken, refuses its variables, or takes too much.
+    This and the yielded function raise jinja2.TemplateError: it is broken, refuses its variables, or takes too long.
     """
     environment = {name: os.environ[name] for name in ("PYTHONPATH", "TZ") if name in os.environ}
     process = subprocess.Popen(

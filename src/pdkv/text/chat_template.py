@@ -14,16 +14,16 @@ from pdkv.text.turns import ContentFormat, Messages, as_turns, find_forms
 _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
-"""Variables of templates, and what else requests set by fields of their own."""
+"""Variables of templates, and what else requests set by separate fields."""
 
 _SOME_TOOLS = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}]
 
 _FINAL_MESSAGE_ENDS = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Put behind the final message's content to find its end in the rendered text."""
+"""Put after the final message's content to find its end in the rendered text."""
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens that it may name."""
+    """One compiled template and the special tokens that it may use."""
 
     def __init__(
         self,
@@ -35,17 +35,13 @@ class ChatTemplate:
         now: Callable[[], datetime] = lambda: datetime.fromtimestamp(unix_time()),
         render: Render | None = None,
     ) -> None:
-        """Compile `source`, and find out what it takes.
+        """Compile `source`, and find out which formats it accepts.
 
-        Args:
-            special_tokens: variables of every rendering, such as bos_token.
-            for_tools: its conversations have tools.
-            content_format: the form of what turns say; "auto": what arrives in the prompt.
-            now: the clock behind strftime_now.
-            render: renders what is compiled already.
+        Args: special_tokens: variables of every rendering, such as bos_token. for_tools: its conversations have tools.
+        content_format: the format of turns' content; "auto": detected. now: the clock of strftime_now. render: an
+        already compiled template.
 
-        Raises:
-            ModelError: `source` is no valid template, or one that leaves out what a user says.
+        Raises: ModelError: `source` is not a valid template, or one that omits what a user says.
         """
         self.source = source
         try:
@@ -57,7 +53,7 @@ class ChatTemplate:
         self.forms = find_forms(self._probe, content_format)
 
     def _probe(self, turns: Messages) -> str | None:
-        """The prompt of turns, with as little beside them as the template takes; None: it refuses them."""
+        """The prompt of turns, with as few other variables as the template needs; None: it refuses them."""
         for lead, tools in itertools.product(([], [{"role": "system", "content": "x"}]), self._tools):
             with contextlib.suppress(InvalidRequest):
                 return self._render([*lead, *turns], {"tools": tools, "add_generation_prompt": True})
@@ -77,17 +73,15 @@ class ChatTemplate:
         Args:
             messages: as clients write them; `as_turns` says how.
             add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
-            continue_final_message: whether it ends within the last message, whose content is a text.
-            tools: functions that the template may describe.
-            variables: more of the template's variables, such as enable_thinking.
+            continue_final_message: whether it ends within the last message, the content of which must be a text. tools:
+                functions that the template may describe. variables: further variables of the template, such as
+                enable_thinking.
 
-        Raises:
-            InvalidRequest: a message that is none (`as_turns`), the template refuses the messages (a role it does not
-                know, a wrong order), a variable has a name that is the template's own, or the final message is no text
-                or is not found in the prompt.
+        Raises: InvalidRequest: an invalid message (`as_turns`), the template refuses the messages (an unknown role, a
+        wrong order), a variable has a reserved name, or the final message is not text or not found in the prompt.
         """
         if taken := sorted(_OWN_VARIABLES.intersection(variables or {})):
-            raise InvalidRequest(f"chat_template_kwargs must not hold {taken[0]}", param="chat_template_kwargs")
+            raise InvalidRequest(f"chat_template_kwargs must not contain {taken[0]}", param="chat_template_kwargs")
         if continue_final_message:
             if not isinstance(content := messages[-1].get("content"), str):
                 needed = "continue_final_message needs a text as the final message's content"
@@ -109,7 +103,7 @@ def _cut_behind_final_message(text: str) -> str:
     at = text.rfind(_FINAL_MESSAGE_ENDS.rstrip())
     if at < 0:
         raise InvalidRequest(
-            "continue_final_message: the chat template leaves the end of the final message out",
+            "continue_final_message: the chat template omits the end of the final message",
             param="continue_final_message",
         )
     kept = text.startswith(_FINAL_MESSAGE_ENDS, at)

@@ -10,18 +10,18 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while a character is not whole."""
+        """The text that this token completes; empty while a character is incomplete."""
 
     @abstractmethod
     def flush(self) -> str:
-        """The sequence ends: what was held back, an incomplete character as U+FFFD."""
+        """End the sequence: the text held back, with an incomplete character as U+FFFD."""
 
 
 class ByteDetokenizer(Detokenizer):
     """For byte-level vocabularies: each token is a fixed string of bytes, the text is their UTF-8."""
 
     def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
-        """`token_bytes` holds every id; those of tokens that are not shown are empty."""
+        """`token_bytes` holds every id; those of hidden tokens are empty."""
         self._token_bytes = token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._is_whole = True  # the decoder holds no beginning of a character
@@ -41,7 +41,7 @@ class ByteDetokenizer(Detokenizer):
 class WindowDetokenizer(Detokenizer):
     """For every other vocabulary: decode the last shown tokens with and without the new ones, show the difference.
 
-    A token's text depends on what stands before it (a leading space, say), and a run of byte tokens is text only as a
+    A token's text depends on the preceding ones (a leading space, say), and a run of byte tokens is text only as a
     whole: it is held until a token of another kind follows.
     """
 
@@ -63,7 +63,7 @@ class WindowDetokenizer(Detokenizer):
         self._is_hidden = is_hidden
         self._is_byte = is_byte
         self._hold_replacement = hold_replacement
-        self._shown: list[int] = []  # the last tokens whose text is out
+        self._shown: list[int] = []  # the last tokens with output text
         self._shown_text = ""
         self._held: list[int] = []
 
@@ -83,7 +83,7 @@ class WindowDetokenizer(Detokenizer):
         new = text[len(self._shown_text) :]
         if new or not self._shown:
             self._shown, self._held = self._held, []
-        else:  # tokens without text give no context to the next ones: keep what was shown before them
+        else:  # tokens without text give no context to the next ones: keep the ones shown before them
             self._shown, self._held = self._shown + self._held, []
         self._shown_text = self._decode(self._shown)
         return new

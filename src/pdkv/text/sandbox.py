@@ -1,7 +1,7 @@
-"""Jinja as Hugging Face's chat templates expect it, in a sandbox; as a program, for templates of strangers.
+"""Jinja as Hugging Face's chat templates expect it, in a sandbox; also a program, for untrusted templates.
 
-The program renders one template within its bounds of time and memory. It imports nothing of the project's, so that it
-starts at once.
+The program renders one template within limits of time and memory. It imports nothing of the project, so that it starts
+at once.
 """
 
 import json
@@ -20,16 +20,16 @@ import jinja2.parser
 import jinja2.sandbox
 
 CPU_S, WALL_S, MEMORY_BYTES, MAX_CHARS = 2, 20, 512 << 20, 16 << 20
-"""What the program may take of a processor, of time and of memory, and the longest prompt that it makes."""
+"""Limits of the program: processor seconds, seconds, memory, and the longest prompt."""
 
 REFUSALS = (
     jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
     MemoryError,
 )  # fmt: skip
-"""What a template may raise, by its own will or by its mistakes."""
+"""Exceptions that a template may raise, deliberately or by mistake."""
 
 Render = Callable[[Mapping[str, Any]], str]
-"""A compiled template: the text for values of its variables. Raises REFUSALS."""
+"""A compiled template: renders the text for values of its variables. Raises REFUSALS."""
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -58,7 +58,7 @@ def _to_json(
 
 
 def compile_template(source: str, now: Callable[[], datetime]) -> Render:
-    """Compile a template, whose `strftime_now` reads that clock. Raises REFUSALS for one that is broken."""
+    """Compile a template with that clock for `strftime_now`. Raises REFUSALS for a broken one."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, jinja2.ext.loopcontrols]
     )
@@ -69,7 +69,7 @@ def compile_template(source: str, now: Callable[[], datetime]) -> Render:
 
 
 def main() -> None:
-    """Answer lines of JSON: the template's source and the time, then values of its variables, as often as they come."""
+    """Answer lines of JSON: the template's source and the time, then values of its variables, any number of times."""
     signal.alarm(WALL_S)
     for limit, value in (
         (resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0),

@@ -1,7 +1,7 @@
 """Stop strings: find the first one in a growing text, and hold back what may still become one.
 
 Aho, Corasick, "Efficient string matching" (1975): one automaton for all stop strings of a request, so that the result
-does not depend on how the text was cut into deltas and costs O(1) per character, whatever the number of stop strings.
+does not depend on how the text was cut into deltas, and costs O(1) per character, whatever the number of stop strings.
 """
 
 from collections import deque
@@ -13,7 +13,7 @@ _CHARACTER_BITS = 21  # of a code point
 
 
 class StopResult(NamedTuple):
-    """What a piece of text came to."""
+    """The result of pushing a piece of text."""
 
     text: str  # may be shown now
     stop: str | None  # the stop string that ended the text; everything from its start on is cut
@@ -27,22 +27,22 @@ class StopAutomaton:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are not empty strings."""
+        """`stops` must not be empty strings."""
         self._edges: dict[int, int] = {}
         self._depths = [0]
         self._complete: list[str | None] = [None]
-        """Per state: the longest stop string that the text then ends with."""
+        """By state: the longest stop string that the text then ends with."""
         for stop in stops:
             self._insert(stop)
         self._fallbacks = [_ROOT] * len(self._depths)
-        """Per state: the state of the longest proper suffix that is a prefix too."""
+        """By state: the state of the longest proper suffix that is also a prefix."""
         self._inner = {edge >> _CHARACTER_BITS for edge in self._edges}
         """States that may still become a stop string."""
         self._link()
 
     @property
     def num_states(self) -> int:
-        """At most one more than the stop strings have characters."""
+        """The number of states, at most one more than the characters of the stop strings."""
         return len(self._depths)
 
     def _insert(self, stop: str) -> None:
@@ -58,7 +58,7 @@ class StopAutomaton:
         self._complete[state] = stop
 
     def _link(self) -> None:
-        """Fallbacks breadth first: a state's is shorter than itself."""
+        """Set fallbacks breadth first: a state's fallback is shorter than itself."""
         children: dict[int, list[tuple[int, int]]] = {}
         for edge, state in self._edges.items():
             children.setdefault(edge >> _CHARACTER_BITS, []).append((edge & ((1 << _CHARACTER_BITS) - 1), state))
@@ -72,7 +72,7 @@ class StopAutomaton:
                 queue.append(state)
 
     def step(self, state: int, character: int) -> int:
-        """The state behind one more character (its code point)."""
+        """The state after one more character (its code point)."""
         edges = self._edges
         while (following := edges.get(state << _CHARACTER_BITS | character)) is None:
             if state == _ROOT:
@@ -85,7 +85,7 @@ class StopAutomaton:
         return self._complete[state]
 
     def held(self, state: int) -> int:
-        """Characters at the text's end that may still become a stop string longer than what is complete."""
+        """Number of characters at the text's end that may still become a stop string longer than the complete one."""
         while state not in self._inner:
             state = self._fallbacks[state]
             if state == _ROOT:
@@ -97,14 +97,14 @@ class StopStrings:
     """The match that ends first wins; of those that end together, the longest."""
 
     def __init__(self, stops: StopAutomaton | Sequence[str], *, shown: bool = False) -> None:
-        """`stops` are not empty strings, or their automaton. `shown`: what stops the text is the end of it."""
+        """`stops`: non-empty strings, or their automaton. `shown`: the stop string stays at the end of the text."""
         self._shown = shown
         self._automaton = stops if isinstance(stops, StopAutomaton) else StopAutomaton(stops)
         self._state = _ROOT
         self._held = ""
 
     def push(self, text: str, *, accept: bool = True) -> StopResult:
-        """The next piece of text. `accept` False: a stop string that ends in this piece is no stop."""
+        """Push the next piece of text. `accept` False: stop strings that end in this piece are ignored."""
         automaton, state = self._automaton, self._state
         buffer = self._held + text
         for i in range(len(self._held), len(buffer)):
@@ -119,7 +119,7 @@ class StopStrings:
         return StopResult(buffer[:shown], None)
 
     def flush(self) -> str:
-        """What was held back, where the text ends without a stop string."""
+        """The text held back, if the text ends without a stop string."""
         held, self._held = self._held, ""
         self._state = _ROOT
         return held

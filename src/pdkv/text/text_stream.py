@@ -8,15 +8,15 @@ from pdkv.text.stop_strings import StopAutomaton, StopStrings
 
 
 class TextPiece(NamedTuple):
-    """What some tokens came to."""
+    """The text of some tokens."""
 
     text: str  # may be shown now
-    num_tokens: int  # how many of the tokens belong to the output: those behind a stop string do not
+    num_tokens: int  # number of the tokens that belong to the output: those after a stop string do not
     stop: str | None  # the stop string that ended the text; nothing may be pushed after it
 
 
 class TextStream:
-    """Text and token count of one choice. A stop token is one of its tokens, and by default no part of its text."""
+    """Text and token count of one choice. A stop token is one of its tokens but, by default, not part of its text."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class TextStream:
         """Args:
         stop: stop strings, or the automaton that the choices of a request share.
         min_tokens: tokens before which no stop string ends the text.
-        stop_token_ids: whatever token ends this choice, its end of sequence too unless that is ignored.
-        shows_stop: whether what ends the text, a stop string or such a token, is its last part.
+        stop_token_ids: all tokens that end this choice, including its end of sequence unless that is ignored.
+            shows_stop: whether the stop string or token that ends the text is its last part.
         """
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop) if isinstance(stop, StopAutomaton) or stop else None
@@ -40,11 +40,11 @@ class TextStream:
         self._shows_stop = shows_stop
         self.num_tokens = 0
         self.num_characters = 0
-        """Decoded so far, what is held back for a stop string included."""
+        """The text decoded so far, including the part held back for a stop string."""
 
     @property
     def has_stops(self) -> bool:
-        """Whether a stop string may end the text: then its tokens are pushed as they come."""
+        """Whether a stop string may end the text, so that its tokens must be pushed as they arrive."""
         return self._stops is not None
 
     def push(self, token_ids: Sequence[int]) -> TextPiece:
@@ -66,7 +66,7 @@ class TextStream:
         return TextPiece("".join(pieces), len(token_ids), None)
 
     def _push_all(self, token_ids: Sequence[int]) -> str:
-        """Where there are no stop strings."""
+        """Push tokens when there are no stop strings."""
         self.num_tokens += len(token_ids)
         ends, push = self._stop_token_ids, self._detokenizer.push
         if len(token_ids) == 1:
@@ -77,7 +77,7 @@ class TextStream:
         return text
 
     def finish(self) -> TextPiece:
-        """The tokens end without a stop string so far: what was held back. It may itself complete one."""
+        """End the tokens without a stop string so far: returns the text held back, which may complete one."""
         text = self._detokenizer.flush()
         self.num_characters += len(text)
         if self._stops is None:

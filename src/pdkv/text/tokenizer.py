@@ -25,10 +25,10 @@ from pdkv.text.turns import ContentFormat, Messages
 logger = logging.getLogger(__name__)
 
 _SHORT = 1024
-"""So many tokens are decoded within a hundred microseconds."""
+"""Tokens that are decoded within a hundred microseconds."""
 
 _KEPT_TEMPLATES = 8
-"""Compiled ones, the model's among them."""
+"""Compiled templates kept, including the model's."""
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -45,9 +45,9 @@ class Tokenizer:
         tool_template: str | None = None,
         content_format: ContentFormat = "auto",
     ) -> None:
-        """`special_tokens`: the names and texts that a chat template may use, such as bos_token; `tool_template`:
-        that of conversations with tools, None: the same; `content_format`: as of ChatTemplate. Raises ModelError: a
-        template is broken.
+        """`special_tokens`: the names and texts that a chat template may use, such as bos_token; `tool_template`: for
+        conversations with tools, None: the same; `content_format`: as in ChatTemplate. Raises ModelError if a template
+        is broken.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -66,17 +66,15 @@ class Tokenizer:
         self._byte_level = self._decoders == ["ByteLevel"]
         self._token_bytes = _TokenBytes(self, skip=frozenset())
         self._shown_bytes = _TokenBytes(self, skip=self.special_ids)
-        self._bytes_with: dict[frozenset[str], _TokenBytes] = {}  # with some of the special tokens
+        self._bytes_with: dict[frozenset[str], _TokenBytes] = {}  # keeping some of the special tokens
 
     @classmethod
     def from_dir(
         cls, path: Path, *, chat_template: Path | None = None, content_format: ContentFormat = "auto"
     ) -> "Tokenizer":
-        """Load tokenizer.json and what stands beside it: tokenizer_config.json, special_tokens_map.json, templates.
+        """Load tokenizer.json and the files next to it: tokenizer_config.json, special_tokens_map.json, templates.
 
-        Args:
-            chat_template: a file in the place of the model's templates.
-            content_format: as of ChatTemplate.
+        Args: chat_template: a file that replaces the model's templates. content_format: as in ChatTemplate.
 
         Raises:
             ModelError: a file is missing or broken.
@@ -93,7 +91,7 @@ class Tokenizer:
             backend.encode("a")
         except (ModelError, KeyboardInterrupt):
             raise
-        except BaseException as error:  # the wheel raises nothing more exact, and its panics are no Exception
+        except BaseException as error:  # the library raises nothing more specific, and its panics are no Exception
             raise ModelError(f"{file}: broken: {error}") from error
         given = {} if chat_template is None else {"default": read_text(chat_template)}
         templates = given or directory.chat_templates()
@@ -112,39 +110,39 @@ class Tokenizer:
 
     @property
     def chat_template_source(self) -> str:
-        """The chat template of conversations with tools as its author wrote it; empty where there is none."""
+        """The chat template of conversations with tools as its author wrote it; empty if there is none."""
         return self.tool_template.source if self.tool_template is not None else ""
 
     def ids_by_text(self) -> dict[str, int]:
-        """Every token's id by how the vocabulary writes it, added tokens included."""
+        """Every token's id by its form in the vocabulary, including added tokens."""
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; with the special tokens (such as BOS) that the tokenizer puts around a sequence.
 
-        Other Python threads run meanwhile: unlike the library's own `encode`, its batches let them, and without offsets
-        they take half the time.
+        Other Python threads run meanwhile: unlike the library's own `encode`, its batches allow that, and without
+        offsets they take half the time.
 
         Raises:
-            InvalidRequest: half of a surrogate pair is in it.
+            InvalidRequest: it contains half of a surrogate pair.
         """
         try:
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except TypeError:  # what the library calls a text that has no UTF-8
-            raise InvalidRequest("the text is not valid Unicode: it has half of a surrogate pair") from None
+        except TypeError:  # the library's error for a text that has no UTF-8 form
+            raise InvalidRequest("the text is not valid Unicode: it contains half of a surrogate pair") from None
         ids: list[int] = encoding.ids
         return ids
 
     @functools.cached_property
     def max_token_chars(self) -> int:
-        """Characters of the longest token, at least one: what a text of so many tokens can have per token.
+        """Characters of the longest token, at least one: the most characters per token of any text.
 
         A byte-level token has as many letters as bytes, and no more characters than bytes.
         """
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of a whole sequence. While it is a long one, other Python threads run, as they do in `encode`."""
+        """Text of a whole sequence. For a long one, other Python threads run meanwhile, as in `encode`."""
         if len(token_ids) <= _SHORT:
             return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
         [text] = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
@@ -160,16 +158,13 @@ class Tokenizer:
         bounded: bool = False,
         **options: Any,
     ) -> str:
-        """The prompt of a conversation, special tokens included. Router and `LLM` have theirs from here.
+        """The prompt of a conversation, including special tokens, for the router and `LLM`.
 
-        As in transformers and vLLM, conversations with tools have the template "tool_use", where there is one.
+        As in transformers and vLLM, conversations with tools use the template "tool_use" if there is one.
 
-        Args:
-            tools: functions that the template may describe.
-            chat_template: one in the place of the model's.
-            content_format: another one than that of the model's template.
-            bounded: `chat_template` is a stranger's: it is rendered within bounds of time and memory.
-            options: more of `ChatTemplate.render`.
+        Args: tools: functions that the template may describe. chat_template: replaces the model's. content_format:
+        replaces that of the model's template. bounded: `chat_template` is untrusted and rendered within limits of time
+        and memory. options: further arguments of `ChatTemplate.render`.
 
         Raises:
             InvalidRequest: there is no chat template, it is broken, or it refuses the messages.
@@ -199,11 +194,11 @@ class Tokenizer:
         return ChatTemplate(source, self.special_tokens, for_tools=for_tools, content_format=form, render=render)
 
     def token(self, token_id: int) -> str:
-        """The token as the vocabulary writes it; empty for an id that it lacks."""
+        """The token as in the vocabulary; empty for an unknown id."""
         return str(self._backend.id_to_token(token_id) or "")
 
     def detokenizer(self, *, skip_special_tokens: bool = True, keep: frozenset[str] = frozenset()) -> Detokenizer:
-        """A fresh incremental detokenizer; special tokens with the texts of `keep` are not skipped."""
+        """A new incremental detokenizer; special tokens with the texts in `keep` are not skipped."""
         if self._byte_level:
             return ByteDetokenizer(self._bytes_to_show(keep) if skip_special_tokens else self._token_bytes)
         hidden = self.special_ids - self._ids_of(keep) if skip_special_tokens else frozenset()
@@ -223,15 +218,15 @@ class Tokenizer:
         return self._bytes_with[keep]
 
     def knows(self, text: str) -> bool:
-        """Whether a token of its own stands for the text, a special one or not."""
+        """Whether a token, special or not, stands for the text."""
         return self._backend.token_to_id(text) is not None
 
     def _ids_of(self, texts: frozenset[str]) -> frozenset[int]:
-        """Those of the texts that are tokens."""
+        """The ids of those texts that are tokens."""
         return frozenset(i for text in texts if (i := self._backend.token_to_id(text)) is not None)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 of one token by itself, special tokens in full; part of a character for some."""
+        """UTF-8 of one token by itself, special tokens in full; for some, part of a character."""
         return self._token_bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
@@ -256,13 +251,13 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         if token_id in self.special_ids:
             return str(token).encode()
-        # Twice, less once: what it says behind another token, where no leading space is stripped.
+        # Decoded twice, less once: its text after another token, where no leading space is stripped.
         once, twice = self.decode([token_id]), self.decode([token_id, token_id])
         return twice[len(once) :].encode()
 
 
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
-    """The tokenizer that options ask for; says once how its chat templates take turns. Raises ModelError."""
+    """The tokenizer that options ask for; logs once which formats its chat templates accept. Raises ModelError."""
     tokenizer = Tokenizer.from_dir(
         files.model, chat_template=files.chat_template, content_format=files.chat_template_content_format
     )
@@ -302,7 +297,7 @@ _QWEN2_SPLIT = (
 
 
 def _as_transformers(backend: tokenizers.Tokenizer, directory: ModelDirectory) -> tokenizers.Tokenizer:
-    """The tokenizer that transformers makes of a tokenizer.json and the files beside it; warns of what it changes."""
+    """The tokenizer that transformers makes of a tokenizer.json and the files next to it; warns of what it changes."""
     name, config = directory.tokenizer_class, directory.tokenizer_config
     before = backend
     if name is not None:
@@ -331,7 +326,9 @@ def _as_transformers(backend: tokenizers.Tokenizer, directory: ModelDirectory) -
 
 
 def _rebuilt(written: tokenizers.Tokenizer, name: str, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """What a class of transformers makes of a tokenizer.json: its vocabulary, with the class's own steps around it."""
+    """The tokenizer that a class of transformers makes of a tokenizer.json: its vocabulary, with the class's own steps
+    around it.
+    """
     model, spaced = written.model, config.get("add_prefix_space")
     model.unk_token, model.dropout, model.ignore_merges = None, None, False
     model.continuing_subword_prefix, model.end_of_word_suffix = ("", "") if name != "LlamaTokenizer" else (None, None)

@@ -1,7 +1,7 @@
-"""Messages as clients write them, and the turns that a chat template takes: one rule for HTTP and offline.
+"""Messages as clients write them, and the turns that a chat template accepts: one rule for HTTP and offline.
 
 Messages are OpenAI's: text or text parts, arguments of calls as JSON text. Turns are what Hugging Face's templates
-expect: text or parts as the template takes them (`find_forms`), arguments as objects.
+expect: text or parts as the template accepts them (`find_forms`), arguments as objects.
 """
 
 import contextlib
@@ -18,15 +18,15 @@ from pdkv.errors import InvalidRequest, ModelError
 Messages = Sequence[Mapping[str, Any]]
 
 ContentFormat = Literal["auto", "string", "openai"]
-"""The form of what turns say: what the template takes, texts, or lists of text parts."""
+"""The format of turns' content: what the template accepts, texts, or lists of text parts."""
 
 
 Arguments = Literal["object", "text"]
-"""The form of a call's arguments: an object, or its JSON text."""
+"""The format of a call's arguments: an object, or its JSON text."""
 
 
 class TurnForm(NamedTuple):
-    """How a template takes what the turns of a role say."""
+    """The content formats that a template accepts for turns of a role."""
 
     text: bool = True  # a text as it is; False: as a list of one part
     parts: bool = False  # several text parts as they are; False: joined to one text by newlines, as in vLLM
@@ -36,13 +36,13 @@ class TurnForm(NamedTuple):
 
 
 class TurnForms(NamedTuple):
-    """How a template takes turns."""
+    """The formats that a template accepts."""
 
-    roles: Mapping[str, TurnForm]  # those that are not named have the form of "tool"
+    roles: Mapping[str, TurnForm]  # roles not in it have the format of "tool"
     arguments: Arguments = "object"  # of calls
-    null: bool = False  # an assistant's turn that only calls has null as its content; False: an empty text
-    developer: bool = True  # the role is known; False: its turns are the system's
-    left_out: tuple[str, ...] = ()  # what does not arrive in a prompt
+    null: bool = False  # an assistant's turn with only calls has null as its content; False: an empty text
+    developer: bool = True  # the role is known; False: its turns become the system's
+    left_out: tuple[str, ...] = ()  # what does not appear in a prompt
 
     def __str__(self) -> str:
         roles = ", ".join(f"{role} {form}" for role, form in self.roles.items())
@@ -59,7 +59,8 @@ _FIXED: Mapping[str, TurnForm] = {"string": TurnForm(), "openai": TurnForm(text=
 
 
 def as_turns(messages: Messages, forms: TurnForms) -> list[dict[str, Any]]:
-    """New turns; the messages stay as they are. Fields that are null are left out, unknown ones are the template's.
+    """New turns; the messages are not changed. Fields that are null are left out, unknown ones are passed to the
+    template.
 
     Raises:
         InvalidRequest: names the message's field and what was expected.
@@ -68,14 +69,12 @@ def as_turns(messages: Messages, forms: TurnForms) -> list[dict[str, Any]]:
 
 
 def find_forms(render: Callable[[Messages], str | None], content_format: ContentFormat = "auto") -> TurnForms:
-    """How a template takes turns, by conversations of marked words.
+    """Find the formats that a template accepts, by test conversations of marked words.
 
-    Args:
-        render: the prompt of turns; None: the template refuses them.
-        content_format: the form of what all turns say, where it is not to be found.
+    Args: render: the prompt of turns; None: the template refuses them. content_format: the format of all turns'
+    content, if it need not be found.
 
-    Raises:
-        ModelError: the template takes a user's turn, and leaves out what it says.
+    Raises: ModelError: the template accepts a user's turn, but omits its content.
     """
     fixed = _FIXED.get(content_format)
     user = _form_of(lambda content: render([_said("user", content)]), TurnForm(), fixed)
@@ -97,7 +96,7 @@ def find_forms(render: Callable[[Messages], str | None], content_format: Content
 def _call_form(
     render: Callable[[Messages], str | None], asks: Mapping[str, Any], form: TurnForm
 ) -> tuple[Arguments, bool] | None:
-    """The form of calls and whether null stands beside them; None: they do not arrive in either form."""
+    """The format of calls and whether null is next to them; None: they do not appear in either form."""
     prompts: dict[tuple[str, bool], str] = {}
     for kind, null in itertools.product(_ARGUMENTS, (False, True)):
         call = _tool_call(_A_CALL, kind, "")
@@ -108,7 +107,7 @@ def _call_form(
             prompts[kind, null] = prompt
     for kind in _ARGUMENTS:
         empty, alone = prompts.get((kind, False)), prompts.get((kind, True))
-        if alone is not None and (empty is None or len(alone) < len(empty)):  # else an empty turn stands beside it
+        if alone is not None and (empty is None or len(alone) < len(empty)):  # otherwise an empty turn is next to it
             return kind, True
         if empty is not None:
             return kind, False
@@ -124,7 +123,7 @@ def _as_form(text: str, form: TurnForm) -> Any:
 
 
 def _form_of(render: Callable[[Any], str | None], refused: TurnForm, fixed: TurnForm | None) -> TurnForm | None:
-    """Of the role whose content `render` is given; `refused` if it takes none; None: what it says does not arrive."""
+    """The format of the role that `render` renders; `refused` if it accepts none; None: its content does not appear."""
     text, part = render(_FIRST), render([_part(_FIRST)])
     if fixed is not None:
         prompt, other = (text, part) if fixed.text else (part, text)

@@ -1,8 +1,8 @@
 """A vLLM KV connector that runs a content-addressed pdkv connector inside vLLM (docs/vllm.md).
 
 vLLM loads `PdkvConnector` by kv_connector_module_path. kv_connector_extra_config: connector (a registry name), config
-(its options), staging_tokens (KV that may be under way, or shown to peers), peers_dir (shared_memory: where engines
-find each other), save_wait_s (of a producer: a step ends when what it saved can be found, at the latest after so many
+(its options), staging_tokens (KV that may be in transit, or visible to peers), peers_dir (shared_memory: where engines
+find one another), save_wait_s (of a producer: a step ends when its saved KV can be found, at the latest after this many
 seconds).
 """
 
@@ -35,7 +35,7 @@ class PdkvMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class PdkvResults(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What the worker's transfers came to."""
+    """The results of the worker's transfers."""
 
     results: TransferResults
 
@@ -45,10 +45,10 @@ class PdkvResults(KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
-    """One side of the adapter: the scheduler's or the worker's, as `role` says."""
+    """One side of the adapter: the scheduler's or the worker's, depending on `role`."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
-        """Raises ConfigError for options, models or engines that cannot be served."""
+        """Raises ConfigError for unsupported options, models or engines."""
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         engine = self._engine = VllmEngine(vllm_config, kv_cache_config)
@@ -78,7 +78,7 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a miss: a preempted request may finish."""
+        """Whether saves must be delivered: no, a dropped save is a miss, so a preempted request may finish."""
         return False
 
     # --- scheduler side -------------------------------------------------------------------------------------------
@@ -106,7 +106,9 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return PdkvMetadata(orders)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks are free at once: what is saved of them has been copied."""
+        """The decision for a finished request: blocks are free at once, since everything to be saved has been
+        copied.
+        """
         return False, None
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -131,13 +133,13 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
             self._engine.peers.publish(self._engine.card(self._of_worker.handshake()))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads are asynchronous: they begin behind the forward pass."""
+        """Loads are asynchronous: they begin after the forward pass."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """No load is waited for in a forward pass."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Whole blocks are copied behind the forward pass."""
+        """Whole blocks are copied after the forward pass."""
 
     def wait_for_save(self) -> None:
         meta = self._get_connector_metadata()
@@ -145,7 +147,7 @@ class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._of_worker.finish_step(meta.orders)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """A failed load is a finished one, too: vLLM then computes it or fails it."""
+        """The results of transfers. A failed load counts as finished: vLLM then computes it or fails it."""
         self._results, ended = self._of_worker.collect()
         return KVConnectorTransferResults(
             finished_recving=ended.finished | ended.failed, failed_recving=set(ended.failed)

@@ -1,7 +1,7 @@
 """Copies between vLLM's blocks, layer by layer in its own memory, and the staging pool's, which have all layers.
 
-On a GPU they run on a stream of their own, all layers of a step at once. vLLM's stream waits only until its blocks have
-been read, or written: the way over the bus passes under its next steps.
+On a GPU they run on their own stream, all layers of a step at once. vLLM's stream waits only until its blocks have been
+read, or written: the transfer over the bus overlaps with its next steps.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ class StagingCopies:
 
     def __init__(self, caches: "Sequence[torch.Tensor]", staging: "torch.Tensor") -> None:
         self.last: StepDone = ON_HOST
-        """Behind all copies so far: the staging pool has what came out, and what went in has been read."""
+        """Wait for all copies so far: the staging pool then has all copied content, and its sources have been read."""
         self._caches = caches
         self._staging = staging
         self._device = caches[0].device
@@ -35,7 +35,7 @@ class StagingCopies:
         self._stream = self._streams.make_stream()
 
     def copy_out(self, pairs: BlockPairs) -> None:
-        """From vLLM's blocks, as its stream has computed them; it may overwrite them when this returns."""
+        """Copy out of vLLM's blocks, as its stream has computed them; it may overwrite them when this returns."""
         if not pairs.staging:
             return
         if self._streams.is_host:
@@ -58,7 +58,7 @@ class StagingCopies:
         read.wait()
 
     def copy_in(self, pairs: BlockPairs) -> None:
-        """Into vLLM's blocks, before anything that its stream is given from now on."""
+        """Copy into vLLM's blocks, before later work on its stream."""
         if not pairs.staging:
             return
         if self._streams.is_host:
@@ -74,7 +74,7 @@ class StagingCopies:
             for staged, part in _runs(pairs):
                 images[part].copy_(self._staging[staged], non_blocking=True)
             self._record()
-            computed.wait()  # whoever had the blocks before is done
+            computed.wait()  # the blocks' previous owner is done
             for layer, cache in enumerate(self._caches):
                 cache[blocks] = images[:, layer].view(len(pairs.vllm), *cache.shape[1:])
             written.record()

@@ -1,4 +1,4 @@
-"""What vLLM's configuration means to pdkv, and how vLLM processes with pdkv inside know each other."""
+"""The meaning of vLLM's configuration for pdkv, and how vLLM processes with pdkv inside find one another."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ from pdkv.wire.kv import EngineCard, KVLayout
 
 _KNOWN = {"connector", "config", "peers_dir", "staging_tokens", "save_wait_s"}
 _STAGED_STEPS = 4
-"""Steps of most tokens whose KV may be under way by default."""
+"""Default number of largest steps with KV in transit."""
 
 
 class VllmEngine:
@@ -39,7 +39,8 @@ class VllmEngine:
         unknown = extra.keys() - _KNOWN
         if unknown or "connector" not in extra:
             raise ConfigError(
-                f"kv_connector_extra_config needs connector, and knows {', '.join(sorted(_KNOWN))}; got {sorted(extra)}"
+                f"kv_connector_extra_config requires connector, and allows {', '.join(sorted(_KNOWN))}; got "
+                f"{sorted(extra)}"
             )
         self.extra = extra
         self.layout = read_layout(vllm_config, kv_cache_config)
@@ -67,16 +68,16 @@ class VllmEngine:
             model=self.model,
         )
         self.built = build_connector(config, self.wake.set)
-        self._change: PeerChange | None = None  # that the worker's side has not heard of
+        self._change: PeerChange | None = None  # peer changes that the worker side has not been told of
 
     def shutdown(self) -> None:
-        """After the side. Idempotent."""
+        """Shut down, after the side. Idempotent."""
         if self.peers is not None:
             self.peers.withdraw()
         self.built.shutdown()
 
     def poll_peers(self, tell: Callable[[Sequence[EngineCard]], None]) -> None:
-        """Tell the scheduler's side who is there, where that has changed; the worker's hears with the next step."""
+        """Tell the scheduler side of peer changes, if there are any; the worker side is told with the next step."""
         change = self.peers.poll() if self.peers is not None else None
         if self.peers is None or change is None:
             return
@@ -85,7 +86,7 @@ class VllmEngine:
         self._change = PeerChange(before.added + change.added, before.removed + change.removed)
 
     def take_peer_change(self) -> PeerChange | None:
-        """For the worker's side."""
+        """Take the peer change for the worker side."""
         change, self._change = self._change, None
         return change
 
@@ -113,7 +114,8 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
     """The layout of a block image.
 
     Raises:
-        ConfigError: several ranks or KV groups, another attention than full, or blocks that are no 16-token units.
+        ConfigError: several ranks or KV groups, attention other than full, or blocks that are not multiples of 16
+            tokens.
     """
     parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
@@ -139,28 +141,30 @@ def choose_connector(name: str, config: Mapping[str, Any], layout: KVLayout) -> 
     """The connector; a store's values have a block each by default.
 
     Raises:
-        ConfigError: no such connector, or one that finds nothing by content.
+        ConfigError: unknown connector, or one that finds nothing by content.
     """
     options = {key: read_option(str(value), f"config: {key}") for key, value in config.items()}
     if load_connector(name).declares.kind == "store":
         options.setdefault("tokens_per_value", str(layout.block_size))
     plan = plan_connector(name, options)
     if not plan.content_addressed:
-        raise ConfigError(f"inside vLLM KV is found by its content, connector {name!r} does not do that")
+        raise ConfigError(f"inside vLLM, KV is found by content, which connector {name!r} does not support")
     if options.get("load", "async") != "async":
-        raise ConfigError("inside vLLM loads are asynchronous: load=async")
+        raise ConfigError("inside vLLM, loads are asynchronous: use load=async")
     return plan
 
 
 def _staging_blocks(extra: Mapping[str, Any], vllm_config: Any, layout: KVLayout) -> int:
-    """Blocks of the staging pool, block 0 among them, which nobody uses."""
+    """Blocks of the staging pool, including block 0, which is never used."""
     step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
     default = _STAGED_STEPS * max(step_tokens, vllm_config.model_config.max_model_len)
     return -(-int(extra.get("staging_tokens", default)) // layout.block_size) + 1
 
 
 def layout_identity(vllm_config: Any, kv_cache_config: Any, layout: KVLayout) -> str:
-    """All that the bytes of a block depend on, but for the tokens: only like engines find each other's blocks."""
+    """Everything that the bytes of a block depend on, except the tokens: only identical engines find each other's
+    blocks.
+    """
     import vllm
 
     facts = {

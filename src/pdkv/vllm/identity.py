@@ -1,4 +1,6 @@
-"""What KV inside vLLM depends on beside tokens: the weights, what vLLM makes of them, and adapters. Imports no vLLM."""
+"""Everything that KV inside vLLM depends on besides tokens: the weights, their treatment by vLLM, and adapters. Imports
+no vLLM.
+"""
 
 import hashlib
 import json
@@ -14,14 +16,14 @@ _COMMIT_CHARS = 40
 _ADAPTER_SUFFIXES = frozenset({".json", ".safetensors", ".bin", ".pt", ".pth"})
 _DIGEST_BYTES = 16
 _MAX_ADAPTERS = 4096
-"""KV of further ones is not shared. None is forgotten: its files may have changed since vLLM read them."""
+"""KV of further adapters is not shared. None is forgotten: its files may have changed since vLLM read them."""
 
 
 def weights_identity(model_config: Any) -> str:
-    """Of the files where they lie in a directory, else the model hub's name and commit.
+    """The identity of the files in a directory, or else the model's name on the hub and its commit.
 
     Raises:
-        ConfigError: a hub's model of which no commit is known: under a branch's name other weights may come tomorrow.
+        ConfigError: a hub's model without a known commit: a branch may have other weights tomorrow.
         ModelError: a file is missing, broken, or changed while it was read.
     """
     path = Path(model_config.model)
@@ -31,15 +33,15 @@ def weights_identity(model_config: Any) -> str:
     commit = next((name for name in known if name and len(name) == _COMMIT_CHARS), None)
     if commit is None:
         raise ConfigError(
-            f"which weights model {model_config.model!r} at revision {model_config.revision!r} means cannot be told: "
+            f"the weights of model {model_config.model!r} at revision {model_config.revision!r} cannot be identified: "
             "give its directory, or --revision with the hash of a commit"
         )
     return f"{model_config.model}@{commit}"
 
 
 def computation_identity(vllm_config: Any) -> str:
-    """What vLLM makes of the same weights: its resolved configuration (overrides of it included), dtype, quantization,
-    and how weights are loaded. A digest.
+    """A digest of vLLM's treatment of the weights: its resolved configuration (including overrides), dtype,
+    quantization, and how weights are loaded.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     fields: Mapping[str, Any] = model.hf_config.to_dict()
@@ -47,7 +49,7 @@ def computation_identity(vllm_config: Any) -> str:
         "config": {name: value for name, value in fields.items() if name not in NEUTRAL_FIELDS},
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
-        "load_format": str(load.load_format),  # "dummy" is other weights
+        "load_format": str(load.load_format),  # "dummy" means other weights
         "loader": str(load.model_loader_extra_config),
         "rope_length": _rope_length(model, fields),
     }
@@ -56,27 +58,29 @@ def computation_identity(vllm_config: Any) -> str:
 
 
 def _rope_length(model_config: Any, fields: Mapping[str, Any]) -> int | None:
-    """--max-model-len where keys depend on it: it decides between longrope's two lists of factors."""
+    """--max-model-len, if keys depend on it: it decides between longrope's two lists of factors."""
     rope = json.dumps(fields.get("rope_parameters") or fields.get("rope_scaling"), default=str)
     return int(model_config.max_model_len) if '"longrope"' in rope else None
 
 
 class _Adapter(NamedTuple):
-    """What a request's adapter was when it was first named."""
+    """A request's adapter when it was first named."""
 
     stamps: Mapping[str, Stamp]  # by file name
     identity: str
 
 
 class AdapterIdentities:
-    """Of LoRA adapters, by every byte of their files, taken when a request first names them: as vLLM loads them."""
+    """Identities of LoRA adapters, from every byte of their files, read when a request first names them, as vLLM loads
+    them.
+    """
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], _Adapter] = {}
 
     def of(self, lora_request: Any) -> str | None:
-        """The identity; empty for no adapter; None: it cannot be told. Its files are not here, or have changed since
-        vLLM loaded them, which it may do again at any time.
+        """The identity; empty for no adapter; None: unknown, since its files are not here, or have changed since vLLM
+        loaded them, which it may do again at any time.
         """
         if lora_request is None:
             return ""
@@ -98,7 +102,7 @@ class AdapterIdentities:
 
 
 def _stamps(path: Path) -> Mapping[str, Stamp]:
-    """Of an adapter's files, by name."""
+    """Time stamps of an adapter's files, by name."""
     files = sorted(file for file in path.iterdir() if file.suffix in _ADAPTER_SUFFIXES)
     return {file.name: Stamp.of(file.stat()) for file in files}
 

@@ -1,4 +1,4 @@
-"""How vLLM processes with pdkv inside find each other: a directory of engine cards. There is no router."""
+"""How vLLM processes with pdkv inside find one another: a directory of engine cards. There is no router."""
 
 import contextlib
 import os
@@ -17,18 +17,18 @@ _SUFFIX = ".card"
 _cards = msgspec.msgpack.Decoder(EngineCard)
 _MAX_CARD_BYTES = 1 << 20
 _UNSETTLED_S = 1.0
-"""A directory that changed so recently may change again within the same time stamp."""
+"""Nanoseconds in which a directory that has just changed may change again within the same time stamp."""
 
 
 class CardDirectory:
     """Cards of all engines of this user that name the same directory. One thread.
 
     Raises:
-        ConfigError: it cannot be made, or others could write there (PrivateDirectory).
+        ConfigError: it cannot be created, or other users could write to it (PrivateDirectory).
     """
 
     def __init__(self, path: Path, engine: str) -> None:
-        self.num_malformed = 0  # files that are no cards
+        self.num_malformed = 0  # files that are not cards
         self._known: dict[str, EngineCard] = {}  # by epoch
         self._seen_ns = -1
         self._own = f"{engine}{_SUFFIX}"
@@ -40,14 +40,14 @@ class CardDirectory:
         self._directory.write(self._own, msgspec.msgpack.encode(card))
 
     def withdraw(self) -> None:
-        """This engine ends. Idempotent."""
+        """Remove this engine's card: it ends. Idempotent."""
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.remove(self._own)
             directory.close()
 
     def poll(self) -> PeerChange | None:
-        """What changed since the last call; None: nothing. Costs one stat while nothing does."""
+        """Changes since the last call; None: there are none. Costs one stat without changes."""
         directory = self._directory
         if directory is None:
             return None
@@ -58,7 +58,7 @@ class CardDirectory:
                 return None
             with directory.entries() as entries:
                 found_names = [entry.name for entry in entries if entry.name.endswith(_SUFFIX)]
-        except (FileNotFoundError, ConfigError):  # removed; somebody else's in its place
+        except (FileNotFoundError, ConfigError):  # removed, with another process's in its place
             return None
         self._seen_ns = changed_ns
         names = sorted(name for name in found_names if name != self._own)

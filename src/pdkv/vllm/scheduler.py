@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class VllmRequest(Protocol):
-    """What is used of vllm.v1.request.Request."""
+    """The used part of vllm.v1.request.Request."""
 
     request_id: str
     all_token_ids: Sequence[int]
@@ -39,12 +39,12 @@ class ScheduledRequest(NamedTuple):
     request_id: str
     start: int
     stop: int
-    block_ids: Sequence[int]  # new ones, or all where the request is new or resumed
+    block_ids: Sequence[int]  # new ones, or all if the request is new or resumed
     is_whole_table: bool
 
 
 class Identity(NamedTuple):
-    """What KV in vLLM's blocks depends on beside tokens."""
+    """Everything that KV in vLLM's blocks depends on besides tokens."""
 
     model: str
     layout: str
@@ -57,16 +57,16 @@ class _Tracked:
 
     request: VllmRequest
     root: bytes
-    attempt: int = 0  # resets before it: what comes of earlier ones is another transfer's
+    attempt: int = 0  # resets before it: transfers of earlier ones are distinct
     keys: list[bytes] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
-    num_local_hit: int = 0  # as vLLM asked last
+    num_local_hit: int = 0  # as vLLM last asked
     num_stored: int = 0  # tokens that were given to the connector, or came from it
     load_failed: bool = False
 
 
 class _Load(NamedTuple):
-    """A load under way."""
+    """A load in progress."""
 
     request_id: str
     pairs: BlockPairs
@@ -76,8 +76,8 @@ class VllmScheduler:
     """Requests, staging blocks and the connector's scheduler side of one vLLM engine.
 
     Args:
-        unit_tokens: only multiples of so many tokens are saved: a multiple of the block size.
-        saves: whether what this engine computes is saved.
+        unit_tokens: only multiples of this many tokens are saved; a multiple of the block size. saves: whether this
+            engine's KV is saved.
     """
 
     def __init__(
@@ -98,20 +98,20 @@ class VllmScheduler:
         self._unit_tokens = unit_tokens
         self._saves = saves
         self._adapters = AdapterIdentities()
-        self._generation = ""  # of the weights; empty: those that the engine was started with
+        self._generation = ""  # of the weights; empty: those with which the engine was started
         self._num_resets = 0
         self._requests: dict[str, _Tracked] = {}
         self._loads: dict[TransferKey, _Load] = {}
         self._new_loads: dict[TransferKey, BlockPairs] = {}  # for the next step
         self._finished: list[TransferKey] = []
-        self._copies, self._keys = BlockPairs([], []), list[list[bytes]]()  # of the step in the making
+        self._copies, self._keys = BlockPairs([], []), list[list[bytes]]()  # of the step in preparation
         self._step_id = 0
         self._told_full = False
 
     # --- requests -------------------------------------------------------------------------------------------------
 
     def add(self, request: VllmRequest) -> None:
-        """A request that vLLM will ask about. One whose KV depends on more than its tokens is left alone."""
+        """Add a request that vLLM will ask about. Requests with KV that depends on more than tokens are ignored."""
         if request.mm_features or request.prompt_embeds is not None or request.request_id in self._requests:
             return
         adapter = self._adapters.of(request.lora_request)
@@ -126,18 +126,17 @@ class VllmScheduler:
         self._requests[request.request_id] = _Tracked(request, root, self._num_resets)
 
     def finish(self, request_id: str) -> None:
-        """The request is over; what was copied of it goes on."""
+        """End the request; copies of it continue."""
         tracked = self._requests.pop(request_id, None)
         if tracked is not None:
             self._finished.append(TransferKey(request_id, tracked.attempt))
 
     def reset(self) -> bool:
-        """The weights may be others now: KV of before is not found by requests that are added from now on, wherever it
-        lies, nor is theirs by other engines, of whose weights nothing is known. What requests of before compute on top
-        of it is not saved; those that vLLM begins anew are added again.
+        """Note that the weights may have changed: earlier KV is not found by requests added from now on, wherever it
+        is, nor is theirs by other engines, the weights of which are unknown. KV that earlier requests compute on top of
+        it is not saved; those that vLLM restarts are added again.
 
-        Returns:
-            False: a load of before is under way, and vLLM would take its KV: reset again when it has ended.
+        Returns: False: an earlier load is in progress, and vLLM would use its KV: reset again when it has ended.
         """
         self._num_resets += 1
         self._generation = f",generation={secrets.token_hex(16)}"
@@ -163,7 +162,7 @@ class VllmScheduler:
     # --- loads ----------------------------------------------------------------------------------------------------
 
     def match(self, request_id: str, num_computed: int) -> int | None:
-        """Whole blocks' tokens that can be loaded behind a local hit; None: ask again."""
+        """Tokens of whole blocks that can be loaded after a local hit; None: ask again."""
         tracked = self._requests.get(request_id)
         if tracked is None or TransferKey(request_id, tracked.attempt) in self._loads:
             return 0
@@ -176,7 +175,7 @@ class VllmScheduler:
         return min(matched.num_tokens // self._block_size, self.books.num_free) * self._block_size
 
     def allocated(self, request_id: str, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """vLLM has blocks for what `match` said: the load begins with the next step."""
+        """Note that vLLM has blocks for the result of `match`: the load begins with the next step."""
         tracked = self._requests.get(request_id)
         if tracked is None or not num_external_tokens:
             return
@@ -194,7 +193,7 @@ class VllmScheduler:
     def step(
         self, scheduled: Iterable[ScheduledRequest], finished: Iterable[str], peers: PeerChange | None = None
     ) -> StepOrders:
-        """Orders to the workers. What the step computes is confirmed when they act: they do so behind its forward."""
+        """Orders for the workers. The step's tokens are confirmed when they act, which is after its forward pass."""
         for request_id in finished:
             self.finish(request_id)
         self.books.end_step()
@@ -210,7 +209,7 @@ class VllmScheduler:
         return StepOrders(self._copies, self._keys, loads, meta, peers)
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
-        """The engines now known, this one left out."""
+        """Set the engines now known, without this one."""
         self._scheduler.update_peers(cards)
 
     def _copy_out(self, share: ScheduledRequest) -> ConfirmedRange | None:
@@ -254,7 +253,7 @@ class VllmScheduler:
     def _tell_full(self, num_tokens: int) -> None:
         self.num_skipped_tokens += num_tokens
         if not self._told_full:
-            logger.warning("KV is not saved as fast as it is computed: a larger staging_tokens helps (told once)")
+            logger.warning("KV is not saved as fast as it is computed: increase staging_tokens (reported once)")
         self._told_full = True
 
     # --- results --------------------------------------------------------------------------------------------------
@@ -281,7 +280,7 @@ class VllmScheduler:
         self.num_failed_loads += 1
         tracked = self._requests.get(load.request_id)
         if tracked is not None:
-            tracked.load_failed = True  # vLLM computes it, or fails it: as its kv_load_failure_policy says
+            tracked.load_failed = True  # vLLM computes it, or fails it, according to its kv_load_failure_policy
             tracked.num_stored = 0
 
     def shutdown(self) -> None:

@@ -1,7 +1,7 @@
-"""What the two sides of the vLLM adapter share: the staging pool's books and a step's orders.
+"""Shared by the two sides of the vLLM adapter: the staging pool's bookkeeping and a step's orders.
 
-vLLM's blocks belong to vLLM, lie per layer and in its backend's own order. pdkv's connectors see a staging pool
-instead, whose blocks are byte images of vLLM's; only whole blocks are saved and loaded, so the order may be any.
+vLLM's blocks belong to vLLM, per layer and in its backend's own order. pdkv's connectors see a staging pool instead,
+with byte images of vLLM's blocks; only whole blocks are saved and loaded, so any order will do.
 """
 
 from collections import OrderedDict
@@ -29,18 +29,18 @@ class PeerChange(NamedTuple):
 class StepOrders(NamedTuple):
     """One step's orders to the worker side. Plain data."""
 
-    copies: BlockPairs  # out of vLLM's blocks when the step has been computed, before anything of `inner`
+    copies: BlockPairs  # out of vLLM's blocks when the step has been computed, before any order of `inner`
     keys: list[list[bytes]]  # of each copy: its hash blocks' keys
-    loads: dict[TransferKey, BlockPairs]  # that begin in this step: into vLLM's blocks when they are in
+    loads: dict[TransferKey, BlockPairs]  # begin in this step: copied into vLLM's blocks when they have arrived
     inner: KVConnectorMetadata  # of the pdkv connector
     peers: PeerChange | None = None
 
 
 class StagingBooks:
-    """Which staging blocks are free, and what the last ones of them are still images of.
+    """The free staging blocks, and the content of which they are still images.
 
-    A block is in use while its step, a load or a hold of a transfer needs it. Block 0 is never given out: it stands
-    where a block table has no image. The least recently used content goes first.
+    A block is in use while its step, a load or a hold of a transfer needs it. Block 0 is never allocated: it stands for
+    entries of a block table without an image. The least recently used content goes first.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -58,7 +58,7 @@ class StagingBooks:
         return len(self._free)
 
     def take(self) -> int:
-        """Take a free block, whose content is forgotten; there must be one."""
+        """Take a free block and forget its content; there must be one."""
         block_id, _ = self._free.popitem(last=False)
         key = self._key_of.pop(block_id, None)
         if key is not None:
@@ -75,7 +75,7 @@ class StagingBooks:
         return block_id
 
     def find_for_step(self, key: bytes) -> int | None:
-        """The block that is an image of that content already; in use until `end_step`."""
+        """The block that is already an image of that content; in use until `end_step`."""
         block_id = self._block_of.get(key)
         if block_id is not None:
             self._use(block_id)
@@ -83,22 +83,22 @@ class StagingBooks:
         return block_id
 
     def end_step(self) -> None:
-        """The workers get the next step after the last one: what that has copied is held or done with."""
+        """End the step: the workers get the next one, so its copies are held or done."""
         step, self._step = self._step, []
         self.release(step)
 
     def hold(self, hold: BlockHold) -> None:
-        """A transfer reads these blocks."""
+        """Hold blocks that a transfer reads."""
         for block_id in hold.block_ids:
             self._use(block_id)
         self._holds[hold.key] = hold.block_ids
 
     def end_hold(self, key: TransferKey) -> None:
-        """A transfer has let go; unknown ones change nothing."""
+        """End a transfer's hold; unknown ones change nothing."""
         self.release(self._holds.pop(key, ()))
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """One user of each block is done with it."""
+        """Remove one user from each block."""
         for block_id in block_ids:
             self._users[block_id] -= 1
             if not self._users[block_id] and block_id:
@@ -109,6 +109,6 @@ class StagingBooks:
         self._users[block_id] += 1
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where free blocks are used, used ones free, or content is in two places."""
+        """Raise AssertionError if free blocks are used, used ones are free, or content is in two places."""
         assert all((self._users[b] == 0) == (b in self._free) for b in range(1, self.num_blocks))
         assert {b: k for k, b in self._block_of.items()} == self._key_of

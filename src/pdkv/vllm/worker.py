@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class EndedLoads(NamedTuple):
-    """Requests whose loads ended in a step."""
+    """Requests with loads that ended in a step."""
 
     finished: set[str]
     failed: set[str]  # not in `finished`
@@ -34,9 +34,8 @@ class VllmWorker:
 
     Args:
         pool: the connector's own staging pool; None: one is made here.
-        table: where the pool's content is published, for a connector whose peers read it.
-        wake: set by the connector's notify.
-        save_wait_s: a step waits so long until what it saves is visible; 0: it does not wait.
+        table: publishes the pool's content, for a connector with peers that read it. wake: set by the connector's
+            notify. save_wait_s: how long a step waits until its saves are visible; 0: it does not wait.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class VllmWorker:
         save_wait_s: float,
         clock: Clock = MONOTONIC,
     ) -> None:
-        self.num_late_saves = 0  # steps whose saves were not visible in time
+        self.num_late_saves = 0  # steps with saves that were not visible in time
         self._worker = worker
         self._layout = layout
         self._num_staging_blocks = num_staging_blocks
@@ -68,7 +67,7 @@ class VllmWorker:
         """vLLM's KV cache by layer, (num_blocks, heads, block_size, 2 * head_size) in any memory order.
 
         Raises:
-            ConfigError: other layers, or blocks of another size, than vLLM's configuration says.
+            ConfigError: layers, or sizes of blocks, that differ from vLLM's configuration.
         """
         import torch
 
@@ -90,10 +89,10 @@ class VllmWorker:
         self._worker.register_kv_caches(pool)
 
     def finish_step(self, orders: StepOrders) -> None:
-        """Behind the forward pass: copy out what it completed, and begin the step's transfers.
+        """After the forward pass, copy completed blocks out, and begin the step's transfers.
 
         Raises:
-            TransferTimeout: a GPU does not copy what is to be published.
+            TransferTimeout: a GPU does not finish the copy in time.
         """
         if orders.peers is not None:
             self._worker.update_peers(orders.peers.added, orders.peers.removed)
@@ -102,7 +101,7 @@ class VllmWorker:
                 for block_id in pairs.staging:
                     self._table.reuse(block_id)
         copies = self._copies
-        assert copies is not None, "register comes first"
+        assert copies is not None, "register must be called first"
         copies.copy_out(orders.copies)
         if self._table is not None:
             copies.last.wait(COPY_TIMEOUT_S)  # a peer reads what is published, and waits for nothing
@@ -131,7 +130,9 @@ class VllmWorker:
                 return
 
     def collect(self) -> tuple[TransferResults, EndedLoads]:
-        """Results since the last call. Loads that succeeded are in vLLM's blocks for all that its stream computes."""
+        """Results since the last call. The KV of successful loads is in vLLM's blocks for all later work on its
+        stream.
+        """
         results = merge([*self._results, self._worker.get_finished()])
         self._results = []
         finished: set[str] = set()
@@ -145,7 +146,7 @@ class VllmWorker:
         return results, EndedLoads(finished, failed)
 
     def handshake(self) -> bytes:
-        """What peers need to reach the staging pool."""
+        """The data that peers need to reach the staging pool."""
         return self._worker.handshake()
 
     def shutdown(self) -> None:
@@ -159,6 +160,6 @@ def _make_pool(shape: tuple[int, ...], dtype: "torch.dtype", device: "torch.devi
 
 
 def merge(parts: Sequence[TransferResults]) -> TransferResults:
-    """Results of several calls, at least one, as one."""
+    """Merge the results of several calls, at least one."""
     kinds = zip(*parts, strict=True)
     return TransferResults(*({key: outcome for part in kind for key, outcome in part.items()} for kind in kinds))

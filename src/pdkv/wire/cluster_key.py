@@ -1,8 +1,7 @@
 """Authentication and encryption of the control plane between hosts: CURVE, with keys that all derive from one secret.
 
-The deployment's key file makes two key pairs, the engines' and the routers'. Whoever does not have the file cannot even
-begin a handshake, since the engines' public key is in nothing that is sent; and an engine that does not have it cannot
-answer one.
+The deployment's key file determines two key pairs, the engines' and the routers'. Without the file, a client cannot
+even begin a handshake, since the engines' public key is never sent; and an engine cannot answer one.
 """
 
 import hashlib
@@ -18,7 +17,7 @@ from zmq.utils import z85
 from pdkv.errors import ConfigError
 
 MIN_KEY_BYTES = 32
-"""As a text; less would be guessed."""
+"""Minimum length as text; fewer characters could be guessed."""
 
 _MAX_FILE_BYTES = 64 * 1024
 
@@ -29,7 +28,7 @@ class _Pair(NamedTuple):
 
 
 class ClusterKey:
-    """What the processes of one deployment know and others do not. No `repr` shows it."""
+    """The secret of the processes of one deployment. No `repr` shows it."""
 
     def __init__(self, secret: bytes) -> None:
         self._engines = _pair(secret, b"pdkv engines")
@@ -41,20 +40,22 @@ class ClusterKey:
         return cls(_read_secret(path))
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
-        """An engine's socket: nobody gets in without the engines' public key, nor without a Doorkeeper that looks at
-        the routers'. Call it before bind.
+        """Guard an engine's socket: only clients with the engines' public key get in, and only with a Doorkeeper that
+        checks the routers'. Call it before bind.
         """
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self._engines
         socket.setsockopt(zmq.ZAP_DOMAIN, b"pdkv")
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a Doorkeeper in the context nobody gets in
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a Doorkeeper in the context, no connection is admitted
 
     def is_routers(self, public_key: bytes) -> bool:
-        """Whether this is the routers' public key, as 32 bytes: whoever comes with it has proven to have the other."""
+        """Whether this is the routers' public key, as 32 bytes: a client that has it has proven to own the
+        private one.
+        """
         return hmac.compare_digest(public_key, z85.decode(self._routers.public))
 
     def present(self, socket: "zmq.Socket[bytes]") -> None:
-        """A router's socket: it speaks with engines that have the key. Call it before connect."""
+        """Prepare a router's socket to talk to engines that have the key. Call it before connect."""
         socket.curve_serverkey = self._engines.public
         socket.curve_publickey, socket.curve_secretkey = self._routers
 
@@ -65,7 +66,7 @@ def _pair(secret: bytes, whose: bytes) -> _Pair:
 
 
 def _read_secret(path: Path) -> bytes:
-    """The file's text, less spaces around it. Raises ConfigError, which never repeats any of it."""
+    """The file's text without surrounding spaces. Raises ConfigError, which never repeats any of it."""
     try:
         with path.expanduser().open("rb") as file:
             status = os.fstat(file.fileno())
@@ -73,12 +74,12 @@ def _read_secret(path: Path) -> bytes:
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"the cluster key file {path} cannot be read: {getattr(error, 'strerror', error)}") from None
     if stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(f"the cluster key file {path} may be read by other users: chmod 600 {path}")
+        raise ConfigError(f"the cluster key file {path} is readable by other users: chmod 600 {path}")
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"the cluster key file {path} has more than {_MAX_FILE_BYTES} bytes")
     if len(data) < MIN_KEY_BYTES:
         raise ConfigError(
-            f"the cluster key file {path} has {len(data)} bytes, at least {MIN_KEY_BYTES} are needed: make one with "
-            f"`openssl rand -hex 32 > {path}`"
+            f"the cluster key file {path} has {len(data)} bytes, but at least {MIN_KEY_BYTES} are needed: make one "
+            f"with `openssl rand -hex 32 > {path}`"
         )
     return data

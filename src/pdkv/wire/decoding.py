@@ -18,7 +18,7 @@ def decode_total(
     OverflowError for integers of more than 64 bits, RecursionError for deep nesting.
 
     Raises:
-        MalformedMessage: `data` is no valid message of the decoder's type, for whatever reason.
+        MalformedMessage: `data` is not a valid message of the decoder's type, for any reason.
     """
     try:
         return decoder.decode(data)

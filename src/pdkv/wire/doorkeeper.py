@@ -1,9 +1,9 @@
-"""Who comes to an engine over TCP: routers of the deployment get in, and nobody else costs much.
+"""Admission of TCP connections to an engine: routers of the deployment get in, and others cost little.
 
-ZeroMQ by itself lets everybody in who knows the engine's public key, keeps any number of connections that say nothing,
-for half a minute each, and takes messages from them that are as long as a router's. So one thread here answers which
-keys are welcome (ZAP), and ends connections that have not proven anything yet when there are too many of them, or when
-they say more than a handshake takes.
+ZeroMQ itself admits every client that knows the engine's public key, keeps any number of silent connections for half a
+minute each, and accepts messages as long as a router's from them. So one thread here answers which keys are accepted
+(ZAP), and ends unauthenticated connections when there are too many of them, or when they send more than a handshake
+needs.
 """
 
 import contextlib
@@ -27,25 +27,26 @@ from pdkv.host.strangers import who_makes_room
 from pdkv.wire.cluster_key import ClusterKey
 
 HANDSHAKE_TIMEOUT_S = 10.0
-"""As long as a router takes over the slowest of networks, and as long as one that says nothing may stay."""
+"""Seconds that a router needs on the slowest of networks, and for which a silent connection may stay."""
 
 MAX_HANDSHAKE_BYTES = 4096
-"""A router needs less than 1,000 until it is in."""
+"""A router sends fewer than 1,000 bytes until it is admitted."""
 
 _SWEEP_MS = 20
-"""While there are unproven ones; until then ZeroMQ keeps whatever they send."""
+"""Seconds between checks while there are unauthenticated connections; until then ZeroMQ keeps everything they send."""
 
 _EVENTS_PER_TURN = 64
 
 _PAUSE_S = 0.1
-"""After an unexpected error, which may come again at once."""
+"""Pause after an unexpected error, which may recur at once."""
 
 _REFUSED_BYTES = 64 + 170 + 20
-"""At most what an engine says to a connection that is not let in: its greeting, WELCOME and an ERROR. READY, which is
-encrypted, comes only with the proof, and makes it more."""
+"""The most bytes that an engine sends to a connection that is not admitted: its greeting, WELCOME and an ERROR. READY,
+which is encrypted, only follows the proof, and exceeds it.
+"""
 
 _TCP_INFO = struct.Struct("=120xQQ")
-"""Of linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received."""
+"""Offsets in linux/tcp.h: tcpi_bytes_acked and tcpi_bytes_received."""
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED
 
@@ -62,15 +63,15 @@ class _Unproven(NamedTuple):
 
 
 class Doorkeeper:
-    """Guards sockets of one context. Used by the thread that owns them; has one of its own."""
+    """Guards sockets of one context. Used by the thread that owns them; has its own thread."""
 
     def __init__(self, context: "zmq.Context[Socket]", key: ClusterKey) -> None:
-        """Raises zmq.ZMQError: no socket can be had."""
-        self.num_refused = 0  # connections that made room or said too much, and keys that are not welcome
+        """Raises zmq.ZMQError if no socket can be created."""
+        self.num_refused = 0  # connections that made room or sent too much, and keys that are not accepted
         self._context = context
         self._key = key
         self._ports: set[int] = set()
-        self._unproven: OrderedDict[int, _Unproven] = OrderedDict()  # by inode, the oldest first
+        self._unproven: OrderedDict[int, _Unproven] = OrderedDict()  # by inode, oldest first
         self._next_sweep = 0.0
         self._log_limit = LogLimit()
         self._monitors: list[Socket] = []
@@ -83,11 +84,11 @@ class Doorkeeper:
 
     @property
     def num_unproven(self) -> int:
-        """Connections that are not authenticated yet."""
+        """Number of connections that are not authenticated yet."""
         return len(self._unproven)
 
     def guard(self, guarded: Socket) -> None:
-        """Nobody gets in there without the key. Call it before bind."""
+        """Guard a socket: without the key, no connection is admitted. Call it before bind."""
         self._key.guard(guarded)
         guarded.setsockopt(zmq.BACKLOG, LISTEN_BACKLOG)  # else a router waits a second for each time that it is full
         guarded.setsockopt(zmq.HANDSHAKE_IVL, int(HANDSHAKE_TIMEOUT_S * 1000))
@@ -100,12 +101,12 @@ class Doorkeeper:
         self._poller.register(monitor, zmq.POLLIN)
 
     def start(self, endpoints: Sequence[str]) -> None:
-        """All sockets are bound, to these endpoints; who has come already waits."""
+        """Start: all sockets are bound to these endpoints; early connections are waiting."""
         self._ports = {int(endpoint.rpartition(":")[2]) for endpoint in endpoints}
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread. The guarded sockets must be closed, or never were. Idempotent."""
+        """End the thread. The guarded sockets must be closed, or never used. Idempotent."""
         self._thread.start()  # if it never was: ZeroMQ waits until its last event is read
         self._thread.stop()
 
@@ -116,7 +117,7 @@ class Doorkeeper:
             while self._monitors:
                 try:
                     self._turn()
-                except Exception:  # whatever it was, the next one is served
+                except Exception:  # whatever the error was, the next connection is served
                     if self._log_limit.passes():
                         logger.exception("a connection could not be served")
                     if MONOTONIC.wait(stopping, MONOTONIC.now() + _PAUSE_S):
@@ -137,7 +138,7 @@ class Doorkeeper:
                 self._look_at(inode)
 
     def _answer(self) -> None:
-        """Say whether a key is welcome, as https://rfc.zeromq.org/spec/27 has it."""
+        """Answer whether a key is accepted, as https://rfc.zeromq.org/spec/27 specifies."""
         version, number, _, address, _, mechanism, *credentials = self._requests.recv_multipart()
         welcome = mechanism == b"CURVE" and len(credentials) == 1 and self._key.is_routers(credentials[0])
         if not welcome:
@@ -159,10 +160,10 @@ class Doorkeeper:
             self._take_in(event["value"])
 
     def _take_in(self, fd: int) -> None:
-        """A connection was accepted."""
+        """Track an accepted connection."""
         with _held(fd) as connection:
             if connection is None or _own_port(connection) not in self._ports:
-                return  # it has gone, and its descriptor may be another's
+                return  # it is gone, and its descriptor may belong to another connection
             source = _source_of(connection)
             inode = os.fstat(connection.fileno()).st_ino
         if (crowd := who_makes_room(self._unproven, source)) is not None:
@@ -170,7 +171,7 @@ class Doorkeeper:
         self._unproven[inode] = _Unproven(fd, source)
 
     def _look_at(self, inode: int, why: str = "") -> None:
-        """Forget a connection that is gone or proven; end it for a reason, or when it said too much."""
+        """Forget a connection that is gone or authenticated; end it for a reason, or if it sent too much."""
         fd, source = self._unproven[inode]
         with _held(fd) as connection:
             if connection is not None and os.fstat(connection.fileno()).st_ino == inode:
@@ -178,7 +179,7 @@ class Doorkeeper:
                 num_acknowledged, num_received = _TCP_INFO.unpack(info)
                 if num_acknowledged <= _REFUSED_BYTES:
                     if num_received > MAX_HANDSHAKE_BYTES:
-                        why = f"it sent {num_received} bytes before it was let in"
+                        why = f"it sent {num_received} bytes before it was admitted"
                     if not why:
                         return
                     with contextlib.suppress(OSError):  # gone meanwhile
@@ -194,7 +195,7 @@ class Doorkeeper:
 
 @contextlib.contextmanager
 def _held(fd: int) -> Iterator[socket.socket | None]:
-    """The connection of a descriptor, which nobody closes meanwhile; None: there is none any more."""
+    """The connection of a descriptor, held so that it is not closed meanwhile; None: there is none any more."""
     connection = None
     with contextlib.suppress(OSError):
         own = os.dup(fd)
@@ -210,7 +211,7 @@ def _held(fd: int) -> Iterator[socket.socket | None]:
 
 
 def _own_port(connection: socket.socket) -> int | None:
-    """None: it is no TCP connection."""
+    """The connection's own port; None: it is not TCP."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return None
     return int(connection.getsockname()[1])

@@ -1,7 +1,7 @@
 """The engine's end of the wire: frames of messages over ZeroMQ. The other end is router/engines/engine_client.py.
 
-A frame (frames.py) is numbered from 0 per connection and direction. Nothing that a peer sends ends a loop:
-what cannot be read is counted and dropped, and the peer is told.
+A frame (frames.py) is numbered from 0 per connection and direction. Nothing that a peer sends ends a loop: unreadable
+data is counted and dropped, and the peer is told.
 """
 
 import logging
@@ -44,13 +44,13 @@ from pdkv.wire.messages import (
 from pdkv.wire.step_watch import StepWatch
 
 MAX_ROUTERS = 64
-"""Routers that one engine serves at a time; the Hello of a further one is dropped."""
+"""The most routers that one engine serves at a time; the Hello of a further one is dropped."""
 
 MAX_UNREAD_FRAMES = 10_000
-"""Frames that wait here for one router; one that reads no more is sent away, before what it owes takes all memory."""
+"""The most frames waiting for one router; one that does not read is disconnected before its frames take all memory."""
 
 _MAX_POLL_S = 86_400.0
-"""ZeroMQ counts milliseconds in 32 bits; who is woken early looks again."""
+"""ZeroMQ counts milliseconds in 32 bits; a wait that ends early checks again."""
 
 _POLLIN, _MORE = int(zmq.POLLIN), zmq.NOBLOCK | zmq.SNDMORE  # an enum's operators cost more than the question
 
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class RouterJoined(NamedTuple):
-    """A router said Hello; what an earlier epoch of the same router left behind ends."""
+    """A router said Hello; whatever an earlier epoch of the same router left behind ends."""
 
     epoch: str
 
@@ -74,19 +74,19 @@ Received = RouterToEngine | EngineToRouter | RouterEvent
 
 
 def is_readable(socket: "zmq.Socket[bytes]") -> bool:
-    """Whether a message is there; costs less than the exception of who finds none."""
+    """Whether a message is there; costs less than an exception."""
     return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & _POLLIN)
 
 
 def configure_socket(socket: "zmq.Socket[bytes]") -> None:
-    """What both ends have in common. Call it before bind or connect."""
-    socket.set_hwm(0)  # a high-water mark would drop or block; what bounds the queues is admission
+    """Set the options common to both ends. Call it before bind or connect."""
+    socket.set_hwm(0)  # a high-water mark would drop or block; admission limits the queues
     socket.linger = 0
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
 
 def _second(endpoint: str) -> str:
-    """Where the beats go."""
+    """The endpoint of the beats."""
     if endpoint.startswith("ipc://"):
         return f"{endpoint}.beats"
     address, _, port = endpoint.rpartition(":")
@@ -105,7 +105,7 @@ class _RouterPeer:
         self.next_received = next_received
         self.num_handled = next_received
         self.next_sent = 0
-        self.fault = ""  # why nothing more is taken from it
+        self.fault = ""  # why nothing more is accepted from it
 
 
 class EngineServer:
@@ -117,28 +117,30 @@ class EngineServer:
         """Listen on `endpoint` (ipc:// or tcp://), and on a second one for the engine's beats: another thread sends
         them, and a ZeroMQ socket is one thread's. For tcp:// it is the port above, or a free one for port 0.
 
-        `watch`: the steps of the engine, for its beats. `key`: only who has it gets in.
+        `watch`: the steps of the engine, for its beats. `key`: required of routers.
 
         Raises:
-            StartupError: no socket can be had, or the endpoint cannot be bound.
+            StartupError: no socket can be created, or the endpoint cannot be bound.
         """
         try:
             self._context = zmq.Context()
             self._socket = self._context.socket(zmq.ROUTER)
         except zmq.ZMQError as error:
-            raise StartupError(f"{card.engine} gets no socket to listen on {endpoint}: {error}") from error
+            raise StartupError(f"{card.engine} cannot create a socket for {endpoint}: {error}") from error
         self.card = card
         self.num_dropped = 0  # malformed frames and messages, and frames of peers that never said Hello
-        self.num_gaps = 0  # frames that came with another number than the next
+        self.num_gaps = 0  # frames with an unexpected number
         configure_socket(self._socket)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a send that cannot be is an error: nothing is dropped unseen
+        self._socket.setsockopt(
+            zmq.ROUTER_MANDATORY, 1
+        )  # a send that is not possible is an error: nothing is dropped silently
         self._socket.setsockopt(zmq.SNDHWM, MAX_UNREAD_FRAMES)
         self._watch = watch or StepWatch()
         self._heartbeat: Heartbeat | None = None
         self._doorkeeper: Doorkeeper | None = None
         self._peers: dict[bytes, _RouterPeer] = {}
         self._routers: dict[str, _RouterPeer] = {}
-        self._unread: dict[bytes, _RouterPeer] = {}  # sent away, and to be told when they read again; by identity
+        self._unread: dict[bytes, _RouterPeer] = {}  # disconnected, and to be told when they read again; by identity
         self._events: deque[tuple[str, Received]] = deque()
         self._log_limit = LogLimit()
         self._poller = zmq.Poller()
@@ -163,12 +165,11 @@ class EngineServer:
         return cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def poll(self, timeout_s: float | None, extra_fd: int | None = None) -> bool:
-        """Wait until a message is there, `extra_fd` is readable or the time is over. None waits for ever.
+        """Wait until a message is there, `extra_fd` is readable or the time is over. None: no limit.
 
         Between two calls the caller counts as busy.
 
-        Returns:
-            Whether something is there.
+        Returns: Whether something is there.
         """
         self._watch.rest()
         try:
@@ -188,9 +189,9 @@ class EngineServer:
         return bool(self._poller.poll(None if timeout_s is None else math.ceil(min(timeout_s, _MAX_POLL_S) * 1000)))
 
     def receive(self) -> list[tuple[str, Received]]:
-        """All that has arrived, as (router_id, message or event), in order. Never blocks or raises.
+        """Everything that has arrived, as (router_id, message or event), in order. Never blocks or raises.
 
-        A message that cannot be read is refused here; instead of it comes an Abort of what it was about.
+        An unreadable message is refused here, and replaced by an Abort of its request.
         """
         received: list[tuple[str, Received]] = []
         if self._unread:
@@ -225,7 +226,7 @@ class EngineServer:
         return received
 
     def acknowledge(self) -> None:
-        """All that `receive` returned last is handled. Routers with whom something went wrong are sent away."""
+        """Note that everything returned by the last `receive` has been handled. Faulty routers are disconnected."""
         for peer in list(self._routers.values()):
             handled, peer.num_handled = peer.num_handled, peer.next_received
             if peer.fault:
@@ -236,8 +237,9 @@ class EngineServer:
                 self._send(peer, [])
 
     def send(self, router_id: str, messages: Sequence[EngineToRouter]) -> None:
-        """Send messages, in as many frames as they need. Those to a router that is not connected are dropped: its
-        requests end with it. What no frame can carry becomes a Failed, and the next `receive` returns an Abort.
+        """Send messages, in as many frames as they need. Messages to a router that is not connected are dropped: its
+        requests end with it. A message that no frame can carry becomes a Failed, and the next `receive` returns an
+        Abort.
         """
         peer = self._routers.get(router_id)
         if peer is None:
@@ -272,20 +274,20 @@ class EngineServer:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             if error.errno == zmq.EAGAIN:
-                self._log(f"router {peer.router_id} is sent away: it has not read {MAX_UNREAD_FRAMES} frames")
+                self._log(f"router {peer.router_id} is disconnected: it has not read {MAX_UNREAD_FRAMES} frames")
                 peer.next_sent -= 1
                 self._unread[peer.identity] = peer
             self._lose(peer)
 
     def _tell_unread(self) -> None:
-        """Those who did not read and were sent away hear of it as soon as something can be sent to them."""
+        """Tell routers that were disconnected for not reading, as soon as something can be sent to them."""
         for identity, peer in list(self._unread.items()):
             known = identity in self._peers  # it has said Hello anew
             if known or self._say_goodbye(peer, f"{MAX_UNREAD_FRAMES} frames were not read"):
                 del self._unread[identity]
 
     def _say_goodbye(self, peer: _RouterPeer, reason: str) -> bool:
-        """To one that was sent away. False: nothing can be sent to it now."""
+        """Send a goodbye to a disconnected router. False: nothing can be sent to it now."""
         farewell = [encode_message(Disconnect(reason))]
         data = encode_raw_frame(peer.next_sent, farewell, begun=peer.next_received, handled=peer.num_handled)
         try:
@@ -297,7 +299,7 @@ class EngineServer:
         return True
 
     def _replace(self, router_id: str, message: EngineToRouter, error: UnsendableMessage) -> list[msgspec.Raw]:
-        """What is said instead of a message that cannot be sent."""
+        """The replacement for a message that cannot be sent."""
         logger.error("dropped a message to router %s: %s", router_id, error)
         key = key_of(message)
         if key is None:
@@ -306,12 +308,12 @@ class EngineServer:
         return [encode_message(Failed(*key, error.code, str(error)[:MAX_ERROR_CHARS], False))]
 
     def _refuse(self, peer: _RouterPeer, bad: BadMessage) -> list[tuple[str, Received]]:
-        """Count a bad message and tell its router; what it is about ends."""
+        """Count a bad message and tell its router; its request ends."""
         self.num_dropped += 1
         self._log(f"dropped a message from router {peer.router_id}: {bad.reason}")
         if bad.key is None:
             return []
-        text = f"the engine refused a message about this request: {bad.reason}"
+        text = f"the engine refused a message of this request: {bad.reason}"
         self.send(peer.router_id, [Failed(*bad.key, InvalidRequest.code, text, False, bad.param[:64])])
         return [(peer.router_id, Abort(*bad.key))]
 
@@ -325,7 +327,7 @@ class EngineServer:
             logger.warning("%s (%d dropped so far)", text, self.num_dropped)
 
     def _greet(self, identity: bytes, frame: ReceivedFrame) -> _RouterPeer | None:
-        """The frame's peer; a Hello makes one and answers it. None: nobody that we know."""
+        """The frame's peer; a Hello creates one and answers it. None: an unknown one."""
         peer = self._peers.get(identity)
         hello = next((m for m in frame.messages if isinstance(m, Hello)), None)
         if hello is None or (peer is not None and (peer.router_id, peer.epoch) == (hello.router_id, hello.epoch)):
@@ -333,19 +335,19 @@ class EngineServer:
         predecessor = self._routers.get(hello.router_id)
         if predecessor is None and len(self._routers) >= MAX_ROUTERS:
             for other in list(self._routers.values()):
-                self._send(other, [])  # who is gone makes room
+                self._send(other, [])  # a peer that is gone makes room
         if predecessor is None and len(self._routers) >= MAX_ROUTERS:
             self._log(f"router {hello.router_id} is refused: {MAX_ROUTERS} others are connected")
             return None
         if hello.protocol < OLDEST_PROTOCOL:
             self._log(
-                f"router {hello.router_id} is refused: it speaks protocol {hello.protocol}, and this engine "
+                f"router {hello.router_id} is refused: it speaks protocol {hello.protocol}, but this engine "
                 f"{OLDEST_PROTOCOL} to {PROTOCOL}"
             )
             return None
         if predecessor is not None:
-            if predecessor is not peer:  # nobody's any more, unless two routers have one id: then it must not wait
-                self._say_goodbye(predecessor, f"another router is {hello.router_id} now")
+            if predecessor is not peer:  # of no router any more, unless two routers have one id: then it must not wait
+                self._say_goodbye(predecessor, f"another router now has the id {hello.router_id}")
             self._forget(predecessor)
         if peer is not None and peer is not predecessor:  # one connection is one router
             self._lose(peer)

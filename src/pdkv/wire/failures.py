@@ -1,4 +1,4 @@
-"""A failure that an engine reports, as its type."""
+"""Failures reported by an engine, as typed errors."""
 
 from pdkv.errors import (
     EngineDied,
@@ -20,7 +20,7 @@ _BY_CODE: dict[str, type[RequestFailed]] = {kind.code: kind for kind in _KINDS}
 
 
 def error_of(message: Failed) -> PdkvError:
-    """InvalidRequest or its GrammarGivenUp, ServerBusy, or the RequestFailed that its code names."""
+    """InvalidRequest or GrammarGivenUp, ServerBusy, or the RequestFailed that the code names."""
     if message.code in _MISTAKES:
         return _MISTAKES[message.code](message.message, param=message.param or None)
     if message.code == ServerBusy.code:

@@ -1,5 +1,5 @@
-"""Frames: what one ZeroMQ message carries. A sender splits frames far below the receiver's bound. A receiver validates
-each message on its own, so that a bad one affects only its own request.
+"""Frames: the content of one ZeroMQ message. A sender splits frames far below the receiver's limit. A receiver
+validates each message on its own, so that a bad one affects only its own request.
 """
 
 import re
@@ -18,30 +18,31 @@ MAX_FRAME_BYTES = 64 << 20
 """A peer that sends a larger frame is disconnected."""
 
 FRAME_BYTES = 1 << 20
-"""A frame that has so many bytes takes no further message: the next one begins another."""
+"""Bytes after which a frame takes no further message: the next one begins another frame."""
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 4096
-"""What one message may have, so that a frame of its own can carry it."""
+"""The most bytes of one message, so that a frame can carry it."""
 
 MAX_FRAME_MESSAGES = 1 << 16
-"""Of one frame: a message may be a byte, and costs its receiver a hundred times as many."""
+"""The most messages of one frame: a message may be a byte, but costs its receiver a hundred times as many."""
 
 PIECE_BYTES = 8 << 10
 PIECE_MESSAGES = 1 << 10
-"""What `frame_pieces` decodes in one go. A router writes some 130 tokens to their streams for it, or 30 with 20
-alternatives each, in the next turn of its event loop: five milliseconds."""
+"""Bytes that `frame_pieces` decodes in one go. A router then writes some 130 tokens to their streams, or 30 with 20
+alternatives each, in the next turn of its event loop: five milliseconds.
+"""
 
 AnyMessage = RouterToEngine | EngineToRouter
 Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class BadMessage(NamedTuple):
-    """A message that cannot be decoded, or that has a value out of its range."""
+    """A message that cannot be decoded, or has a value out of its range."""
 
     reason: str
-    param: str  # the field at fault; "" where it is the whole
-    key: RequestKey | None  # whose message it is, where that can be told
-    protocol: int | None = None  # of a Ready: the engine's version, which may be why it cannot be read
+    param: str  # the field at fault; "" if it is the whole
+    key: RequestKey | None  # the request that it belongs to, if known
+    protocol: int | None = None  # of a Ready: the engine's version, which may be why it is unreadable
 
 
 _Received = list[AnyMessage | BadMessage]
@@ -61,7 +62,7 @@ class _RawFrame(msgspec.Struct, frozen=True, omit_defaults=True):
     """A frame as it travels. `number` counts frames per connection and direction; a gap is a failure.
 
     From an engine, `begun` and `handled` count the router's frames that it has begun to handle, and has handled: when
-    the connection ends, what is in between may have ended it.
+    the connection ends, the frames in between may have killed it.
     """
 
     number: Number
@@ -71,7 +72,7 @@ class _RawFrame(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _GoodFrame(msgspec.Struct, frozen=True):
-    """The same, decoded in one go: where every message is valid, which is nearly always."""
+    """The same, decoded in one go: for frames with only valid messages, as nearly all are."""
 
     number: Number
     messages: Annotated[list[AnyMessage], msgspec.Meta(max_length=MAX_FRAME_MESSAGES)]
@@ -80,9 +81,9 @@ class _GoodFrame(msgspec.Struct, frozen=True):
 
 
 class _About(msgspec.Struct, frozen=True):
-    """What a message is about, whatever else is in it."""
+    """The request that a message is about, whatever else is in it."""
 
-    type: msgspec.Raw = msgspec.Raw()  # of any kind and size: not built
+    type: msgspec.Raw = msgspec.Raw()  # of any kind and size: not decoded
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_ID_CHARS)] = ""
     attempt: Attempt | None = None
     protocol: Number = 1
@@ -100,14 +101,14 @@ _READY = _encoder.encode(Ready.__name__)
 
 
 def encode_message(message: AnyMessage) -> msgspec.Raw:
-    """A message as it goes into a frame.
+    """Encode a message for a frame.
 
     Raises:
         UnsendableMessage: it is longer than MAX_MESSAGE_BYTES, or has a value that msgpack cannot express.
     """
     try:
         data = _encoder.encode(message)
-    except (OverflowError, ValueError, TypeError) as error:  # an integer of more than 64 bits, a text that is none
+    except (OverflowError, ValueError, TypeError) as error:  # an integer of more than 64 bits, an invalid text
         raise UnsendableMessage(f"{type(message).__name__} cannot be sent: {error}") from None
     if len(data) > MAX_MESSAGE_BYTES:
         raise UnsendableMessage(
@@ -117,7 +118,9 @@ def encode_message(message: AnyMessage) -> msgspec.Raw:
 
 
 def split(messages: Iterable[msgspec.Raw]) -> Iterator[list[msgspec.Raw]]:
-    """The messages, in order, in groups for a frame each: up to MAX_FRAME_MESSAGES, and FRAME_BYTES and one message."""
+    """The messages, in order, in groups of one frame each: up to MAX_FRAME_MESSAGES, and FRAME_BYTES plus one
+    message.
+    """
     return _groups(messages, FRAME_BYTES, MAX_FRAME_MESSAGES)
 
 
@@ -144,7 +147,7 @@ def decode_frame(data: bytes) -> ReceivedFrame:
     """Decode a frame and validate each message in it; a bad one becomes a BadMessage in its place.
 
     Raises:
-        MalformedMessage: `data` is no frame (the caller counts and drops it).
+        MalformedMessage: `data` is not a frame (the caller counts and drops it).
     """
     try:
         good = decode_total(_good_frames, data)
@@ -159,10 +162,10 @@ def decode_frame(data: bytes) -> ReceivedFrame:
 
 
 def frame_pieces(data: bytes) -> Iterator[ReceivedFrame]:
-    """As `decode_frame`, in pieces, each of which is decoded when it is its turn.
+    """As `decode_frame`, in pieces that are decoded one by one.
 
     Raises:
-        MalformedMessage: `data` is no frame; before the first piece.
+        MalformedMessage: `data` is not a frame; before the first piece.
     """
     frame = decode_total(_frames, data)
     groups = _groups(frame.messages, PIECE_BYTES, PIECE_MESSAGES)
@@ -187,7 +190,7 @@ def decode_message(data: bytes | memoryview) -> AnyMessage | BadMessage:
         return decode_total(_messages, data)
     except MalformedMessage as error:
         reason = str(error)
-    if _UNKNOWN_TYPE.search(reason):  # of a newer peer: skipped, and no fault of whose message it is
+    if _UNKNOWN_TYPE.search(reason):  # from a newer peer: skipped, and not its request's fault
         return BadMessage(f"a message of an unknown type: {reason}", "type", None)
     _, _, path = reason.partition(" - at `$.")
     bad = BadMessage(reason, path.rstrip("`").partition("[")[0].rpartition(".")[2], None)
@@ -201,6 +204,6 @@ def decode_message(data: bytes | memoryview) -> AnyMessage | BadMessage:
 
 
 def key_of(message: AnyMessage) -> RequestKey | None:
-    """Whose message it is; None: that of no request."""
+    """The request that a message belongs to; None: none."""
     request_id, attempt = getattr(message, "request_id", None), getattr(message, "attempt", None)
     return (request_id, attempt) if isinstance(request_id, str) and isinstance(attempt, int) else None

@@ -1,7 +1,4 @@
-"""An engine's beats: a thread publishes that the process runs, and what its loop is at.
-
-A long step is silent on the wire, and so is a process that is stopped. Only the former still beats.
-"""
+"""An engine's beats: a thread publishes that the process runs, and what its loop is doing."""
 
 import threading
 from typing import cast
@@ -15,16 +12,18 @@ from pdkv.wire.messages import Beat
 from pdkv.wire.step_watch import StepWatch, late_after_s
 
 BEAT_S = 0.2
-"""Time between two beats; one comes earlier when a step becomes late."""
+"""Seconds between two beats; one comes earlier when a step becomes late."""
 
 _MAX_UNREAD_BEATS = 16
 
 _MAX_SUBSCRIPTION_BYTES = 4096
-"""All that a subscriber says is shorter, a handshake included."""
+"""All messages of a subscriber are shorter, including a handshake."""
 
 
 class Heartbeat:
-    """Publishes Beats at an endpoint until `close`. A step costs nothing here: its begin and end are read, not told."""
+    """Publishes Beats at an endpoint until closed. It costs a step nothing: its begin and end are read by the
+    thread.
+    """
 
     def __init__(
         self,
@@ -34,7 +33,7 @@ class Heartbeat:
         watch: StepWatch,
         doorkeeper: Doorkeeper | None = None,
     ) -> None:
-        """`endpoint`: ipc://, or tcp:// with port 0 for a free one. Raises zmq.ZMQError: it cannot be bound."""
+        """`endpoint`: ipc://, or tcp:// with port 0 for a free one. Raises zmq.ZMQError if it cannot be bound."""
         self._epoch = epoch
         self._watch = watch
         self._socket = context.socket(zmq.PUB)
@@ -67,7 +66,7 @@ class Heartbeat:
 
 
 def next_beat(watch: StepWatch, epoch: str, now: float) -> tuple[Beat, float]:
-    """What to say now, and after how many seconds to speak again: at once when what is under way becomes late."""
+    """The next beat, and the seconds after which to send another: at once when current work becomes late."""
     work = watch.oldest
     if work is None:
         return Beat(epoch, 0.0), BEAT_S

@@ -33,24 +33,24 @@ KVScale = Annotated[float, Meta(gt=0.0, le=1e38)]
 class KVTerms(msgspec.Struct, frozen=True):
     """Terms on which a request's KV is kept below the engines' own pools. Routers set them, clients cannot."""
 
-    owner: KVOwner  # whose it is: a digest
-    ttl_s: Annotated[int, Meta(ge=1, le=MAX_KV_TTL_S)] | None = None  # from its write on; None: no end
-    # That the owner's values may take of a rank's host memory; None: as much as there is.
+    owner: KVOwner  # digest of its owner
+    ttl_s: Annotated[int, Meta(ge=1, le=MAX_KV_TTL_S)] | None = None  # seconds from its write on; None: no expiry
+    # The most bytes of a rank's host memory for the owner's values; None: no limit.
     quota_bytes: Annotated[int, Meta(ge=1, le=MAX_KV_QUOTA_BYTES)] | None = None
 
 
 class KVGroup(msgspec.Struct, frozen=True):
-    """Layers whose KV lies in the same blocks: one block table per request and group (docs/kv-groups.md)."""
+    """Layers with KV in the same blocks: one block table per request and group (docs/kv-groups.md)."""
 
     layers: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LAYERS)]  # the model's, in the order of a block's layers
-    window: Natural = 0  # tokens that a query sees, its own included: blocks before them may be given up; 0: all
+    window: Natural = 0  # tokens that a query sees, including its own: blocks before them may be given up; 0: all
 
 
 class KVLayout(msgspec.Struct, frozen=True):
     """Shape of one rank's KV cache: (num_blocks, num_layers, sides, num_kv_heads, block_size, head_size), block-major.
 
-    What of it two ranks exchange, and how many bytes that is, is said here: nothing else multiplies by sides or heads
-    to find a byte.
+    The parts that two ranks exchange, and their sizes, are computed here: no other code multiplies by sides or heads to
+    find a byte.
     """
 
     num_layers: Size  # of a block; with several groups fewer than the model's, and some may be unused
@@ -61,15 +61,15 @@ class KVLayout(msgspec.Struct, frozen=True):
     dtype_bytes: Size
     total_kv_heads: Natural = 0  # of all ranks together, each head counted once; 0: num_kv_heads
     groups: Annotated[tuple[KVGroup, ...], Meta(max_length=MAX_LAYERS)] = ()  # empty: one, of all layers, no window
-    # By layer of the model, what 1.0 stands for in K and in V that are stored in FP8; empty: 1.0 everywhere.
+    # By layer of the model, the value of 1.0 in K and in V that are stored in FP8; empty: 1.0 everywhere.
     kv_scales: Annotated[tuple[tuple[KVScale, KVScale], ...], Meta(max_length=MAX_LAYERS)] = ()
-    codec: Text = ""  # lossy ones that KV may have gone through in a store, by identity; empty: KV is exact
+    codec: Text = ""  # lossy codecs that KV may have gone through in a store, by identity; empty: KV is exact
     sides: Annotated[int, Meta(ge=1, le=2)] = 2  # K and V; 1: one latent row
-    positions: Positions = "rotated"  # what K carries of them
+    positions: Positions = "rotated"  # where K carries positions
 
     @property
     def kinds(self) -> tuple[LayoutKind, ...]:
-        """What a connector must know to carry it, as plans name it."""
+        """The properties that a connector must support to carry it, by their names in plans."""
         kinds: tuple[LayoutKind, ...] = ("heads",) if self.sides == 2 else ("latent",)
         return (*kinds, "windows") if any(self.windows) else kinds
 
@@ -102,7 +102,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return self.total_kv_heads or self.num_kv_heads
 
     def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
-        """Of a pool of so many blocks."""
+        """Shape of a pool with this many blocks."""
         return (num_blocks, self.num_layers, self.sides, self.num_kv_heads, self.block_size, self.head_size)
 
     @property
@@ -127,8 +127,9 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """What two engines must share to exchange KV. TP is left out on purpose, and the block size where there are no
-        groups: what of a window can be found depends on it. Scales are there as a digest: there are two for each layer.
+        """The properties that two engines must share to exchange KV. TP is left out on purpose, and the block size if
+        there are no groups: with a window, what can be found depends on it. Scales are included as a digest: there are
+        two for each layer.
         """
         identity = f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k={self.positions}"
         if self.sides != 2:
@@ -146,11 +147,11 @@ class KVLayout(msgspec.Struct, frozen=True):
 
 
 class EngineCard(Message, frozen=True):
-    """What an engine publishes about itself when it is ready; the router distributes cards to peers."""
+    """The public description of an engine when it is ready; the router distributes cards to peers."""
 
     engine: Id  # name, unique in a deployment, such as "prefill-0"
     epoch: Id  # one incarnation of that name
-    role: RoleName  # a default of the router's policy, nothing more
+    role: RoleName  # only a default for the router's policy
     pid: Natural
     connector: Text
     kind: ConnectorKind
@@ -164,25 +165,27 @@ class EngineCard(Message, frozen=True):
     max_num_seqs: Size
     tp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     pp: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
-    rank_blobs: Annotated[list[Blob], Meta(max_length=MAX_RANKS)] = []  # what each rank's connector needs to be reached
+    rank_blobs: Annotated[list[Blob], Meta(max_length=MAX_RANKS)] = []  # data by which each rank's connector is reached
     rank_pids: Annotated[list[Natural], Meta(max_length=MAX_RANKS)] = []  # per rank; the first is `pid`
     beats: Text = ""  # ZeroMQ endpoint of its Beats; of tcp:// only the port counts; "": it sends none
     max_num_batched_tokens: Natural = 0  # of its largest step; 0: not known
-    version: Id = ""  # of pdkv there: for people
-    wire_versions: Annotated[dict[Id, Natural], Meta(max_length=64)] = {}  # of each connector in it: KVConnector's
-    kv_checksum: ChecksumMode = "off"  # which of its hand-offs have digests
-    lends: bool = False  # it hands off what it has cached, and reads what others do (docs/kv-hierarchy.md)
+    version: Id = ""  # version of pdkv, for people
+    wire_versions: Annotated[dict[Id, Natural], Meta(max_length=64)] = {}  # wire version of each connector in it
+    kv_checksum: ChecksumMode = "off"  # the hand-offs that have digests
+    lends: bool = False  # it lends its cached KV, and reads others' (docs/kv-hierarchy.md)
     draws: Natural = 1  # version of its draws: those of equal ones draw the same tokens with the same seed
 
 
 class KVHandoff(Message, frozen=True):
-    """Where the KV of a prompt lies after prefill; prefill engine -> router -> decode engine."""
+    """Where the KV of a prompt is after prefill; prefill engine -> router -> decode engine."""
 
     request_id: Id
     attempt: Attempt
     transfer_id: Id
     engine: Id
     epoch: Id
-    num_tokens: Natural  # prompt + output tokens whose KV can be had
+    num_tokens: Natural  # prompt + output tokens with available KV
     payload: Blob  # msgpack, the connector's own, at most MAX_BLOB_BYTES
-    lent: bool = False  # out of the engine's cache, for the transfer's prompt: not what the prompt's engine computed
+    lent: bool = (
+        False  # a loan out of the engine's cache, for the transfer's prompt: not computed by the prompt's engine
+    )

@@ -1,6 +1,6 @@
 """Messages between the router and the engines: frozen tagged structs, msgpack, one decoder.
 
-Grouped by receiver. Every message about a request carries (request_id, attempt): what belongs to an ended attempt is
+Grouped by receiver. Every message about a request carries (request_id, attempt): messages of an ended attempt are
 dropped. Durations, never points in time, cross the wire. New fields are appended with defaults.
 """
 
@@ -36,12 +36,12 @@ from pdkv.wire.types import (
 )
 
 PROTOCOL = 2
-"""Version of the messages between processes. It stays as long as messages only gain fields, with defaults, and new
-messages come: a peer that does not know them skips them. `tests/wire/recorded/` keeps what an engine of it says.
+"""Version of the messages between processes. It stays as long as only fields with defaults and new messages are added:
+a peer that does not know them skips them. `tests/wire/recorded/` keeps messages of an engine of this version.
 """
 
 OLDEST_PROTOCOL = 2
-"""Oldest version that is still spoken. Peers of version 1 are refused: they tell loans from hand-offs by their ids."""
+"""Oldest supported version. Peers of version 1 are refused: they tell loans from hand-offs by their ids."""
 
 FinishReason = Literal["stop", "length"]
 
@@ -49,17 +49,17 @@ MAX_ERROR_CHARS = 4096
 """Longest text of a Failed."""
 
 MAX_TRIAL_TOKENS = 64
-"""Most tokens that an engine computes for one request alone, while all others stand still."""
+"""The most tokens that an engine computes for one request alone, while all others stand still."""
 
 MAX_TIMEOUT_S = 1e9
-"""Longest time-out of a request, and that of a request without one."""
+"""Longest time-out of a request, also used for one without."""
 
 PROBE_SALT = "\0probe"
 """Cache salt of the router's probes; no client can have it. Engines do not count their prompts."""
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Natural-log probability of one token, its rank (1 = most likely) and the alternatives asked for.
+    """Natural-log probability of one token, its rank (1 = most likely) and the requested alternatives.
 
     The garbage collector does not track them: a router holds them by the hundred thousand.
     """
@@ -95,7 +95,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 PART_TOKENS = 512
-"""Tokens whose logprobs are decoded in one go: two milliseconds, with 20 alternatives each."""
+"""Tokens with logprobs that are decoded in one go: two milliseconds, with 20 alternatives each."""
 
 _encode_part = msgspec.msgpack.Encoder().encode
 _part = msgspec.msgpack.Decoder(Annotated[list[TokenLogprob | None], Meta(max_length=PART_TOKENS)])
@@ -126,18 +126,18 @@ class Submit(Message, frozen=True, kw_only=True):
     adapter: str = ""
     priority: int = 0
     timeout_s: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT_S)] = 600.0
-    until: Literal["first_token", "end", "cached"] = "end"  # cached: lend what the cache has, compute nothing
+    until: Literal["first_token", "end", "cached"] = "end"  # cached: lend cached KV, compute nothing
     kv: Literal["local", "handoff", "await_peer"] = "local"
-    conditional: bool = False  # await_peer only: the engine may decline and prefill by itself
-    handoff: KVHandoff | None = None  # await_peer, prefill first; handoff: what another engine lends of the prompt
+    conditional: bool = False  # await_peer only: the engine may decline and prefill itself
+    handoff: KVHandoff | None = None  # await_peer, prefill first; handoff: KV of the prompt that another engine lends
     ticket: Blob | None = None  # handoff, needs peer first
     trial_tokens: Annotated[int, Meta(ge=0, le=MAX_TRIAL_TOKENS)] = 0
-    """So many new tokens it gets alone: it may have ended an engine (Trial)."""
-    label: Id = ""  # the client's own name of the request: for logs only
-    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""  # W3C; likewise
-    load_timeout_s: Seconds = 0.0  # of a load of what is lent: then it is computed; 0: as of any load
-    kv_terms: KVTerms | None = None  # of what is stored of its KV; None: it has none
-    tenant: Id = ""  # a digest of whose request it is: the grammars of different tenants are matched apart
+    """New tokens that it must produce alone: it may have killed an engine (Trial)."""
+    label: Id = ""  # the client's name of the request: for logs only
+    traceparent: Annotated[str, Meta(max_length=MAX_TRACEPARENT_CHARS)] = ""  # W3C; for logs only
+    load_timeout_s: Seconds = 0.0  # deadline of loading a loan, after which it is computed; 0: as for any load
+    kv_terms: KVTerms | None = None  # terms of its stored KV; None: it has none
+    tenant: Id = ""  # a digest of its tenant: the grammars of different tenants are matched separately
 
 
 class Abort(Message, frozen=True):
@@ -153,7 +153,7 @@ class KVTicket(Message, frozen=True):
     request_id: Id
     attempt: Attempt
     ticket: Blob
-    number: Count = 0  # of tickets before it, for the same attempt
+    number: Count = 0  # of earlier tickets, for the same attempt
 
 
 class Continue(Message, frozen=True):
@@ -175,9 +175,9 @@ class Resync(Message, frozen=True):
 
 
 class AskReport(Message, frozen=True):
-    """Ask for a LoadReport of now, of all ranks, behind what was sent before."""
+    """Ask for a current LoadReport, of all ranks, after earlier messages are handled."""
 
-    number: Count  # rises from one to the next; one answer may be for several
+    number: Count  # rises from one to the next; one answer may serve several
 
 
 # --- both directions ----------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ class KVReady(Message, frozen=True):
     attempt: Attempt
     ok: bool
     code: Id = ""
-    ticket: Count | None = None  # number of the ticket that it is about; None: about the last one
+    ticket: Count | None = None  # number of the ticket that it is about; None: the last one
 
 
 class Release(Message, frozen=True):
@@ -198,11 +198,11 @@ class Release(Message, frozen=True):
 
     transfer_id: Id
     attempt: Attempt
-    lent: bool = False  # the lease of what is lent for the transfer's prompt
+    lent: bool = False  # the lease of a loan for the transfer's prompt
 
 
 class Trial(Message, frozen=True):
-    """A suspect is to run alone from now on, or no longer. Its engine stands still until the router sends this back."""
+    """A suspect must run alone from now on, or no longer. Its engine stands still until the router sends this back."""
 
     request_id: Id
     attempt: Attempt
@@ -229,11 +229,11 @@ class Tokens(Message, frozen=True, gc=False):
     logprobs: Annotated[list[TokenLogprob], Meta(max_length=MAX_LIST)] | None = None
     # With the first token only; entry 0 is None.
     prompt_logprobs: PromptLogprobs | None = None
-    sources: SourceCounts | None = None  # with the first token only: who stops early hears no Finished
+    sources: SourceCounts | None = None  # with the first token only: a reader that stops early gets no Finished
 
 
 class Finished(Message, frozen=True):
-    """The request ended by itself; `stop_token_id` is the token that ended it, where one did."""
+    """The request ended normally; `stop_token_id` is the token that ended it, if one did."""
 
     request_id: Id
     attempt: Attempt
@@ -245,7 +245,9 @@ class Finished(Message, frozen=True):
 
 
 class HandedOff(Message, frozen=True):
-    """The prefill engine's last word about a request that goes on elsewhere; the KVHandoff goes to decode verbatim."""
+    """The prefill engine's last message about a request that continues elsewhere; the KVHandoff goes to decode
+    verbatim.
+    """
 
     request_id: Id
     attempt: Attempt
@@ -263,12 +265,12 @@ class Failed(Message, frozen=True):
     code: Id
     message: Annotated[str, Meta(max_length=MAX_ERROR_CHARS)]
     retryable: bool
-    param: Id = ""  # the field at fault, where one is
+    param: Id = ""  # the field at fault, if there is one
 
 
 class Allocated(Message, frozen=True):
-    """Decode has allocated for a remote load. An empty range at 0 means that it declines and prefills by itself; one at
-    the prompt's end, that its own cache has everything but the first token.
+    """Decode has allocated blocks for a remote load. An empty range at 0 means that it declines and prefills itself;
+    one at the prompt's end, that its own cache has everything but the first token.
     """
 
     request_id: Id
@@ -279,7 +281,7 @@ class Allocated(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """Decode's remote load ended: where the tokens came from, for counters and the pair's marks."""
+    """Decode's remote load ended, with the sources of the tokens, for counters and the pair's breaker."""
 
     request_id: Id
     attempt: Attempt
@@ -290,7 +292,7 @@ class Loaded(Message, frozen=True):
 
 
 class BlockStored(Message, frozen=True):
-    """Full blocks entered the cache: one chain of hash-block keys behind `parent` (None: a chain's root)."""
+    """Full blocks entered the cache: one chain of hash-block keys after `parent` (None: a chain's root)."""
 
     keys: BlockKeys
     parent: BlockKey | None
@@ -303,14 +305,14 @@ class BlockRemoved(Message, frozen=True):
 
 
 class CacheCleared(Message, frozen=True):
-    """Nothing that was told before can be found in the engine's cache any more."""
+    """Nothing reported before can be found in the engine's cache any more."""
 
 
 KVEvent = BlockStored | BlockRemoved | CacheCleared
 
 
 class Disconnect(Message, frozen=True):
-    """The engine's last word on a connection of which it has lost track: a frame is missing, or cannot be read."""
+    """The engine's last message on a connection of which it has lost track: a frame is missing, or unreadable."""
 
     reason: Text
 
@@ -324,10 +326,10 @@ class KVEvents(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """The engine's process runs. Sent every 0.2 s beside the frames, by a thread of its own, in a long step, too."""
+    """The engine's process is running. Sent every 0.2 s besides frames, by a separate thread, even in a long step."""
 
     epoch: Id
-    busy_s: Seconds  # since when it has been at its oldest step, or at what else it does; 0: it waits
+    busy_s: Seconds  # seconds since its oldest step, or other work, began; 0: it waits
     predicted_s: Seconds = 0.0  # how long that should take
 
 

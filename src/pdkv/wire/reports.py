@@ -10,11 +10,11 @@ from msgspec import Meta
 from pdkv.wire.types import MAX_CARDS, MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, Count, Id, KVOwner, Message, Seconds
 
 MAX_KV_OWNERS = 1024
-"""Most owners whose KV in one tier of an engine is counted separately."""
+"""The most owners with separately counted KV in one tier of an engine."""
 
 
 class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Prompt tokens of one choice on one engine by where their KV came from; they sum to the prompt's length."""
+    """Prompt tokens of one choice on one engine by the source of their KV; they sum to the prompt's length."""
 
     computed: Count = 0
     recomputed: Count = 0  # computed again after a preemption or a failed load
@@ -35,12 +35,12 @@ class BlockCounts(msgspec.Struct, frozen=True):
 
 
 class TierHeld(msgspec.Struct, frozen=True):
-    """What an engine has in a tier of a store now, summed over its ranks; zeros where the tier does not know."""
+    """An engine's current values in a tier of a store, summed over its ranks; zeros if the tier does not know."""
 
     values: Count = 0
     num_bytes: Count = 0
     capacity: Count = 0  # bytes
-    evicted: Count = 0  # values that have made room for others since the start
+    evicted: Count = 0  # values evicted to make room for others since the start
     owned: Annotated[dict[KVOwner, Count], Meta(max_length=MAX_KV_OWNERS)] = {}  # bytes by owner, of KV with terms
 
     def __add__(self, other: "TierHeld") -> "TierHeld":
@@ -59,33 +59,33 @@ def largest_owners(owned: Mapping[int, int]) -> dict[int, int]:
 
 
 class ConnectorStats(msgspec.Struct, frozen=True):
-    """What a connector, or one part of it, has done since it was made; summed over an engine's ranks.
+    """Counts of a connector, or one part of it, since it was made; summed over an engine's ranks.
 
     A transfer counts on each rank that moved bytes for it.
     """
 
-    saves: Count = 0  # transfers out of this engine that ended well
-    loads: Count = 0  # transfers into it
+    saves: Count = 0  # successful transfers out of this engine
+    loads: Count = 0  # successful transfers into it
     saved_bytes: Count = 0
     loaded_bytes: Count = 0
-    failed_saves: Count = 0  # cancelled transfers have not failed
+    failed_saves: Count = 0  # cancelled transfers do not count as failed
     failed_loads: Count = 0
     failed_lookups: Count = 0
-    timeouts: Count = 0  # of saves, loads and lookups: failures, too
-    fallbacks: Count = 0  # loads that another part took over when this one's failed
-    tier_hits: Count = 0  # values that were read from a tier
-    tier_failures: Count = 0  # calls of a tier that failed, or that it was spared after a failure
-    read_bytes: Count = 0  # that a store, or a tier of one, had
-    read_seconds: Seconds = 0.0  # in which a rank was reading there
-    damaged_values: Count = 0  # that were not what had been saved
-    corrupted_transfers: Count = 0  # failed: what arrived was not what the peer had
-    paths: Annotated[dict[Id, Id], Meta(max_length=MAX_CARDS)] = {}  # by which KV of these peers is read
-    held: TierHeld | None = None  # of a tier; None: it is none
-    load_seconds: Seconds = 0.0  # that threads spent on loads
-    hidden_load_seconds: Seconds = 0.0  # of these, while the step thread computed and did not wait for them
+    timeouts: Count = 0  # saves, loads and lookups: also failures
+    fallbacks: Count = 0  # loads that another part took over when this one failed
+    tier_hits: Count = 0  # values read from a tier
+    tier_failures: Count = 0  # calls of a tier that failed, or were skipped after a failure
+    read_bytes: Count = 0  # bytes found in a store, or in a tier of one
+    read_seconds: Seconds = 0.0  # seconds in which a rank was reading from it
+    damaged_values: Count = 0  # stored values that did not match what was saved
+    corrupted_transfers: Count = 0  # failed: the received data did not match what the peer sent
+    paths: Annotated[dict[Id, Id], Meta(max_length=MAX_CARDS)] = {}  # the path by which KV of these peers is read
+    held: TierHeld | None = None  # of a tier; None: it is not a tier
+    load_seconds: Seconds = 0.0  # seconds of threads spent on loads
+    hidden_load_seconds: Seconds = 0.0  # the part of these in which the step thread computed and did not wait
     save_seconds: Seconds = 0.0
     hidden_save_seconds: Seconds = 0.0
-    late_saves: Count = 0  # values that were not saved: too much was on its way before their blocks were reused
+    late_saves: Count = 0  # values not saved: too much was in transit before their blocks were reused
 
     def __add__(self, other: "ConnectorStats") -> "ConnectorStats":
         names = [name for name in self.__struct_fields__ if name not in ("paths", "held")]
@@ -98,7 +98,7 @@ class ConnectorStats(msgspec.Struct, frozen=True):
 
 
 class LoadReport(Message, frozen=True):
-    """How busy the engine is, and its counters since start."""
+    """The engine's load, and its counters since the start."""
 
     waiting: Count
     running: Count
@@ -115,4 +115,4 @@ class LoadReport(Message, frozen=True):
     non_finite_requests: Count = 0
     connectors: Annotated[dict[Id, ConnectorStats], Meta(max_length=MAX_CONNECTOR_PARTS)] = {}  # by name, as NAME/PART
     connector_problem: Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)] = ""  # why it cannot be used now
-    answers: Count = 0  # this AskReport of the router, and those before it; 0: none asked
+    answers: Count = 0  # the number of the latest answered AskReport of the router; 0: none

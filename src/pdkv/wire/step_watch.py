@@ -1,4 +1,4 @@
-"""What an engine's loop is at, since when, and how long that should take: its beats tell the router.
+"""The current work of an engine's loop, since when, and how long it should take, for its beats to the router.
 
 The loop notes the begin and the end of each step; a thread reads the oldest that has not ended (`heartbeat.py`).
 """
@@ -9,32 +9,34 @@ from typing import NamedTuple
 from pdkv.base.clock import MONOTONIC, Clock
 
 FIRST_STEP_S = 24.0
-"""Expected of a step while nothing is known of any: kernels are compiled, memory is touched for the first time."""
+"""Seconds expected of a step while none is known: kernels are compiled, and memory is touched for the first time."""
 
 OTHER_WORK_S = 1.0
-"""Expected of what the loop does outside of steps: messages, peers, snapshots of the cache."""
+"""Seconds expected of work outside of steps: messages, peers, snapshots of the cache."""
 
 LATE_S, LATE_FACTOR = 0.5, 5.0
-"""Work that takes longer than both is late."""
+"""Work that exceeds both of these is late."""
 
 _RISE, _FALL = 0.5, 0.05
 _NUM_SIZES = 32
 
 
 def late_after_s(predicted_s: float) -> float:
-    """When work of that prediction is late, in seconds after it began: max(LATE_S, LATE_FACTOR * predicted_s)."""
+    """Seconds after its beginning at which work with this prediction is late: max(LATE_S, LATE_FACTOR *
+    predicted_s).
+    """
     return max(LATE_S, LATE_FACTOR * predicted_s)
 
 
 class Work(NamedTuple):
     """Something that has begun and has not ended."""
 
-    since: float  # of the engine's clock
+    since: float  # by the engine's clock
     predicted_s: float
 
 
 class StepTimes:
-    """Predicts how long a step of a number of tokens takes, from those that were.
+    """Predicts how long a step of a number of tokens takes, from earlier steps.
 
     Sizes are powers of two. Each has a mean that follows longer steps at once (half of the way) and shorter ones slowly
     (a twentieth): a prompt's chunks cost more the later they come, and a single quick step says little. A size that
@@ -51,7 +53,7 @@ class StepTimes:
         return self._means_s[size] or self._guess_s(size)
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Such a step took so long."""
+        """Record how long such a step took."""
         size = min(num_tokens.bit_length(), _NUM_SIZES - 1)
         mean = self._means_s[size]
         if mean:
@@ -72,39 +74,39 @@ class StepWatch:
         self.times = StepTimes()
         self.clock = clock
         self._turn: Work | None = None  # the loop is awake
-        self._step: Work | None = None  # the oldest that has not ended
+        self._step: Work | None = None  # the oldest unfinished one
         self._steps: deque[tuple[Work, int]] = deque()  # with their tokens
         self._last_end = 0.0
 
     @property
     def oldest(self) -> Work | None:
-        """The oldest work that has not ended. None: the loop waits for something to do."""
+        """The oldest unfinished work. None: the loop waits for something to do."""
         return self._step or self._turn
 
     @property
     def num_under_way(self) -> int:
-        """Steps that have begun and have not ended."""
+        """Number of steps in progress."""
         return len(self._steps)
 
     def wake(self) -> None:
-        """The loop begins to work."""
+        """Note that the loop begins to work."""
         self._turn = Work(self.clock.now(), OTHER_WORK_S)
 
     def rest(self) -> None:
-        """The loop begins to wait. Steps that have begun go on."""
+        """Note that the loop begins to wait. Steps in progress continue."""
         self._turn = None
 
     def begin(self, num_tokens: int, now: float) -> None:
-        """A step of so many tokens begins."""
+        """Note that a step of this many tokens begins."""
         work = Work(now, self.times.predict_s(num_tokens))
         self._steps.append((work, num_tokens))
         if self._step is None:
             self._step = work
 
     def end(self, now: float) -> None:
-        """The oldest step has ended; the next one has had the engine for itself since then.
+        """Note that the oldest step has ended; from then on the next one has had the engine to itself.
 
-        Harmless where none has begun.
+        Harmless if none has begun.
         """
         if not self._steps:
             return

@@ -1,4 +1,4 @@
-"""Tiers below an engine's cache: what they announce, operators' orders about them, and the answers."""
+"""Tiers below an engine's cache: their events, operators' orders about them, and the answers."""
 
 from typing import Annotated, Literal
 
@@ -15,7 +15,7 @@ MAX_MEDIUM_CHARS = 128
 
 
 def names_tier(name: str, tier: str) -> bool:
-    """Whether a tier, such as "multi/1-store/0-host", is called so: in full, by its last part or its kind, "host"."""
+    """Whether a tier, such as "multi/1-store/0-host", has this name: in full, by its last part or its kind, "host"."""
     last = tier.rpartition("/")[2]
     return name in (tier, last, last.partition("-")[2])
 
@@ -25,13 +25,13 @@ class CacheOrder(Message, frozen=True, kw_only=True):
 
     order_id: Id
     action: CacheAction
-    keys: BlockKeys | None = None  # of a prompt's full hash blocks, in their order; None: all that there is
+    keys: BlockKeys | None = None  # of a prompt's full hash blocks, in order; None: everything
     tier: Text = ""  # its name, "multi/1-store/0-host", the last part of that, or its kind, "host"; empty: all
-    ttl_s: Seconds | None = None  # of pins; None: until they are taken away
+    ttl_s: Seconds | None = None  # of pins; None: until they are removed
     timeout_s: Seconds = 10.0  # tiers that have not answered by then are late
     kv_terms: KVTerms | None = None  # prefetch, move: of the prompt's requests
-    source: Text = ""  # move: the tier that values leave, named as `tier` is, which is where they go
-    copy: bool = False  # move: they stay there, too
+    source: Text = ""  # move: the source tier, named like `tier`, which is the destination
+    copy: bool = False  # move: keep the values in the source, too
 
     def within(self, name: str) -> "CacheOrder":
         """The same order for the part of that name."""
@@ -39,7 +39,7 @@ class CacheOrder(Message, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, tier=tier, source=source)
 
     def is_about(self, tier: str) -> bool:
-        """Whether the order names this tier, such as "0-host", of the part that it went to."""
+        """Whether the order names this tier, such as "0-host", of the part that it was sent to."""
         return not self.tier or names_tier(self.tier, tier)
 
     def is_from(self, tier: str) -> bool:
@@ -50,8 +50,8 @@ class CacheOrder(Message, frozen=True, kw_only=True):
 class TierPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """One of the stores that a tier consists of."""
 
-    name: Text  # in LoadReport.connectors, behind the connector's name; empty: the tier is this store alone
-    capacity: Count | None = None  # keys of this engine's that it has room for; None: it is not known to evict any
+    name: Text  # name in LoadReport.connectors, after the connector's name; empty: the tier is this store alone
+    capacity: Count | None = None  # this engine's keys that fit into it; None: it is not known to evict any
 
     def under(self, name: str) -> "TierPart":
         """The same store as a part of `name`."""
@@ -59,20 +59,20 @@ class TierPart(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TierEvents(Message, frozen=True):
-    """What is to be had from a tier below the engine's cache, and what no longer is (docs/kv-stores.md).
+    """Keys that can be loaded from a tier below the engine's cache, and keys that no longer can (docs/kv-stores.md).
 
-    Hints, without numbers: a key that is wrongly told, or not, costs a load or a computation and nothing else. With no
-    keys it only says that the engine reaches the tier.
+    These are hints, without numbers: a wrong or missing key only costs a load or a computation. Without keys it only
+    says that the engine reaches the tier.
     """
 
     medium: Annotated[str, Meta(min_length=1, max_length=MAX_MEDIUM_CHARS)]  # the tier's name, such as "disk"
-    shared: bool  # what one engine says of it holds for all that name it and its scope; else it is this engine's own
-    tokens_per_key: Size  # a key is the block key at the end of so many tokens; other ends are not told
+    shared: bool  # one engine's events hold for all that name it and its scope; otherwise it is private to this engine
+    tokens_per_key: Size  # a key is the block key at the end of this many tokens; other ends are not reported
     removed: BlockKeys = []
     stored: BlockKeys = []
     parts: Annotated[list[TierPart], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # fastest first; empty: not known
-    value_bytes: Count = 0  # that a rank reads for a key; 0: not known
-    scope: Annotated[str, Meta(max_length=MAX_MEDIUM_CHARS)] = ""  # tells media of one name apart, as of two hosts
+    value_bytes: Count = 0  # bytes that a rank reads for a key; 0: not known
+    scope: Annotated[str, Meta(max_length=MAX_MEDIUM_CHARS)] = ""  # distinguishes media of one name, as of two hosts
 
     def under(self, name: str) -> "TierEvents":
         """The same events, of a tier that is a part of `name`."""
@@ -81,21 +81,21 @@ class TierEvents(Message, frozen=True):
 
 
 class TierAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What became of a CacheOrder in one tier of an engine; of one that failed, why."""
+    """The result of a CacheOrder in one tier of an engine; for a failure, the reason."""
 
     tier: Text
-    num_tokens: Count = 0  # of the prompt, from its beginning, that the tier has, or that were pinned there
-    num_values: Count = 0  # blocks of a pool, or values of a store, that it was about
+    num_tokens: Count = 0  # tokens from the prompt's beginning that the tier has, or that were pinned there
+    num_values: Count = 0  # blocks of a pool, or values of a store, that it affected
     code: Id = ""
     problem: Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)] = ""
 
 
 class CacheAnswer(Message, frozen=True):
-    """What became of a CacheOrder on one engine."""
+    """The result of a CacheOrder on one engine."""
 
     order_id: Id
     tiers: Annotated[list[TierAnswer], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # those that the order names
-    known: Annotated[list[Text], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # all that there are
+    known: Annotated[list[Text], Meta(max_length=MAX_CONNECTOR_PARTS)] = []  # all existing ones
 
     def under(self, name: str) -> "CacheAnswer":
         """The same answer, about tiers that are parts of `name`."""

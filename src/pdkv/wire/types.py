@@ -1,6 +1,6 @@
-"""Ids, numbers and bounds that messages between processes consist of, with the ranges that every sender keeps.
+"""Ids, numbers and limits in messages between processes, with the ranges that every sender keeps.
 
-What is out of range does not pass the decoder (`src/pdkv/wire/frames.py`).
+Values out of range do not pass the decoder (`src/pdkv/wire/frames.py`).
 """
 
 from typing import Annotated
@@ -11,13 +11,13 @@ from msgspec import Meta
 from pdkv.base.limits import MAX_ID_CHARS
 
 MAX_BLOB_BYTES = 64 * 1024
-"""Upper bound of a ticket and of a hand-off's payload."""
+"""Largest size of a ticket and of a hand-off's payload."""
 
 RequestKey = tuple[str, int]
 """(request_id, attempt)."""
 
 MAX_PROBLEM_CHARS = 512
-"""Longest text about what is wrong with a connector or a tier."""
+"""Longest text about a problem of a connector or a tier."""
 
 MAX_CARDS = 65536
 """Most engines that one engine is told of."""

@@ -266,7 +266,7 @@ def test_a_card_without_the_same_children_is_refused_once_with_both_sides_values
     (first, second) = [record.getMessage() for record in caplog.records]
     assert first == f"no KV from engine e1: it has memory of memory; e0 has multi of memory,{STAND_IN_STORE}"
     assert second == (
-        "no KV from engine e2: it has connector memory, whose card names no children; "
+        "no KV from engine e2: it has connector memory, which lists no children on its card; "
         f"e0 has multi of memory,{STAND_IN_STORE}"
     )
 

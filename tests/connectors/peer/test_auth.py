@@ -123,7 +123,7 @@ def test_a_thousand_wrong_greetings_get_nowhere() -> None:
 
 def test_a_wrong_secret_is_seen_by_the_dialer_which_then_proves_nothing() -> None:
     greeting = Recorded(secret=b"x" * 32)
-    assert greeting.refusals == ["dialer: whatever listens in place of engine d rank 3 does not know its secret"]
+    assert greeting.refusals == ["dialer: the listener in place of engine d rank 3 does not know its secret"]
     assert [who for who, _ in greeting.said] == ["dialer", "listener"]
 
 

@@ -336,7 +336,7 @@ def test_behind_the_deadline_nothing_leaves(
 
         monkeypatch.setattr(lower, "put", put_late)
         moved = order(engine, "move", KEYS[:12], source="host", tier="faulty")["1-faulty"]
-        assert (moved.code, moved.problem) == (TransferTimeout.code, "all was copied, and not removed in time")
+        assert (moved.code, moved.problem) == (TransferTimeout.code, "all values were copied, but not removed in time")
         assert find(engine) == {"0-host": (192, 3), "1-faulty": (192, 3)}
         engine.close()
 
@@ -429,7 +429,7 @@ def value_of(store: HostStore, key: bytes) -> memoryview:
 @pytest.mark.parametrize(
     ("source", "tier", "message"),
     [
-        ("host", "0-host", "from 'host' and tier '0-host' name the same tier: two were expected"),
+        ("host", "0-host", "from 'host' and tier '0-host' name the same tier: expected two"),
         ("host", "memory", "tier 'memory' names 1-memory and 2-memory: one tier was expected"),
         ("memory", "host", "from 'memory' names 1-memory and 2-memory: one tier was expected"),
     ],

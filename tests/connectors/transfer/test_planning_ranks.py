@@ -170,7 +170,10 @@ def test_peers_of_other_ranks_and_blocks_are_compatible(tp: int, num_kv_heads: i
     ("card", "text"),
     [
         (_card(2, KVLayout(2, 3, 8, 16, "float32", 4, 6)), "KV heads differs: 8 in engine d, 6 in engine p"),
-        (_card(3, LAYOUT), "engine d and engine p: tensor parallel ranks differ by no integer ratio: 2 here, 3 there"),
+        (
+            _card(3, LAYOUT),
+            "engine d and engine p: numbers of tensor parallel ranks must be multiples of one another: 2 here, 3 there",
+        ),
         (_card(4, LAYOUT), "engine p says 4 KV heads a rank, 4 ranks have 2"),
         (_card(2, KVLayout(2, 4, 8, 24, "float32", 4, 8)), "blocks of 24 tokens"),
         (_card(2, in_fp8()), "dtype=float32,k=rotated' in engine d, .*dtype=float8_e4m3fn,k=rotated' in engine p"),

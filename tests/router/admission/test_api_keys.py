@@ -135,7 +135,7 @@ def test_no_two_tenants_share_a_salt_whatever_their_clients_say(tmp_path: Path) 
         (entry(kv_quota='"nanGiB"'), "a size such as 512MiB was expected, got 'nanGiB'"),
         (entry(kv_quota='"8388609GiB"'), "a size of at most 9007199254740992 bytes was expected, got '8388609GiB'"),
         (entry(name="a b"), r"key\[0\].name"),
-        (entry(name="anonymous"), "which stands for clients without a key"),
+        (entry(name="anonymous"), "which is reserved for clients without a key"),
         (entry() + entry(hash='"sha256:' + "cd" * 32 + '"'), "two keys named 'team'"),
         (entry() + entry("other"), "has the hash of the key 'team' twice"),
         ('[[key]]\nname = "a"\n', "missing required field `hash`"),

@@ -122,7 +122,7 @@ def test_nothing_leaves_twice() -> None:
     _, room = make_room()
     room.enter(5)
     room.leave(5)
-    with pytest.raises(AssertionError, match="more generations are over than began"):
+    with pytest.raises(AssertionError, match="more generations ended than began"):
         room.leave(0)
 
 

@@ -53,7 +53,7 @@ def test_a_step_is_late_by_half_a_second_or_five_times_its_prediction() -> None:
     health.beat(Beat("e", 0.49, 0.01))
     assert health.suspicion == ""
     health.beat(Beat("e", 0.51, 0.01))
-    assert health.suspicion == "has been at one step for 0.5 s, which should take 0.01 s"
+    assert health.suspicion == "has been in one step for 0.5 s, which should take 0.01 s"
     assert not health.silent, "it gets requests where nobody else is"
     health.beat(Beat("e", 4.9, 1.0))
     assert health.suspicion == ""

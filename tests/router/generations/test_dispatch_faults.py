@@ -184,7 +184,7 @@ async def test_a_long_step_is_no_silence_and_one_that_is_too_long_is_a_fault() -
             backend.say(Beat("e0", tick * TICK_S, 3.0))
             assert dispatcher.fault == ""
         backend.say(Beat("e0", 15.1, 3.0))
-        reason = "any-0 has been at one step for 15.1 s, which should take 3 s"
+        reason = "any-0 has been in one step for 15.1 s, which should take 3 s"
         assert dispatcher.fault == f"no prefill engine is live: {reason}"
         backend.say(Beat("e0", 0.0))
         assert dispatcher.fault == ""

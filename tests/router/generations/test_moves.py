@@ -97,7 +97,7 @@ def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones(caplog: pyte
     with caplog.at_level(logging.INFO, logger="pdkv.router.engines.health"):
         run(System(0, 2), body, start=False)
     texts = [record.getMessage() for record in caplog.records if record.name == "pdkv.router.engines.health"]
-    assert texts == ["any-0 is a suspect: it has been silent for 0.8 s", "any-0 is no suspect any more"]
+    assert texts == ["any-0 is a suspect: it has been silent for 0.8 s", "any-0 is no longer a suspect"]
 
 
 async def test_only_so_many_move_in_a_second_and_the_nearest_deadlines_first() -> None:

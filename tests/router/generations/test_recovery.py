@@ -427,7 +427,7 @@ async def test_who_waits_is_bounded_by_its_deadline_and_may_be_aborted() -> None
     async with live(System(1, 1)) as system:
         system.backends["decode-0"].die()
         late, aborted = (system.dispatcher.start(make_request(timeout_s=t)) for t in (5.0, 60.0))
-        with pytest.raises(RequestTimeout, match="longer than 5 s; at last it waited for an engine that was gone"):
+        with pytest.raises(RequestTimeout, match="longer than 5 s; it was last waiting for an engine that was gone"):
             await clock().passing(collect(late))
         aborted.abort()
         assert system.dispatcher.num_parked == 0

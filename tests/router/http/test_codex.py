@@ -153,7 +153,7 @@ def test_what_was_left_out_is_logged(caplog: pytest.LogCaptureFixture, monkeypat
         assert ask("Hi", CODEX).status == 200
         assert ask("Hi", CODEX).status == 200
     assert [r.getMessage() for r in caplog.records] == [
-        "tools that this server does not have were left out: image_generation, tool_search, web_search"
+        "left out tools that this server does not have: image_generation, tool_search, web_search"
     ]
 
 

@@ -1,1 +1,1 @@
-"""Measures a connector: bandwidth, latency, and its effect on the steps that run meanwhile."""
+"""Measures a connector: bandwidth, latency, and its effect on steps that run during transfers."""

@@ -1,4 +1,4 @@
-"""Pools whose free blocks lie as those of an engine do after a while, or as those of a fresh one."""
+"""Pools with free blocks in the order that an engine has after a while, or in the order of a fresh one."""
 
 import random
 from collections import deque
@@ -21,21 +21,21 @@ class FreshBooks(Books):
         self._free = deque(range(num_blocks))
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """As the engine's pool: the block that was freed first comes first."""
+        """As the engine's pool does: the block freed first is taken first."""
         assert len(self._free) >= num_blocks, f"the pool has no {num_blocks} free blocks"
         chosen = [self._free.popleft() for _ in range(num_blocks)]
         self.hold(chosen)
         return chosen
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """As the engine's pool: the end of a chain is reused before its beginning."""
+        """As the engine's pool does: the end of a chain is reused before its beginning."""
         for block in reversed(list(block_ids)):
             super().release([block])
             if not self._holders[block]:
                 self._free_one(block)
 
     def take_dirty(self) -> list[int]:
-        """Nobody else writes here: what comes free keeps its content."""
+        """No blocks: free blocks keep their content, since nothing else writes here."""
         return []
 
     def _free_one(self, block: int) -> None:
@@ -43,7 +43,7 @@ class FreshBooks(Books):
 
 
 class ContiguousBooks(FreshBooks):
-    """Every request gets adjacent blocks: the lowest run that follows the one before."""
+    """Every request gets adjacent blocks: the lowest run after the previous one."""
 
     def __init__(self, num_blocks: int, seed: int = 0) -> None:
         super().__init__(num_blocks, seed)
@@ -72,7 +72,7 @@ class ContiguousBooks(FreshBooks):
 
 
 class AgedBooks(FreshBooks):
-    """After NUM_OPERATIONS random allocations and frees of requests of many lengths."""
+    """The pool after NUM_OPERATIONS random allocations and frees of requests of many lengths."""
 
     def __init__(self, num_blocks: int, seed: int = 0) -> None:
         super().__init__(num_blocks, seed)
@@ -95,4 +95,4 @@ class AgedBooks(FreshBooks):
 
 
 PATTERNS: dict[str, type[FreshBooks]] = {"aged": AgedBooks, "contiguous": ContiguousBooks}
-"""How the blocks of a request lie."""
+"""The order of a request's blocks."""

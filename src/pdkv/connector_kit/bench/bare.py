@@ -1,7 +1,7 @@
-"""Bare transports: bytes from one process to another with nothing around them, the yardstick of connectors.
+"""Bare transports: bytes from one process to another without overhead, the yardstick of connectors.
 
-Each is a class with two sides: one that has the data, one that gets it into memory of its own. Both use regions larger
-than the last-level cache, in turns.
+Each is a class with two sides: one has the data, the other gets it into its own memory. Both use regions larger than
+the last-level cache, in turns.
 """
 
 import os
@@ -26,13 +26,13 @@ _BARE: Mapping[str, str] = {
     "pdkv.connectors.nixl.connector": "pdkv.connector_kit.bench.bare:SharedMapping",
     "pdkv.connectors.p2p.connector": "pdkv.connector_kit.bench.bare_socket:UnixMessage",
 }
-"""By module."""
+"""Bare transports by connector module."""
 
 _CHOSEN: Mapping[tuple[str, str, str], str] = {
     ("pdkv.connectors.nixl.connector", "path", "ucx"): "pdkv.connector_kit.bench.bare_nixl:NixlRead",
     ("pdkv.connectors.p2p.connector", "sockets", "tcp"): "pdkv.connector_kit.bench.bare_socket:TcpMessage",
 }
-"""By module, and an option with which it uses another transport."""
+"""By module, with the option that selects another transport."""
 
 _OF_STORES: Mapping[str, str] = {
     "memory": "pdkv.connector_kit.bench.bare:LocalCopy",
@@ -48,9 +48,9 @@ _OF_STORES: Mapping[str, str] = {
 
 
 def bare_of(target: str, connector: type, options: Mapping[str, str]) -> str | None:
-    """The bare transport below a connector, "module:Class"; None: there is none to compare with.
+    """The bare transport below a connector, "module:Class"; None: there is none.
 
-    A third party's class names its own in an attribute `bare_transport`.
+    A third party's class names its own in the attribute `bare_transport`.
     """
     own = getattr(connector, "bare_transport", None)
     if isinstance(own, str):
@@ -65,7 +65,9 @@ def bare_of(target: str, connector: type, options: Mapping[str, str]) -> str | N
 
 
 class BareTransport(ABC):
-    """One side. `spec` says how many bytes are moved, and in pieces of which size where they are moved in pieces."""
+    """One side of a bare transport. `spec` has the number of bytes to move, and the size of pieces if they are moved in
+    pieces.
+    """
 
     def __init__(self, spec: p.OpenBare) -> None:
         self.num_bytes = spec.num_bytes
@@ -80,21 +82,21 @@ class BareTransport(ABC):
 
     @abstractmethod
     def offer(self) -> bytes:
-        """Become the side that has the data; returns where the other one finds it."""
+        """Become the side that has the data; returns its address."""
 
     @abstractmethod
     def connect(self, address: bytes) -> None:
         """Become the receiving side."""
 
     def send(self, in_pieces: bool, timeout_s: float) -> None:
-        """The side with the data takes part, where it must."""
+        """Take part in a move as the side with the data, if that is necessary."""
 
     @abstractmethod
     def fetch(self, in_pieces: bool, timeout_s: float) -> None:
         """Get num_bytes; their place is `slot()` on both sides."""
 
     def prepare(self) -> None:
-        """What comes before the clock of the side that gets the data starts."""
+        """Prepare a move before the clock of the receiving side starts."""
 
     def close(self) -> None:
         """Release all resources."""
@@ -112,10 +114,10 @@ BARE_SIDE = "pdkv.connector_kit.bench.bare:BareSide"
 
 
 class BareSide:
-    """What a host has of a bare transport."""
+    """A host's part of a bare transport."""
 
     def __init__(self, opened: p.OpenBare) -> None:
-        """Raises ConfigError where a package is missing."""
+        """Raises ConfigError if a package is missing."""
         self._transport: BareTransport = resolve_name(opened.transport)(opened)
         self._gets = opened.address is not None
         self.address = b""
@@ -138,7 +140,7 @@ class BareSide:
         return MONOTONIC.now() - start
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
         self._transport.close()
 
 
@@ -170,7 +172,7 @@ class LocalCopy(BareTransport):
 
 
 class SharedMapping(LocalCopy):
-    """memcpy by one thread out of memory that another process has written, and this one maps."""
+    """memcpy by one thread from memory that another process has written, and this one maps."""
 
     _fd: int = -1
 
@@ -195,7 +197,7 @@ class SharedMapping(LocalCopy):
 
 
 class FileRead(BareTransport):
-    """A file's bytes, as they lie in the page cache."""
+    """Reads a file's bytes, which are in the page cache."""
 
     _fd: int = -1
     _path: Path | None = None

@@ -11,7 +11,7 @@ from pdkv.connector_kit.bench.bare import BareTransport
 from pdkv.errors import ConfigError
 
 _VALUES_PER_CALL = 256
-"""The client's queue over TCP refuses what is beyond 4,096, and then waits for a minute."""
+"""The client's TCP queue refuses more than 4,096 requests, and then waits for a minute."""
 
 
 class MooncakeGet(BareTransport):
@@ -24,7 +24,7 @@ class MooncakeGet(BareTransport):
             for names, addresses, sizes in self._batches(in_pieces):
                 codes = self._client.batch_put_from(names, addresses, sizes)
                 if any(codes):
-                    raise OSError(f"Mooncake did not take the values: {sorted(set(codes))}")
+                    raise OSError(f"Mooncake did not accept the values: {sorted(set(codes))}")
         return msgspec.msgpack.encode(self._names)
 
     def connect(self, address: bytes) -> None:
@@ -45,7 +45,7 @@ class MooncakeGet(BareTransport):
         self._client.close()
 
     def _batches(self, in_pieces: bool) -> Iterator[tuple[list[str], list[int], list[int]]]:
-        """Names, places in this turn's slot, and sizes: a call each."""
+        """Names, places in this turn's slot, and sizes of each call."""
         size = self.piece_bytes if in_pieces else min(self.spec.value_bytes, self.num_bytes)
         base = self._memory.ctypes.data + (self.slot() if self.turn >= 0 else 0)
         count = self.num_bytes // size

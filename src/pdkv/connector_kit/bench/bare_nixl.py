@@ -20,7 +20,7 @@ class _Address(msgspec.Struct, frozen=True):
 
 
 class NixlRead(BareTransport):
-    """UCX chooses the way, as it does for the connector."""
+    """Reads by NIXL, with the path chosen by UCX, as for the connector."""
 
     def __init__(self, spec: p.OpenBare) -> None:
         super().__init__(spec)

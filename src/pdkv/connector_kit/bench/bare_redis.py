@@ -6,11 +6,11 @@ import msgspec
 
 from pdkv.connector_kit.bench.bare import BareTransport
 
-_BATCH = 512  # values that are set at a time
+_BATCH = 512  # values stored at a time
 
 
 class RedisGet(BareTransport):
-    """One copy of the bytes in the server; the client gets them as redis-py hands them out."""
+    """One copy of the bytes in the server; the client gets them as redis-py returns them."""
 
     def offer(self) -> bytes:
         self._connect()

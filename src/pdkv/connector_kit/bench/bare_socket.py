@@ -1,4 +1,4 @@
-"""Bare sockets: one message out of one process' memory into another's; in pieces, one message for each."""
+"""Bare sockets: one message from one process's memory into another's; in pieces, one message for each."""
 
 import secrets
 import socket
@@ -17,7 +17,7 @@ _READY = b"\1"
 
 
 class UnixMessage(BareTransport):
-    """The side that gets the data says when it is ready: its clock starts then."""
+    """The receiving side says when it is ready, which starts its clock."""
 
     family: ClassVar[socket.AddressFamily] = socket.AF_UNIX
 
@@ -44,7 +44,7 @@ class UnixMessage(BareTransport):
     def send(self, in_pieces: bool, timeout_s: float) -> None:
         connection = self._met(timeout_s)
         if connection.recv(1) != _READY:
-            raise ConnectionError("the side that gets the data is gone")
+            raise ConnectionError("the receiving side is gone")
         for piece in self._pieces(self.source_offsets.tolist(), in_pieces):
             connection.sendall(piece)
 
@@ -60,7 +60,7 @@ class UnixMessage(BareTransport):
                 each.close()
 
     def _met(self, timeout_s: float) -> socket.socket:
-        """The connection, for calls that block for at most so long: one call then moves a whole message."""
+        """The connection with a timeout for calls, each of which then moves a whole message."""
         if self._connection is None:
             assert self._listener is not None
             self._listener.settimeout(timeout_s)

@@ -1,4 +1,4 @@
-"""A connector's effect on steps: beside a slow transport, and by the scheduler's questions."""
+"""A connector's effect on steps: during a slow transfer, and by the scheduler side's calls."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,17 +14,17 @@ from pdkv.connector_kit.rig.request import Request
 from pdkv.connectors.base import MatchedTokens
 
 THROTTLED_TO = 0.1
-"""Of the pace at which the forward pass makes KV."""
+"""Share of the pace at which the forward pass makes KV."""
 
 
 class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
-    """Prefill steps beside a transport that is throttled to THROTTLED_TO of their pace."""
+    """Prefill steps during a transfer that is throttled to THROTTLED_TO of their pace."""
 
     connector: str
     layout: str
     chunk: int
     transport_mb_s: float  # of one rank
-    idle_step_ms: float  # the same steps with a connector that has nothing to do
+    idle_step_ms: float  # the same steps with an idle connector
     step_ms: float
     slowdown: float  # 0.1: a tenth longer
 
@@ -33,13 +33,13 @@ class SchedulerCost(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of the scheduler side for one request."""
 
     connector: str
-    cached_blocks: int  # whose content others have
+    cached_blocks: int  # with content that others have
     handoff_us: float
-    lookup_us: float | None  # content that nobody has; None: it finds nothing by content
+    lookup_us: float | None  # content that no engine has; None: it finds nothing by content
 
 
 class Steps(TimedTransfer):
-    """A prompt whose chunks are timed."""
+    """A prompt with timed chunks."""
 
     def step(self, start: int) -> float:
         """Seconds of the step thread for one chunk."""
@@ -66,7 +66,7 @@ class Steps(TimedTransfer):
         return max(self.reader.take_span().ended - computed.ended, 0.0)
 
     def idle_step(self, start: int) -> float:
-        """The same, of a request that the connector hears nothing about."""
+        """The same, for a request that the connector is not told of."""
         stop = min(start + self.chunk, self.num_tokens)
         tokens = p.TokenRange(list(self.sender.text), start, stop, self.sender.block_tables)
         self.writer.take_cost()
@@ -79,7 +79,7 @@ class Steps(TimedTransfer):
         return range(0, self.num_tokens, self.chunk)
 
     def expect(self) -> None:
-        """Push: the reader is ready, and the writer knows."""
+        """Push: wait until the reader is ready, and the writer knows."""
         for step in (self.find, self.allocate, self.start, self.bring_ticket):
             step()
 
@@ -87,7 +87,7 @@ class Steps(TimedTransfer):
 def measure_slowdown(
     plan: Plan, *, chunk: int = 512, num_steps: int = 6, step_s: float = 0.1, rounds: int = 3
 ) -> Slowdown:
-    """Steps beside saves (push, store), and beside a peer that loads (pull), against steps beside nothing.
+    """Measure steps during saves (push, store) or while a peer loads (pull), against steps without transfers.
 
     The forward pass computes for about `step_s`; all I/O threads are throttled. Raises ConfigError or Violation.
     """
@@ -125,7 +125,7 @@ def _idle_round(world: BenchWorld, tokens: int, chunk: int) -> float:
 
 
 def _busy_round(world: BenchWorld, tokens: int, chunk: int, rate: float) -> float:
-    """A load of the prompt before is under way (pull, store), or the prompt's own chunks are (push)."""
+    """One round: the previous prompt is being loaded (pull, store), or the prompt's own chunks are sent (push)."""
     before, prompt = TimedTransfer(world, tokens), Steps(world, tokens, chunk=chunk)
     if prompt.is_push:
         _throttle(world, rate)
@@ -151,14 +151,16 @@ def _throttle(world: BenchWorld, rate: float) -> None:
 
 
 def come_to_rest(world: BenchWorld) -> None:
-    """Until neither engine has anything to do."""
+    """Wait until neither engine has anything to do."""
     world.until(lambda: world.writer.is_idle and world.reader.is_idle, "both sides come to rest")
 
 
 def measure_scheduler_cost(
     plan: Plan, num_cached: Sequence[int], *, num_tokens: int = 1024, repeats: int = 15
 ) -> list[SchedulerCost]:
-    """Hand-offs and lookups by content with so many blocks of other prompts cached at the peer, ascending."""
+    """Measure hand-offs and lookups by content, with an ascending number of other prompts' blocks cached at the
+    peer.
+    """
     tokens = num_cached[-1] * plan.producer.block_size + 2 * repeats * num_tokens
     shapes = [sized(shape, tokens, plan.region_bytes) for shape in (plan.producer, plan.consumer)]
     costs = []

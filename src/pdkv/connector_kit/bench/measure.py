@@ -1,4 +1,6 @@
-"""Bandwidth and latency of a connector by request length, beside memcpy and the bare transport in the same rounds."""
+"""Measures bandwidth and latency of a connector by request length, with memcpy and the bare transport in the same
+rounds.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -16,7 +18,7 @@ from pdkv.connector_kit.rig.world import Setting
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One length and pattern. Ratios are taken in each round. None: there is nothing to compare with."""
+    """One length and pattern. Ratios are taken in each round. None: not compared."""
 
     connector: str
     layout: str
@@ -28,7 +30,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     ms: Spread
     scheduler_ms: Spread  # of it, allocation and metadata
-    producer_step_ms: Spread  # CPU time of the connector's calls on the step thread, the prompt's steps included
+    producer_step_ms: Spread  # CPU time of the connector's calls on the step thread, including the prompt's steps
     consumer_step_ms: Spread
     gb_s: Spread
     memcpy_gb_s: Spread
@@ -41,11 +43,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def measure(plan: Plan, on_row: Callable[[Row], None] = lambda _: None) -> list[Row]:
-    """All lengths in all patterns; each one's first load is compared with what was sent, and not counted.
+    """Measure all lengths in all patterns; the first load of each is compared with what was sent, and not counted.
 
     Raises:
-        ConfigError: no such connector, option or shape.
-        Violation: a load fails, or brings something else.
+        ConfigError: unknown connector, option or shape. Violation: a load fails, or delivers wrong content.
     """
     rows = []
     with open_setting(plan) as setting, BenchWorld(setting, plan.producer, plan.consumer) as world:
@@ -78,7 +79,7 @@ def measure_in_turns(plans: Mapping[str, Plan], num_tokens: int) -> dict[str, li
 
 
 def _measure_length(plan: Plan, setting: Setting, world: BenchWorld, num_tokens: int) -> Iterator[Row]:
-    """A row for each pattern."""
+    """Measure one length: a row for each pattern."""
     size = plan_bytes(plan, num_tokens)
     memcpy = Memcpy(size, plan.region_bytes)
     yardsticks: dict[str, Callable[[], float]] = {"memcpy": memcpy.seconds}

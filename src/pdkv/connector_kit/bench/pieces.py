@@ -1,4 +1,4 @@
-"""How many pieces of memory a transfer consists of, by the plan that connectors share."""
+"""Number of memory pieces in a transfer, by the plan that connectors share."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from pdkv.connectors.transfer.planning import as_ids, blocks_of, reader_parts, r
 def planned_pieces(
     producer: Shape, consumer: Shape, num_tokens: int, source: Sequence[int], target: Sequence[int]
 ) -> int:
-    """Pieces that lie in one run on both sides, over all of the consumer's ranks.
+    """Pieces that are contiguous on both sides, over all of the consumer's ranks.
 
     Args:
         source, target: block tables; the first blocks hold token 0.
@@ -20,7 +20,7 @@ def planned_pieces(
         count = len(blocks_of(0, num_tokens, consumer.block_size))
         if same_heads:
             return run_starts(as_ids(source[:count]), as_ids(target[:count])).size * consumer.tp
-        per_part = 1  # a block's tokens of adjacent heads lie in one run
+        per_part = 1  # a block's tokens of adjacent heads are contiguous
         segments = count
     else:
         per_part = 0
@@ -33,5 +33,5 @@ def planned_pieces(
 
 
 def stored_pieces(num_tokens: int, tokens_per_value: int, parts: int = 1) -> int:
-    """Values that a store is asked for; heads and layers are cut into `parts`."""
+    """Values requested from a store; heads and layers are cut into `parts`."""
     return -(-num_tokens // tokens_per_value) * parts

@@ -1,4 +1,4 @@
-"""What is measured: the KV layout, the engines, and their processes."""
+"""The subject of a measurement: the KV layout, the engines, and their processes."""
 
 import math
 import tempfile
@@ -23,7 +23,7 @@ TIMEOUT_S = 120.0
 STORED_BYTES, STORED_S = "2GiB", "60"
 
 BEYOND_CACHE_BYTES = 128 << 20
-"""Pools and yardsticks are larger than the last-level cache."""
+"""Bytes of pools and yardsticks, which exceed the last-level cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,10 @@ class Plan:
     tokens: Sequence[int]
     patterns: Sequence[str] = tuple(PATTERNS)
     repeats: int = 7
-    piece_bytes: int = 0  # of the bare transport in pieces; 0: one per (layer, K or V, block)
-    one_process: bool = False  # both engines in one process, for stores that are one's own
+    piece_bytes: int = 0  # size of the bare transport's pieces; 0: one per (layer, K or V, block)
+    one_process: bool = False  # both engines in one process, for stores private to a process
     region_bytes: int = BEYOND_CACHE_BYTES  # of memory that is used in turns
-    bare: bool = True  # beside the bare transport, too
+    bare: bool = True  # also for the bare transport
     kv_checksum: ChecksumMode = "on"
 
 
@@ -55,9 +55,7 @@ def make_plan(
     region_bytes: int = BEYOND_CACHE_BYTES,
     **fields: Any,
 ) -> Plan:
-    """A plan whose pools are large enough; `fields` are others of its own. Raises ConfigError for a layout that is
-    none.
-    """
+    """A plan with large enough pools; `fields` are its other fields. Raises ConfigError for an invalid layout."""
     producer, consumer = (
         sized(parse_layout(layout, tp=tp, block_size=size), max(tokens), region_bytes)
         for tp, size in zip(tp_pair, block_sizes, strict=True)
@@ -70,7 +68,7 @@ def make_plan(
 
 @contextmanager
 def open_setting(plan: Plan) -> Iterator[Setting]:
-    """Processes for worlds of the plan's connector, with private places for what it keeps."""
+    """Processes for worlds of the plan's connector, with private directories for its files."""
     target = CONNECTORS.target(plan.connector)
     options = bounded(target, {**profile_of(target, plan.options).options, **plan.options})
     checked = check_connector(
@@ -89,7 +87,7 @@ def open_setting(plan: Plan) -> Iterator[Setting]:
 
 
 def bounded(target: str, options: Mapping[str, str]) -> dict[str, str]:
-    """The options, with a bound on what is left in a store, where they have none: every load has KV of its own."""
+    """The options with a limit on the store's size, unless they have one: every load has different KV."""
     schemes = {url.partition("://")[0] for url in options.get("url", "").split(",")}
     bounds = {}
     if target.startswith("pdkv.connectors.store.shared_storage:") or "file" in schemes:
@@ -100,20 +98,20 @@ def bounded(target: str, options: Mapping[str, str]) -> dict[str, str]:
 
 
 def sized(shape: Shape, tokens: int, region_bytes: int = BEYOND_CACHE_BYTES) -> Shape:
-    """The shape with a pool for two requests of so many tokens, and of so many bytes."""
+    """The shape with a pool for two requests of this many tokens, and of this many bytes."""
     block_bytes = shape.layout().block_bytes
     num_blocks = max(2 * -(-tokens // shape.block_size) + 16, region_bytes // block_bytes)
     return replace(shape, num_blocks=num_blocks)
 
 
 def plan_bytes(plan: Plan, num_tokens: int) -> int:
-    """KV of so many tokens on all of the consumer's ranks, in whole blocks."""
+    """Bytes of KV of this many tokens on all of the consumer's ranks, in whole blocks."""
     layout = plan.consumer.layout()
     return -(-num_tokens // layout.block_size) * layout.block_bytes * plan.consumer.tp
 
 
 def store_values(plan: Plan, options: Mapping[str, str]) -> tuple[int, int]:
-    """Tokens per value of a store connector with these options, and into how many values their KV is cut."""
+    """Tokens per value of a store connector with these options, and the number of values for their KV."""
     defaults = StoreConnectorOptions()
     groups = int(options.get("layer_groups", defaults.layer_groups))
     if not groups:

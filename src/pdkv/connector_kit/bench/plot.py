@@ -17,10 +17,10 @@ _YARDSTICKS: Sequence[tuple[str, str, Callable[[Row], Spread | None]]] = (
 
 
 class Plot:
-    """A file that can be written when the measurements are there."""
+    """A plot file, written once the measurements are done."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError, before anything is measured: no matplotlib, no such format or folder."""
+        """Raises ConfigError before anything is measured: matplotlib, the format or the folder is missing."""
         try:
             self._figure: Any = import_module("matplotlib.figure").Figure(figsize=(9, 5.5), layout="constrained")
         except ImportError:
@@ -33,7 +33,7 @@ class Plot:
         self._path = path
 
     def save(self, rows: Sequence[Row]) -> None:
-        """GB/s by length: a line for each pattern with its quartiles, and those of the yardsticks.
+        """Draw GB/s by length: a line for each pattern with its quartiles, and lines for the yardsticks.
 
         Raises:
             ConfigError: the file cannot be written.

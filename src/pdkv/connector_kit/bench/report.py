@@ -1,4 +1,4 @@
-"""Prints measurements for people: a table, and a text plot of bandwidth by length."""
+"""Prints measurements: a table, and a text plot of bandwidth by length."""
 
 from collections.abc import Sequence
 from typing import TextIO
@@ -17,7 +17,7 @@ _BAR = 50
 
 def print_head(out: TextIO) -> None:
     """The table's first lines."""
-    print("medians, beside them lower-upper quartiles; rates in GB/s; ratios are taken in each round", file=out)
+    print("medians, followed by lower-upper quartiles; rates in GB/s; ratios are taken in each round", file=out)
     print(_HEAD, file=out, flush=True)
 
 
@@ -36,7 +36,7 @@ def print_row(row: Row, out: TextIO) -> None:
 
 
 def print_tail(tail: PushTail, out: TextIO) -> None:
-    """One line."""
+    """Print one line about a push's tail."""
     print(
         f"{tail.tokens} tokens in {tail.steps} step{'s' * (tail.steps > 1)}: {_spread(tail.tail_ms)} ms are left when "
         f"the forward pass ends, the bare transfer takes {_spread(tail.bare_ms)} ms; of {BARE_SHARE:.0%} of it and "
@@ -46,17 +46,17 @@ def print_tail(tail: PushTail, out: TextIO) -> None:
 
 
 def print_slowdown(slowdown: Slowdown, out: TextIO) -> None:
-    """One line."""
+    """Print one line about the slowdown of steps."""
     print(
-        f"prefill steps of {slowdown.chunk} tokens beside a transport of {slowdown.transport_mb_s:.1f} MB/s (a tenth "
-        f"of their pace): {slowdown.step_ms:.1f} ms, {slowdown.idle_step_ms:.1f} ms beside an idle one "
+        f"prefill steps of {slowdown.chunk} tokens during a transfer of {slowdown.transport_mb_s:.1f} MB/s (a tenth "
+        f"of their pace): {slowdown.step_ms:.1f} ms, {slowdown.idle_step_ms:.1f} ms with an idle connector "
         f"({slowdown.slowdown:+.1%})",
         file=out,
     )
 
 
 def print_plot(rows: Sequence[Row], out: TextIO) -> None:
-    """GB/s by length, one bar per row: # the connector, | memcpy, + the bare transport."""
+    """Print GB/s by length, one bar per row: # the connector, | memcpy, + the bare transport."""
     medians = [[rate.median for rate in (row.gb_s, row.memcpy_gb_s, row.raw_gb_s) if rate is not None] for row in rows]
     top = max(max(each) for each in medians)
     print(f"GB/s, full scale {top:.1f}; # the connector, + bare, | memcpy", file=out)

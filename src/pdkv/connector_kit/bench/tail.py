@@ -1,4 +1,4 @@
-"""What is left of a push when the forward pass ends."""
+"""Measures what is left of a push when the forward pass ends."""
 
 from statistics import median
 
@@ -14,17 +14,17 @@ from pdkv.connector_kit.rig.world import NotApplicable, require
 
 TOKENS = 2048
 STEP_COUNTS = (1, 4)
-"""A prompt in one step, as by default, and in four."""
+"""Steps of a prompt: one, as by default, and four."""
 
 PACE = 2300.0
-"""Tokens per second that the forward pass computes, as that of mid does on two threads."""
+"""Tokens per second of the forward pass, as for the mid layout on two threads."""
 
 BARE_SHARE, SLACK_MS = 0.25, 2.0
-"""What a tail may be: of the bare transfer, and beside it."""
+"""The allowed tail: a share of the bare transfer, plus milliseconds."""
 
 
 class PushTail(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt in so many steps of the forward pass."""
+    """A prompt in a number of steps of the forward pass."""
 
     connector: str
     layout: str
@@ -33,16 +33,16 @@ class PushTail(msgspec.Struct, frozen=True, kw_only=True):
     rounds: int
     tail_ms: Spread  # from the end of the step with the last chunk to the reader's report
     bare_ms: Spread  # all of the bytes on the bare transport, in one piece
-    ratio_to_allowed: Spread  # to BARE_SHARE of the bare transfer and SLACK_MS
+    ratio_to_allowed: Spread  # relative to BARE_SHARE of the bare transfer plus SLACK_MS
 
 
 def measure_push_tail(
     plan: Plan, num_tokens: int, *, step_counts: tuple[int, ...] = STEP_COUNTS, pace: float = PACE
 ) -> list[PushTail]:
-    """How much of a push is left when the forward pass has ended, for each number of steps; all take turns.
+    """Measure how much of a push is left when the forward pass has ended, for each number of steps, in turns.
 
     Raises:
-        NotApplicable: the connector does not push, or nothing is known about its bare transport.
+        NotApplicable: the connector does not push, or its bare transport is not known.
         Violation: a push fails.
     """
     shapes = [sized(shape, num_tokens, plan.region_bytes) for shape in (plan.producer, plan.consumer)]

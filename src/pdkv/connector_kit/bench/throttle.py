@@ -1,4 +1,4 @@
-"""Slows a connector's transport down: its I/O threads wait, as they would for a slow peer."""
+"""Throttles a connector's transport: its I/O threads wait, as they would for a slow peer."""
 
 import threading
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from pdkv.connectors.transfer.worker import Job, TransferWorker
 
 
 def throttle(worker: WorkerConnector, bytes_per_s: float) -> Callable[[], None]:
-    """Slow a worker side down; returns what ends that.
+    """Throttle a worker side; returns an object that ends it.
 
-    One that is no TransferWorker is taken at its word about bytes, and its results are withheld for as long.
+    For a side that is not a TransferWorker, the reported bytes are trusted, and its results are withheld for as long.
     """
     slow = _SlowJobs(worker, bytes_per_s) if isinstance(worker, TransferWorker) else _SlowResults(worker, bytes_per_s)
     return slow.end
 
 
 class _SlowJobs:
-    """Around run_job: all of the worker's threads share the rate."""
+    """Throttles run_job: all of the worker's threads share the rate."""
 
     def __init__(self, worker: TransferWorker, bytes_per_s: float) -> None:
         self._run_job = worker.run_job
@@ -31,12 +31,12 @@ class _SlowJobs:
         worker.run_job = self._run  # type: ignore[method-assign]
 
     def end(self) -> None:
-        """Threads that wait go on; later jobs are as fast as they can be. Idempotent."""
+        """End throttling: waiting threads continue, and later jobs run at full speed. Idempotent."""
         self._ended.set()
         self._worker.run_job = self._run_job  # type: ignore[method-assign]
 
     def _run(self, job: Job, scratch: Any) -> int | None:
-        if isinstance(job.order, PushPiece):  # before: it may be posted, and whoever has it all is told at once
+        if isinstance(job.order, PushPiece):  # waits before the job: it may be posted, and its end reported at once
             self._wait(_push_bytes(self._worker, job.order))
             return self._run_job(job, scratch)
         num_bytes = self._run_job(job, scratch)
@@ -56,7 +56,7 @@ def _push_bytes(worker: TransferWorker, piece: PushPiece) -> int:
 
 
 class _SlowResults:
-    """Around get_finished: an outcome is told when its bytes could have been through."""
+    """Throttles get_finished: an outcome is reported when its bytes could have been moved."""
 
     def __init__(self, worker: WorkerConnector, bytes_per_s: float) -> None:
         self._worker = worker
@@ -67,7 +67,7 @@ class _SlowResults:
         worker.get_finished = self._release  # type: ignore[method-assign]
 
     def end(self) -> None:
-        """Everything is told with the next call."""
+        """End throttling: everything is reported with the next call."""
         self._rate = float("inf")
         self._free_at = 0.0
         self._withheld = [(0.0, *rest) for _, *rest in self._withheld]  # type: ignore[misc]

@@ -24,10 +24,10 @@ _ODD = 0x3C6EF35F
 
 
 class TimedCalls(StepWatch):
-    """Records how long calls take, without tracing what they do."""
+    """Records the duration of calls without tracing what they do."""
 
     def call(self, name: str, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Call, and record how long it took: cpu_s + blocked_s."""
+        """Make a call, and record its duration: cpu_s + blocked_s."""
         start, cpu = MONOTONIC.now(), time.thread_time()
         try:
             return function(*arguments)
@@ -37,7 +37,7 @@ class TimedCalls(StepWatch):
 
 
 class TimedRank(HostedRank):
-    """Its blocks have a content each from the start; steps write nothing, and compute where they shall."""
+    """A rank with different content in each block from the start; steps write nothing, and compute if asked to."""
 
     def __init__(self, build: p.Build, notify: Callable[[], None]) -> None:
         self._woken = threading.Event()
@@ -57,7 +57,7 @@ class TimedRank(HostedRank):
         return TimedCalls(notify)
 
     def fill_pool(self, pool: Values) -> Values:
-        """Different in every block and in the engines' pools; touches all of it."""
+        """Fill the pool with content that differs between blocks and engines; touches all of it."""
         words = self._pool.view(-1).view(_int32()).numpy().reshape(self._pool.shape[0], -1)
         base = np.arange(words.shape[1], dtype=np.uint32) * np.uint32(_ODD)
         seed = crc32(f"{self._engine}/{self._rank}".encode())
@@ -112,7 +112,7 @@ class TimedRank(HostedRank):
         return p.Executed(p.as_dicts(results), [])
 
     def _await(self, keys: list[TransferKey], timeout_s: float) -> p.Executed:
-        """Results as they come, until all of `keys` are among them; `ended` is when the last of them was."""
+        """Collect results until all of `keys` are among them; `ended` is when the last of them was."""
         worker: WorkerConnector = self._worker
         deadline = MONOTONIC.now() + timeout_s
         reports: tuple[dict[TransferKey, TransferOutcome], ...] = ({}, {}, {}, {})
@@ -154,7 +154,7 @@ def _multiply(count: int) -> None:
 
 
 def _products_in(seconds: float) -> int:
-    """Products that take so long on an idle core."""
+    """The number of products that take this long on an idle core."""
     best = float("inf")
     _multiply(10)
     for _ in range(5):

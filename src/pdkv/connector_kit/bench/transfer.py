@@ -15,7 +15,7 @@ _BETWEEN_STEPS = frozenset({"update_peers"})
 
 
 class Span(NamedTuple):
-    """First begin and last end over all ranks, by the monotonic clock."""
+    """The first beginning and the last end over all ranks, by the monotonic clock."""
 
     began: float
     ended: float
@@ -33,8 +33,8 @@ class Timing(NamedTuple):
 
     transfer_s: float  # from the step that begins it to its report on all of the reader's ranks
     scheduler_s: float  # allocation and metadata, where it begins
-    scheduler_cpu_s: float  # the same and the questions before, without waiting for a processor
-    producer_step_s: float  # CPU time of all of the connector's calls on the step thread of rank 0, by both sides
+    scheduler_cpu_s: float  # the same plus earlier queries, without waiting for a processor
+    producer_step_s: float  # CPU time of all of the connector's calls on the step thread of rank 0, on both sides
     consumer_step_s: float
     save_s: float | None  # store: from the step that begins it to its report on the writer
 
@@ -45,10 +45,10 @@ class Timing(NamedTuple):
 
 
 class TimedEngine(Engine):
-    """An engine whose ranks time the connector's calls."""
+    """An engine with ranks that time the connector's calls."""
 
     rank: ClassVar[str] = "pdkv.connector_kit.bench.timed_rank:TimedRank"
-    step_cpu_s = 0.0  # of rank 0, in all calls that were taken so far
+    step_cpu_s = 0.0  # of rank 0, in all calls so far
 
     def await_ends(self, keys: Sequence[TransferKey]) -> None:
         """Tell all ranks to wait for the ends of transfers; `take_executed` must follow."""
@@ -56,11 +56,11 @@ class TimedEngine(Engine):
             host.send(self.name, p.Await(list(keys), self.timeout_s))
 
     def take_span(self) -> Span:
-        """Of the step or the waiting that was begun last. Raises Violation where a transfer has not ended in time."""
+        """The span of the last step or wait. Raises Violation if a transfer has not ended in time."""
         return self._span(self.take_executed())
 
     def run_and_await(self, plan: StepPlan, keys: Sequence[TransferKey]) -> Span:
-        """A step, and then the ends of the transfers that it begins."""
+        """Run a step, then wait for the ends of the transfers that it begins."""
         self.send_part(plan)
         self.await_ends(keys)
         step, waited = self.take_executed(settle=False), self.take_executed(settle=False)
@@ -82,7 +82,7 @@ class TimedEngine(Engine):
         return Cost(cpu_s + sum(record.blocked_s for record in records), cpu_s)
 
     def digest(self, tokens: p.TokenRange) -> dict[int, int]:
-        """A number for the content of each KV head of the model, where `tokens` lie."""
+        """A number for the content of each KV head of the model, at the place of `tokens`."""
         digests: dict[int, int] = {}
         for rank, values in enumerate(self.ask_all(p.Digest(tokens), list[int])):
             total, tp = self.layout.kv_heads_of_all_ranks, len(self.hosts)
@@ -97,12 +97,12 @@ class TimedEngine(Engine):
 
 
 class BenchWorld(World):
-    """Engines with clocks, and blocks that lie as they are wanted to."""
+    """Timed engines, with blocks in a chosen order."""
 
     engine_type: ClassVar[type[Engine]] = TimedEngine
 
     def scatter(self, pattern: str) -> None:
-        """From now on requests get their blocks in that pattern. All engines are idle."""
+        """Allocate requests' blocks in that pattern from now on. All engines must be idle."""
         for number, engine in enumerate(self.engines.values()):
             assert engine.is_idle, engine.describe_rest()
             engine.books = PATTERNS[pattern](self._shapes[engine.name].num_blocks, seed=number + 1)
@@ -127,7 +127,7 @@ def _timed(engine: Engine) -> TimedEngine:
 
 
 class TimedTransfer(Handover):
-    """All of one prompt's KV from the producer to the consumer."""
+    """The transfer of one prompt's whole KV from the producer to the consumer."""
 
     def __init__(self, world: BenchWorld, num_tokens: int, *, chunk: int = 0) -> None:
         super().__init__(world, num_tokens, check=False, chunk=chunk)
@@ -137,7 +137,7 @@ class TimedTransfer(Handover):
         """Run it, and let both sides come to rest.
 
         Raises:
-            Violation: it fails or, with `compare`, what arrives is not what was sent.
+            Violation: it fails or, with `compare`, the received KV differs from what was sent.
         """
         began = self._step_cpu_s()
         timing = self._push() if self.is_push else self._pull()
@@ -146,7 +146,9 @@ class TimedTransfer(Handover):
         if compare:
             self._compare()
         if self.is_push:
-            self.world.until(lambda: self.key in self.producer.sent, f"the end of sending {self.describe()} is told")
+            self.world.until(
+                lambda: self.key in self.producer.sent, f"the end of sending {self.describe()} is reported"
+            )
         self.end()
         self.world.until(lambda: self.writer.is_idle and self.reader.is_idle, "both sides come to rest")
         producer, consumer = (after - before for before, after in zip(began, self._step_cpu_s(), strict=True))
@@ -160,7 +162,7 @@ class TimedTransfer(Handover):
 
     @property
     def tables(self) -> tuple[Sequence[int], Sequence[int]]:
-        """Blocks of the producer and of the consumer; known while they are held."""
+        """Blocks of the producer and of the consumer; only known while they are held."""
         return self._source_ids, self._target_ids
 
     def _pull(self) -> Timing:
@@ -185,7 +187,7 @@ class TimedTransfer(Handover):
         return span.ended - span.began
 
     def _push(self) -> Timing:
-        """The ticket comes last where it may: then nothing is sent beside the steps that are not timed."""
+        """Push. The ticket comes last if possible, so that nothing is sent during steps that are not timed."""
         is_late = "concurrent" in self.producer.card.orders
         if is_late:
             self.prefill()
@@ -216,9 +218,9 @@ class TimedTransfer(Handover):
 
 
 def push_span(writer: TimedEngine, reader: TimedEngine, plan: StepPlan, key: TransferKey) -> Span:
-    """A step of the writer, and when the reader has all of a transfer."""
+    """A step of the writer, and the time when the reader has all of a transfer."""
     shared = {host.pid for host in writer.hosts} & {host.pid for host in reader.hosts}
-    if shared:  # one process serves both: it does one thing after the other
+    if shared:  # one process serves both, so it does one thing after the other
         began = writer.run_timed(plan).began
         reader.await_ends([key])
         return Span(began, reader.take_span().ended)

@@ -20,7 +20,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Spread":
-        """Of at least one value; of a single one all three are the same."""
+        """The spread of at least one value; with a single one, all three numbers are equal."""
         found = list(values)
         if len(found) == 1:
             return cls(*found * 3)
@@ -28,7 +28,7 @@ class Spread(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_ratios(cls, ours: Sequence[float], theirs: Sequence[float]) -> "Spread":
-        """Of each round's first number to its second: what slows both down does not change their ratio."""
+        """The ratio of each round's first number to its second, which does not change if both are slowed down."""
         return cls.of(mine / other for mine, other in zip(ours, theirs, strict=True))
 
     def over(self, number: float) -> "Spread":

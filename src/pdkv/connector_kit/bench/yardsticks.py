@@ -1,4 +1,4 @@
-"""What a connector is compared with: memcpy, and its bare transport."""
+"""The yardsticks of a connector: memcpy, and its bare transport."""
 
 from statistics import median
 from types import TracebackType
@@ -17,7 +17,7 @@ from pdkv.connectors.registry import CONNECTORS, load_connector
 
 
 class Memcpy:
-    """One thread's copy of as many bytes, warm, out of memory larger than the last-level cache."""
+    """One thread's copy of the same number of bytes, warm, from memory larger than the last-level cache."""
 
     def __init__(self, num_bytes: int, region_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -54,7 +54,7 @@ class Bare:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End both processes, whatever happened. After an error, such as Ctrl-C, one may still be in a move."""
+        """End both processes in any case. After an error, such as Ctrl-C, one may still be moving data."""
         for host in (self._reader, self._source):
             try:
                 if kind is None:
@@ -68,7 +68,7 @@ class Bare:
 
 
 def measure_bare(plan: Plan, setting: Setting, num_tokens: int, repeats: int) -> float:
-    """Median seconds of the bare transport for so many tokens, in one piece. Raises NotApplicable without one."""
+    """Median seconds of the bare transport for this many tokens, in one piece. Raises NotApplicable without one."""
     bare = open_bare(plan, setting, plan_bytes(plan, num_tokens))
     if bare is None:
         raise NotApplicable(f"no bare transport is known for {plan.connector}")
@@ -77,7 +77,7 @@ def measure_bare(plan: Plan, setting: Setting, num_tokens: int, repeats: int) ->
 
 
 def open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
-    """Both sides for the plan's connector and so many bytes; None: there is nothing to compare it with."""
+    """Both sides for the plan's connector and this many bytes; None: there is no bare transport."""
     target = bare_of(CONNECTORS.target(plan.connector), load_connector(plan.connector), setting.options)
     if target is None:
         return None

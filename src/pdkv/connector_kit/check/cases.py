@@ -10,7 +10,7 @@ Run = Callable[[Setting], None]
 
 @dataclass(frozen=True)
 class Case:
-    """`covers`: rows of the field's failures. `run` raises Violation, NotApplicable or Refused."""
+    """A test case. `covers`: rows of docs/field-failures.md. `run` raises Violation, NotApplicable or Refused."""
 
     name: str
     run: Run
@@ -18,12 +18,12 @@ class Case:
 
     @property
     def summary(self) -> str:
-        """The first line of the docstring: what it proves."""
+        """The first line of the docstring: what the case proves."""
         return (self.run.__doc__ or "").partition("\n")[0].strip()
 
 
 CASES: dict[str, Case] = {}
-"""In the order in which they run: from what everything else needs to what takes long."""
+"""The order of modules: from basic cases to slow ones."""
 
 
 def case(name: str, *, covers: str = "") -> Callable[[Run], Run]:

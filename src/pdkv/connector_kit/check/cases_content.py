@@ -17,7 +17,7 @@ NUM_CONCURRENT = 100
 
 @case("content_identity")
 def content_identity(setting: Setting) -> None:
-    """All lengths, orders, chunks and scattered block tables: what arrives is what was computed."""
+    """KV arrives exactly as computed, for all lengths, orders, chunks and scattered block tables."""
     with World(setting) as world:
         hand_over_all(world)
 
@@ -35,7 +35,7 @@ def hand_over_all(world: World, *, num_hit_blocks: int = 0) -> None:
 
 @case("local_hits")
 def local_hits(setting: Setting) -> None:
-    """Blocks that the consumer has already are never written; only the rest is loaded."""
+    """Blocks that the consumer already has are never written; only the rest is loaded."""
     with World(setting) as world:
         hand_over_all(world, num_hit_blocks=1)
         for num_tokens in (33, 64, 95):
@@ -46,7 +46,7 @@ def local_hits(setting: Setting) -> None:
 
 @case("order_of_calls")
 def order_of_calls(setting: Setting) -> None:
-    """Questions change nothing, steps may be planned ahead, and keys that nobody knows are ignored (F2)."""
+    """Questions change nothing, steps may be planned ahead, and unknown keys are ignored (F2)."""
     unknown = TransferKey("unknown", 7)
     with World(setting) as world:
         for engine in world.engines.values():
@@ -70,13 +70,15 @@ def order_of_calls(setting: Setting) -> None:
 
 
 def _ask_often(world: World, order: str) -> None:
-    """The engine asks again whenever it has no room; the answers agree, and the load is right at last."""
+    """Ask again and again, as an engine without room does; the answers must agree, and the load must be right in the
+    end.
+    """
     transfer = Handover(world, 40, order=order, chunk=16)
     for step in transfer.steps:
         step()
         if step == transfer.find:
             again = [transfer.consumer.ask(p.Match(transfer.receiver.view(), 0), MatchedTokens) for _ in range(3)]
-            require(len(set(again)) == 1, f"the same question, different answers: {again}")
+            require(len(set(again)) == 1, f"the same question got different answers: {again}")
         if step != transfer.start:
             ahead = [engine.plan() for engine in world.engines.values() for _ in range(2)]
             for engine, plan in zip([e for e in world.engines.values() for _ in range(2)], ahead, strict=True):
@@ -86,12 +88,14 @@ def _ask_often(world: World, order: str) -> None:
 
 @case("wake_up", covers="F19")
 def wake_up(setting: Setting) -> None:
-    """An idle engine hears of a result by notify (or says that it needs steps): nothing depends on other requests."""
+    """An idle engine is told of a result by notify (or the connector says that it needs steps), independent of other
+    requests.
+    """
     with World(setting) as world:
         for order in legal_orders(world):
             transfer = Handover(world, 40, order=order)
             transfer.take()
-            world.poll_s = 2 * world.timeout_s  # no step that nobody has asked for
+            world.poll_s = 2 * world.timeout_s  # no unrequested step
             announced = world.runs_until(lambda transfer=transfer: transfer.ended, world.timeout_s / 4)  # type: ignore[misc]
             world.poll_s = TRANSFER_POLL_S
             require(announced, f"nothing announced the end of the load of {transfer.describe()}")
@@ -143,7 +147,9 @@ _register_pairs()
 
 @case("latent_rows")
 def latent_rows(setting: Setting) -> None:
-    """Rows of one side, which all ranks have, and without positions: each rank gets every one, whoever sends it."""
+    """Rows of one side, shared by all ranks and without positions: each rank gets every row, whichever rank
+    sends it.
+    """
     if "latent" not in setting.layouts:
         raise NotApplicable("its plan has no latent rows: an engine with such KV is refused")
     shape = Shape(sides=1, num_heads=1, head_size=36, positions="none")
@@ -158,7 +164,7 @@ def latent_rows(setting: Setting) -> None:
 
 @case("all_ranks", covers="F20")
 def all_ranks(setting: Setting) -> None:
-    """One rank's success is not the transfer's: with another rank stopped, it ends only when all have their part."""
+    """A transfer ends only when all ranks have their part: one rank is stopped while the others succeed."""
     setting_of_ranks = ((2, 1), (1, 2))
     for pair in setting_of_ranks:
         with World(setting, Shape(tp=pair[0]), Shape(tp=pair[1])) as world:
@@ -168,7 +174,7 @@ def all_ranks(setting: Setting) -> None:
 
 
 def _stop_one_rank(world: World, order: str) -> None:
-    """The last rank of the side with two stops before its part is done, and goes on later."""
+    """Stop the last rank of the side with two before its part is done, and resume it later."""
     transfer = Handover(world, 100, order=order)
     stopped = world.producer if len(world.producer.hosts) > 1 else world.consumer
     for step in transfer.steps[:-1]:
@@ -196,7 +202,7 @@ def _stop_one_rank(world: World, order: str) -> None:
 
 @case("incompatible_peers")
 def incompatible_peers(setting: Setting) -> None:
-    """A peer whose KV cannot be used is refused from its card, with both sides' values, and harms nobody."""
+    """A peer with unusable KV is refused from its card, with both sides' values, and harms no other engine."""
     with World(setting) as world:
         own, other = world.consumer, world.producer.card
         layout = other.layout

@@ -38,7 +38,7 @@ def _abort_after(world: World, order: str, chunk: int, num_taken: int) -> None:
 
 @case("expiry", covers="F1")
 def expiry(setting: Setting) -> None:
-    """Every wait ends: for a peer that never sends, never receives, or is gone without a word; with a typed error."""
+    """Every wait ends with a typed error: for a peer that never sends, never receives, or is gone without a word."""
     with World(setting, deadline_s=SHORT_S) as world:
         if world.consumer.card.kind == "push":
             _nobody_sends(world)
@@ -53,20 +53,20 @@ def expiry(setting: Setting) -> None:
 
 
 def _nobody_sends(world: World) -> None:
-    """The consumer waits for a prompt that nobody computes, until its connector or its engine gives up."""
+    """The consumer waits for a prompt that is never computed, until its connector or its engine gives up."""
     transfer = Handover(world, 52)
     transfer.take(*transfer.steps[:3])
     world.runs_until(lambda: transfer.ended, world.passed_s)
     if not transfer.ended:
         transfer.drop_receiver()
     outcome = transfer.wait()
-    require(bool(outcome.code), "a load that nobody served has succeeded")
+    require(bool(outcome.code), "a load without a source has succeeded")
     transfer.require_typed(outcome)
     transfer.end()
 
 
 def _nobody_receives(world: World) -> None:
-    """The consumer has died with its ticket out; the producer does not know yet."""
+    """The consumer has died with an open ticket; the producer does not know yet."""
     transfer = Handover(world, 52)
     transfer.take(*transfer.steps[:4])
     world.kill("d")
@@ -89,7 +89,7 @@ def _producer_gone(world: World, *, met_before: bool) -> None:
 
 
 def _load_what_there_is(transfer: Handover) -> None:
-    """Find nothing, fail with a type, or get the right content."""
+    """Ask and load: nothing found, a typed failure, or the right content."""
     transfer.num_external = transfer.ask_until_known(0)
     if transfer.num_external:
         transfer.take(transfer.allocate, transfer.start)
@@ -98,7 +98,7 @@ def _load_what_there_is(transfer: Handover) -> None:
 
 @case("stopped_peer")
 def stopped_peer(setting: Setting) -> None:
-    """A peer that is stopped (SIGSTOP) costs its own transfers only; when it goes on, everything works again."""
+    """A peer that is stopped (SIGSTOP) costs only its own transfers; when it resumes, everything works again."""
     with World(setting, deadline_s=AMPLE_S) as world:
         for name in ("p", "d"):
             for order in legal_orders(world):
@@ -109,7 +109,7 @@ def stopped_peer(setting: Setting) -> None:
 
 
 def _stop_under_way(world: World, order: str, name: str) -> None:
-    """One side stops when the other one needs it; that one ends what it can, and gives up what it cannot."""
+    """Stop one side while the other needs it; the other ends what it can, and gives up the rest."""
     transfer = Handover(world, 100, order=order, chunk=48)
     if not transfer.is_push:
         transfer.prefill() if order == "prefill_first" else transfer.take(*transfer.steps[:-2])
@@ -140,7 +140,7 @@ def _stop_under_way(world: World, order: str, name: str) -> None:
 
 
 def _stop_for_pull(world: World, transfer: Handover, name: str) -> None:
-    """The producer stops before it is read; the consumer in the middle, and goes on when the source was reused."""
+    """Stop the producer before it is read, and the consumer in the middle; it resumes after the source was reused."""
     if name == "p":
         world.stop("p")
         if transfer.receiver.block_ids:
@@ -167,7 +167,7 @@ def _stop_for_pull(world: World, transfer: Handover, name: str) -> None:
 def _give_up_on_sender(world: World, transfer: Handover) -> None:
     """The consumer's deadline passes: its cancel is answered, or, at the latest, the teardown of the connection is.
 
-    Where that cannot stop a writer (within a host the kernel copies for it), the end of its process is.
+    If that cannot stop a writer (within a host the kernel copies for it), the end of its process does.
     """
     world.runs_until(lambda: transfer.ended, world.passed_s)
     transfer.drop_receiver()
@@ -204,7 +204,7 @@ def restarted_peer(setting: Setting) -> None:
 
 
 def _restart_under_way(world: World, order: str, name: str) -> None:
-    """What was agreed with the old incarnation is acted on although the new one is there."""
+    """Act on what was agreed with the old incarnation although the new one exists."""
     transfer = Handover(world, 100, order=order)
     old_kind = world.producer.card.kind
     if transfer.is_push:

@@ -1,4 +1,4 @@
-"""Cases about KV groups: layers with a window have block tables of their own, of which only the end is there."""
+"""Cases about KV groups: layers with a window have block tables of their own, of which only the end is present."""
 
 from dataclasses import replace
 
@@ -11,18 +11,18 @@ from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.wire.kv import KVGroup
 
 GROUPS = (KVGroup((0, 2)), KVGroup((1, 3), 40))
-"""Half of the layers see 40 tokens, which begin anywhere in a block."""
+"""Half of the layers see 40 tokens, which may begin anywhere in a block."""
 
 
 def _grouped(setting: Setting) -> Setting:
     if "windows" not in setting.layouts:
-        raise NotApplicable("its plan has no windows: it is given one table for all layers, which keep all tokens")
+        raise NotApplicable("its plan has no windows: it gets one table for all layers, which keep all tokens")
     return replace(setting, groups=GROUPS)
 
 
 @case("kv_groups")
 def kv_groups(setting: Setting) -> None:
-    """Of layers with a window the blocks arrive that the next token sees; those before are free, and are not sent."""
+    """For layers with a window, the blocks that the next token sees arrive; earlier ones are free, and not sent."""
     with World(_grouped(setting)) as world:
         for order in legal_orders(world):
             for num_tokens, chunk in [*((n, 0) for n in lengths(world.setting)), (115, 24), (337, 48)]:
@@ -31,24 +31,27 @@ def kv_groups(setting: Setting) -> None:
 
 
 def _hand_over(transfer: Handover) -> None:
-    """One transfer; its bytes are those of the blocks that are needed."""
+    """One transfer, the bytes of which are those of the needed blocks."""
     layout, num_tokens = transfer.consumer.layout, transfer.num_tokens
     transfer.take()
     outcome = transfer.wait()
     transfer.finish()
     stop = -(-num_tokens // layout.block_size)
     needed = sum(stop - first_seen_block(window, num_tokens, layout.block_size) for window in layout.windows)
-    require(len(transfer.leased) == needed, f"{len(transfer.leased)} blocks stay until the hand-off, {needed} are seen")
-    most = (needed + 1) * layout.block_bytes  # what a store puts around its values is less than a block
+    require(
+        len(transfer.leased) == needed, f"{len(transfer.leased)} blocks stay until the hand-off, but {needed} are seen"
+    )
+    most = (needed + 1) * layout.block_bytes  # a store's overhead per value is less than a block
     require(
         outcome.num_bytes < most,
-        f"{outcome.num_bytes} bytes came for {transfer.describe()}, {needed} blocks of {layout.block_bytes} are needed",
+        f"{outcome.num_bytes} bytes arrived for {transfer.describe()}, expected {needed} blocks of "
+        f"{layout.block_bytes}",
     )
 
 
 @case("kv_groups_failures", covers="F1 F4")
 def kv_groups_failures(setting: Setting) -> None:
-    """What fails in one group fails the load as a whole; given up at any point, both groups' blocks come back."""
+    """A failure in one group fails the whole load; given up at any point, both groups' blocks are returned."""
     grouped = _grouped(setting)
     abort_everywhere(grouped)
     with World(grouped) as world:
@@ -61,7 +64,7 @@ def kv_groups_failures(setting: Setting) -> None:
 
 
 def _reuse_one_group(transfer: Handover, group: int) -> None:
-    """What one group has handed off is reused before anybody reads it: no part of the load may count."""
+    """One group's handed-off blocks are reused before they are read: no part of the load may count."""
     world, producer = transfer.world, transfer.producer
     transfer.prefill()
     if producer.card.kind == "store":

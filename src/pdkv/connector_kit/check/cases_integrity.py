@@ -1,4 +1,4 @@
-"""Cases about what arrives: it is what was sent, or the load fails."""
+"""Cases about integrity: received KV is what was sent, or the load fails."""
 
 from pdkv.connector_kit.check.cases import case
 from pdkv.connector_kit.rig import protocol as p
@@ -10,7 +10,7 @@ from pdkv.errors import KVCorrupted
 
 @case("damage", covers="F26")
 def damage(setting: Setting) -> None:
-    """A bit that flips on the way, or a block that goes astray, fails the load; without it the next load is right."""
+    """A bit flip or a misplaced block on the way fails the load; without damage the next load is right."""
     with World(setting) as world:
         if not world.producer.built.has_digests:
             raise NotApplicable("it hands KV off without digests of its own")

@@ -1,4 +1,4 @@
-"""Cases about ownership: who may read or write a block, and when."""
+"""Cases about ownership: which side may read or write a block, and when."""
 
 from pdkv.connector_kit.check.cases import case
 from pdkv.connector_kit.rig.content_read import ContentRead
@@ -6,18 +6,18 @@ from pdkv.connector_kit.rig.handover import Handover, legal_orders, new_name, ne
 from pdkv.connector_kit.rig.world import SHORT_S, TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, require
 
 BIG = Shape(num_blocks=160, num_layers=4, head_size=64)
-"""Blocks of 128 KiB: a transfer takes long enough to be met on its way."""
+"""Tokens of blocks of 128 KiB: a transfer takes long enough to be interrupted."""
 
 HUGE, HUGE_BLOCKS = Shape(num_blocks=144, num_layers=8, head_size=128), 64
-"""So many blocks of 512 KiB are 32 MiB: a peer can be stopped in the middle of their transfer."""
+"""Number of blocks of 512 KiB that make 32 MiB: a peer can be stopped in the middle of their transfer."""
 
 WHILE_S = TRANSFER_POLL_S
-"""For so long something must not happen; every engine runs at least one step in that time."""
+"""Seconds for which something must not happen; every engine runs at least one step in that time."""
 
 
 @case("partial_writes", covers="F10")
 def partial_writes(setting: Setting) -> None:
-    """What is not complete and confirmed cannot be found, and is not reported as received."""
+    """Incomplete or unconfirmed KV cannot be found, and is not reported as received."""
     with World(setting) as world:
         if world.consumer.card.content_addressed:
             _unconfirmed_content(world)
@@ -34,7 +34,7 @@ def partial_writes(setting: Setting) -> None:
 
 
 def _unconfirmed_content(world: World) -> None:
-    """Half a step, a step that nobody confirms, a preemption; then the same tokens again, confirmed."""
+    """Half a step, an unconfirmed step, a preemption; then the same tokens again, confirmed."""
     transfer = Handover(world, 128)
     producer = world.producer
     reader = ContentRead(world, world.consumer, transfer.sender.text, 128)
@@ -57,7 +57,7 @@ def _unconfirmed_content(world: World) -> None:
 
 @case("late_reads", covers="F4")
 def late_reads(setting: Setting) -> None:
-    """Blocks that are reused before or during a load: what was read is refused, or it is the old content after all."""
+    """Blocks reused before or during a load: the read is refused, or it is the old content after all."""
     with World(setting) as world:
         if world.consumer.card.kind == "push":
             raise NotApplicable("the writer reads its own blocks, which it holds")
@@ -125,14 +125,14 @@ def attempts(setting: Setting) -> None:
 
 
 def _attempts_push(first: Handover, second: Handover) -> None:
-    """The first attempt's ticket is served when the consumer has given the second one's."""
+    """The first attempt's ticket is served after the consumer has given the second one's."""
     world = first.world
     first.take(first.find, first.allocate, first.start, first.bring_ticket)
     first.drop_receiver()
     second.take(second.find, second.allocate, second.start)
     first.prefill()
     world.run_for(WHILE_S)
-    require(not second.ended, "what was sent for the first attempt counts for the second one")
+    require(not second.ended, "data sent for the first attempt counts for the second one")
     second.bring_ticket()
     second.prefill()
     second.finish()
@@ -141,7 +141,7 @@ def _attempts_push(first: Handover, second: Handover) -> None:
 
 @case("later_attempts")
 def later_attempts(setting: Setting) -> None:
-    """What one attempt computed is read by later ones: behind a reader that gave up, and one that has all of it."""
+    """KV of one attempt is read by later ones: after a reader that gave up, and one that has all of it."""
     with World(setting) as world:
         for gives_up in (True, False):
             transfer = Handover(world, 52)
@@ -200,7 +200,7 @@ def _preempted(world: World, num_confirmed: int) -> None:
 
 @case("quarantine", covers="F1")
 def quarantine(setting: Setting) -> None:
-    """When a load's end was reported, by success, failure, cancel or deadline, nobody writes its blocks any more."""
+    """Once a load's end is reported, by success, failure, cancel or deadline, its blocks are not written any more."""
     with World(setting, deadline_s=SHORT_S) as world:
         if world.consumer.card.kind == "push":
             for num_early in (0, 2):
@@ -214,7 +214,7 @@ def quarantine(setting: Setting) -> None:
 
 
 def _late_write(world: World, num_early: int, *, after_deadline: bool) -> None:
-    """The producer goes on with a ticket that the consumer has given up, by cancel or when its deadline had passed."""
+    """The producer continues with a ticket that the consumer has given up, by cancel or after its deadline."""
     transfer = Handover(world, 100, chunk=48)
     late = 4 - num_early  # of three chunks and the hand-off
     transfer.take(*transfer.steps[:-late])

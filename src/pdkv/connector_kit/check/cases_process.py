@@ -1,4 +1,4 @@
-"""Cases about a connector's process: its step thread, its sockets, and what it leaves behind."""
+"""Cases about a connector's process: its step thread, its sockets, and leaks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -15,10 +15,12 @@ from pdkv.connector_kit.rig.world import AMPLE_S, TRANSFER_POLL_S, NotApplicable
 from pdkv.connectors.base import MatchedTokens
 
 MAX_BLOCKED_S = 0.25
-"""A call on the step thread that sleeps longer waits for something; others wait for the interpreter lock only."""
+"""Seconds: a call on the step thread that sleeps longer is waiting for something; shorter ones wait for the interpreter
+lock.
+"""
 
 MAX_COPY_SHARE = 0.4
-"""Of the CPU time of a plain copy of the same bytes, that one call may take: more is a copy on the step thread."""
+"""Share of a plain copy's CPU time that one call may take: more is a copy on the step thread."""
 
 COPY_SHAPE = Shape(num_blocks=288, num_layers=4, head_size=64)
 COPY_BLOCKS = 256
@@ -48,7 +50,7 @@ def step_thread(setting: Setting) -> None:
 
 
 def _with_stopped_peer(world: World, name: str) -> None:
-    """Everything that one side can do while the other one is stopped, in all orders, until the deadlines pass."""
+    """Everything that one side can do while the other is stopped, in all orders, until the deadlines pass."""
     begun = []
     for order in legal_orders(world):
         transfer = Handover(world, 100, order=order, chunk=48)
@@ -71,7 +73,7 @@ def _with_stopped_peer(world: World, name: str) -> None:
 
 
 def _load_what_is_known(world: World, transfer: Handover) -> None:
-    """Ask once: whoever could tell more is stopped."""
+    """Ask once: the side that could tell more is stopped."""
     matched = world.consumer.ask(p.Match(transfer.receiver.view(), 0), MatchedTokens)
     if matched.num_tokens:
         transfer.num_external = matched.num_tokens
@@ -81,7 +83,7 @@ def _load_what_is_known(world: World, transfer: Handover) -> None:
 
 
 def _check_calls(world: World) -> None:
-    """No strict call was blocked or has entered what it may not."""
+    """Check that no strict call was blocked or entered forbidden code."""
     for engine in world.live_engines():
         for calls in engine.ask_all(p.TakeCalls(), list[p.CallRecord]):
             for record in calls:
@@ -113,7 +115,7 @@ def _big_loads(world: World) -> None:
 
 @case("garbage", covers="F16 F17")
 def garbage(setting: Setting) -> None:
-    """Garbage on every listening socket, before the first contact and later, ends nothing and costs nobody anything."""
+    """Garbage on every listening socket, before the first contact and later, ends nothing and harms no transfer."""
     with World(setting) as world:
         num_sockets = _send_everywhere(world)
         for order in legal_orders(world):
@@ -137,15 +139,15 @@ def _send_everywhere(world: World) -> int:
 
 @case("leaks", covers="F24")
 def leaks(setting: Setting) -> None:
-    """Aborts and restarts of peers cost no memory, descriptors or threads; shutdown gives back all."""
-    for _ in range(2):  # a stranger may leave names of its own, but not each time
+    """Aborts and restarts of peers cost no memory, descriptors or threads; shutdown releases everything."""
+    for _ in range(2):  # a third party's connector may leave names behind, but not each time
         if not (left := _shared_memory_left_by(setting)):
             return
     require(False, f"shared memory is left behind: {', '.join(sorted(left))}")
 
 
 def _shared_memory_left_by(setting: Setting) -> set[str]:
-    """Names that are left behind by two worlds, whose processes must not grow."""
+    """Names left behind by two worlds, the processes of which must not grow."""
     before = shm_files()
     with World(setting, LEAK_SHAPE, LEAK_SHAPE) as world:
         for order in legal_orders(world)[:1]:
@@ -171,7 +173,7 @@ def _aborts_leave_nothing(world: World, order: str) -> None:
             transfer.take(*steps[: len(steps) - number % 3])
             transfer.abort()
             world.check_rest()
-        Handover(world, 52, order=order).run()  # connections that an abort has closed are open again
+        Handover(world, 52, order=order).run()  # connections closed by an abort are open again
 
     abort_often(NUM_LEAK_ROUNDS // 2)
     _require_no_growth(world, "aborted transfers", lambda: abort_often(NUM_LEAK_ROUNDS))
@@ -188,7 +190,7 @@ def _shutdown_leaves_nothing(world: World, name: str) -> None:
 
     for _ in range(2):
         rebuild()
-    Handover(world, 52).run()  # what opens connections in the background has opened them before they are counted
+    Handover(world, 52).run()  # background connections have been opened before they are counted
 
     def thrice() -> None:
         for _ in range(3):
@@ -198,8 +200,8 @@ def _shutdown_leaves_nothing(world: World, name: str) -> None:
 
 
 def _require_no_growth(world: World, what: str, action: Callable[[], None]) -> None:
-    """What is torn down on other threads has a while. An allocator may keep what is free, and a library's pool may have
-    one thread more for a time, but not more each time.
+    """Check for growth. Resources released on other threads have some time. An allocator may keep free memory, and a
+    library's pool may have one more thread for a while, but not more each time.
     """
     growth = []
     for _ in range(GROWTH_ATTEMPTS):
@@ -215,7 +217,7 @@ def _require_no_growth(world: World, what: str, action: Callable[[], None]) -> N
 
 
 def _lasting(world: World, before: Sequence[Sequence[p.Usage]], more: Callable[[p.Usage, p.Usage], str]) -> str:
-    """What `more` still finds after a while, of all ranks."""
+    """The growth that `more` still finds after a while, on all ranks."""
 
     def found() -> str:
         pairs = zip(world.engines.values(), before, strict=True)
@@ -230,24 +232,24 @@ def _usage(engine: Engine) -> list[p.Usage]:
 
 
 def _more_descriptors(before: p.Usage, after: p.Usage) -> str:
-    """The descriptors that there are more of, in words."""
+    """The additional descriptors, in words."""
     if len(after.descriptors) <= len(before.descriptors):
         return ""
     more = Counter(map(_kind, after.descriptors)) - Counter(map(_kind, before.descriptors))
-    return f"descriptors more: {dict(more)}"
+    return f"additional descriptors: {dict(more)}"
 
 
 def _more_threads(before: p.Usage, after: p.Usage) -> str:
-    """The threads that there are more of, in words."""
+    """The additional threads, in words."""
     if len(after.threads) <= len(before.threads):
         return ""
-    return f"threads more: {dict(Counter(after.threads) - Counter(before.threads))}"
+    return f"additional threads: {dict(Counter(after.threads) - Counter(before.threads))}"
 
 
 def _more_memory(before: p.Usage, after: p.Usage) -> str:
-    """Growth of the memory beyond what comes and goes, in words."""
+    """Growth of memory beyond the usual variation, in words."""
     growth = after.resident_bytes - before.resident_bytes
-    return f"{growth >> 20} MiB of memory more" if growth > MAX_GROWTH_BYTES else ""
+    return f"{growth >> 20} MiB of additional memory" if growth > MAX_GROWTH_BYTES else ""
 
 
 def _kind(descriptor: str) -> str:

@@ -1,4 +1,4 @@
-"""Cases about tiers below the cache: what a connector says of them."""
+"""Cases about tiers below the cache: what a connector reports about them."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from pdkv.wire.tiers import TierEvents
 
 @case("lower_tiers")
 def lower_tiers(setting: Setting) -> None:
-    """Any request can find what is told as stored, a prompt's beginning first; a partial tail is never told."""
+    """Any request can find KV reported as stored, a prompt's beginning first; a partial tail is never reported."""
     with World(setting) as world:
         tiers = {events.medium: events for events in _take(world.producer)}
         if not tiers:
@@ -30,7 +30,7 @@ def lower_tiers(setting: Setting) -> None:
             world.check_rest()  # a hand-off may be over before its KV is saved
             num_told += _check(transfer, tiers, _take(world.producer))
             _check(transfer, tiers, _take(world.consumer))
-        require(num_told > 0, "nothing that was saved was told")
+        require(num_told > 0, "no saved key was reported")
         require(not _take(world.producer), "events without news")
         world.check_pools()
 
@@ -40,7 +40,7 @@ def _take(engine: Engine) -> Sequence[TierEvents]:
 
 
 def _check(transfer: Handover, tiers: dict[str, TierEvents], events: Sequence[TierEvents]) -> int:
-    """Events behind one prompt; returns how many tokens of it they tell."""
+    """Check events after one prompt; returns how many of its tokens they report."""
     keys = transfer.sender.keys(transfer.num_tokens)
     most = 0
     for told in events:
@@ -51,18 +51,18 @@ def _check(transfer: Handover, tiers: dict[str, TierEvents], events: Sequence[Ti
             f"{known.tokens_per_key}",
         )
         named = [*told.stored, *told.removed]
-        require(len(set(named)) == len(named), f"{told.medium}: a key is told twice in one call")
+        require(len(set(named)) == len(named), f"{told.medium}: a key is reported twice in one call")
         step = told.tokens_per_key // HASH_BLOCK_SIZE
         ends = keys[step - 1 :: step]
         num_stored = len(told.stored)
         require(
             set(told.stored) == set(ends[:num_stored]),
-            f"{told.medium}: {num_stored} keys are told, and not those that end the prompt's first {num_stored} times "
-            f"{told.tokens_per_key} tokens",
+            f"{told.medium}: {num_stored} keys are reported, but not those that end the prompt's first {num_stored} "
+            f"times {told.tokens_per_key} tokens",
         )
         most = max(most, num_stored * told.tokens_per_key)
     found = _found(transfer, most) if most else 0
-    require(found >= most, f"{most} tokens are told of {transfer.describe()}, and {found} can be had")
+    require(found >= most, f"{most} tokens are reported of {transfer.describe()}, but {found} can be loaded")
     return most
 
 

@@ -33,7 +33,7 @@ _PROFILES: Mapping[str, Profile] = {
 
 
 def profile_of(target: str, given: Mapping[str, str]) -> Profile:
-    """The profile of a "module:Class" with `given` on top; a third party's options are all on the command line."""
+    """The profile of a "module:Class" with `given` on top; a third party's options must all be on the command line."""
     profile = _PROFILES.get(target.partition(":")[0], Profile())
     if "connectors" in given:  # other children than those that the options are for
         return _profile_of_children(given)
@@ -41,7 +41,7 @@ def profile_of(target: str, given: Mapping[str, str]) -> Profile:
 
 
 def _profile_of_children(given: Mapping[str, str]) -> Profile:
-    """What `multi` is given on top of its children's profiles."""
+    """The options of `multi` on top of its children's profiles."""
     options: dict[str, str] = {}
     short: dict[str, str] = {}
     for index, name in enumerate(filter(None, map(str.strip, given["connectors"].split(",")))):

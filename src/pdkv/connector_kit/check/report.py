@@ -1,4 +1,4 @@
-"""Runs the kit on one connector and reports the result, for people and for programs."""
+"""Runs the kit on one connector and reports the result, for people and programs."""
 
 import tempfile
 import traceback
@@ -33,7 +33,7 @@ CASE_MODULES = (
 
 
 class CaseReport(msgspec.Struct, frozen=True):
-    """How one case ended. `refused`: the connector refuses that shape of peers, as it may."""
+    """The result of one case. `refused`: the connector refuses that shape of peers, as it may."""
 
     name: str
     status: Status
@@ -44,7 +44,7 @@ class CaseReport(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All of a run; `passed` and `failed` count cases."""
+    """The results of a run; `passed` and `failed` count cases."""
 
     connector: str
     passed: int
@@ -73,14 +73,12 @@ def check(
 
     Args:
         connector: a registry name or "module:Class".
-        options: as --connector-config; they win over what the kit sets for shipped connectors.
-        names: the cases to run; none: all.
-        timeout_s: what must happen has happened after so long; longer than every deadline of the connector.
-        on_case: is told of each case when it has ended.
-        zygote: forks the processes, for callers that check several connectors; by default the run has its own.
+        options: as --connector-config; they override the kit's options for shipped connectors. names: the cases to run;
+            none: all. timeout_s: time after which an expected event counts as missing; longer than every deadline of
+                the connector. on_case: called with each case when it has ended. zygote: forks the processes, for
+                callers that check several connectors; by default the run has its own.
 
-    Raises:
-        ConfigError: no such connector, case or option, or a connector that cannot be built at all.
+    Raises: ConfigError: unknown connector, case or option, or a connector that cannot be built at all.
     """
     cases = all_cases()
     unknown = [name for name in names if name not in cases]
@@ -115,7 +113,7 @@ def check(
 
 
 def _check_is_shared(plan: ConnectorPlan) -> None:
-    """Refuse a store that no two processes share: every case would fail. Raises ConfigError."""
+    """Refuse a store that no two processes share, with which every case would fail. Raises ConfigError."""
     url = plan.options.get("url", "")
     if plan.kind == "store" and all(part.startswith("memory://") for part in url.split(",")):
         raise ConfigError(
@@ -125,7 +123,7 @@ def _check_is_shared(plan: ConnectorPlan) -> None:
 
 
 def _probe(setting: Setting) -> None:
-    """Build one engine: what is wrong with the options shows here, and not in every case."""
+    """Build one engine, so that errors in the options appear here, and not in every case."""
     with World(setting):
         pass
 

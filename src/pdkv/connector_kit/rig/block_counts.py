@@ -1,16 +1,16 @@
-"""Which blocks of one of the kit's engines are free, and who holds the others."""
+"""The free blocks of one of the kit's engines, and the holders of the others."""
 
 import random
 from collections.abc import Iterable, Sequence
 
 
 class Books:
-    """Reference counts of blocks. Free blocks are handed out in random order, so that no block table is contiguous."""
+    """Reference counts of blocks. Free blocks are allocated in random order, so that no block table is contiguous."""
 
     def __init__(self, num_blocks: int, seed: int) -> None:
         self._holders = [0] * num_blocks
         self._random = random.Random(seed)
-        self._dirty: set[int] = set()  # came free and hold what nobody may read any more
+        self._dirty: set[int] = set()  # freed, with content that must not be read any more
 
     @property
     def num_held(self) -> int:
@@ -43,7 +43,7 @@ class Books:
             self._holders[block] += 1
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """Take a holder from each; the last one gone, the content is void."""
+        """Remove a holder from each; without holders, the content is void."""
         for block in block_ids:
             assert self._holders[block] > 0, f"block {block} has no holder"
             self._holders[block] -= 1
@@ -51,6 +51,6 @@ class Books:
                 self._dirty.add(block)
 
     def take_dirty(self) -> list[int]:
-        """Blocks that came free since the last call and are free still: somebody else writes them now."""
+        """Blocks freed since the last call that are still free: another request writes them now."""
         dirty, self._dirty = sorted(self._dirty), set()
         return dirty

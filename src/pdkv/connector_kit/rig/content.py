@@ -1,4 +1,4 @@
-"""The KV content that the kit writes: like a model's, a function of the text up to a token; no two values are alike."""
+"""The KV content that the kit writes: like a model's, a function of the text up to a token, with distinct values."""
 
 import math
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from pdkv.wire.kv import KVLayout
 Values = npt.NDArray[np.int32]
 
 CANARY = 0x2A5A5A5A
-"""What a pool holds before anybody writes it."""
+"""Initial content of a pool."""
 
 GARBAGE = 0x15151515
-"""What another request writes into a block that came free."""
+"""Content that another request writes into a freed block."""
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -39,7 +39,7 @@ def _mix(number: int) -> int:
 
 
 def token_values(text: Text, start: int, stop: int) -> npt.NDArray[np.uint64]:
-    """One 64-bit number for each of the tokens [start, stop), which depends on all that is before it."""
+    """One 64-bit number for each of the tokens [start, stop), which depends on all tokens before it."""
     parts = []
     chain, first = 0, 0
     for seed, end in text:
@@ -72,7 +72,7 @@ def kv_values(text: Text, start: int, stop: int, layout: KVLayout, heads: Sequen
 
 
 def describe_difference(actual: Values, expected: Values, start: int, heads: Sequence[int]) -> str:
-    """Which values differ, in words; empty where none does. Shapes as `kv_values` returns them."""
+    """The differing values, in words; empty if there are none. Shapes as `kv_values` returns them."""
     wrong = np.argwhere(actual != expected)
     if not len(wrong):
         return ""

@@ -10,7 +10,7 @@ from pdkv.connectors.base import MatchedTokens
 
 
 class ContentRead:
-    """Looks for the first `num_tokens` tokens (whole blocks) of a text on one engine, and loads what is found."""
+    """Looks for the first `num_tokens` tokens (whole blocks) of a text on one engine, and loads those found."""
 
     def __init__(self, world: World, engine: Engine, text: Text, num_tokens: int) -> None:
         self._world = world
@@ -20,7 +20,7 @@ class ContentRead:
         self._is_layerwise = False
 
     def num_found(self) -> int:
-        """Tokens that can be had now; 0 while the connector is still looking."""
+        """Tokens that can be loaded now; 0 while the connector is still looking."""
         return self._ask(self._new_request())
 
     def appears_within(self, seconds: float) -> bool:
@@ -29,7 +29,7 @@ class ContentRead:
         return self._world.runs_until(lambda: self._ask(request) > 0, seconds)
 
     def load(self) -> str:
-        """Load what is found now. Returns what is wrong with it: empty if nothing is, or nothing was found."""
+        """Load the tokens found now. Returns what is wrong with them; empty if nothing is, or nothing was found."""
         request = self._new_request()
         num_tokens = self._ask(request)
         if not num_tokens:

@@ -1,10 +1,10 @@
 """Damage on the way, for the kit and for tests of any transport that carries digests (docs/kv-integrity.md).
 
-What travels is what lies in the source's blocks when the transport reads them. So damage is done there, behind the
-digest's back: as soon as a digest of some tokens was made, what it is of changes in memory. To the reader that is a
-bit that flipped, or a block that went astray, between the two. A pull reads as soon as it hears of a hand-off, so the
-source's digests are made at once by the step that tells what is in the blocks: it has to come before the load. Push
-or pull, and whatever moves the bytes, it is the same one line:
+A transport sends the content of the source's blocks at the time it reads them. So damage is done there, unseen by the
+digest: as soon as a digest of some tokens has been made, their memory changes. To the reader that looks like a flipped
+bit or a misplaced block on the way. A pull reads as soon as it is told of a hand-off, so the source's digests are made
+at once by the step that reports the blocks' content, which must come before the load. Push or pull, and whatever moves
+the bytes, it is the same one line:
 
     damage = Damage(source_worker, "flip", seed=trial)  # each `damage.arm()` spoils one more digest
     ... hand a request off: its load must end with KVCorrupted.code before its first token is computed ...
@@ -31,37 +31,39 @@ from pdkv.connectors.transfer.units import UnitPart
 from pdkv.kernels.digest import Bytes, Digests
 
 How = Literal["flip", "swap", "foreign", "lost"]
-"""One bit of one token; a hash block and another one of the transfer in each other's place, their bytes intact; one of
-another transfer in the place of one; and, of a receiver's worker side, an end that is reported but has not arrived: of
-a hash block, or where one pass copies and digests, of all that it copies."""
+"""Kinds of damage: one bit of one token; two hash blocks of the transfer swapped, their bytes intact; a hash block
+replaced by one of another transfer; and, on a receiver's worker side, data that is reported but has not arrived: the
+end of a hash block, or if one pass copies and digests, of everything it copies.
+"""
 
 
 def has_digests(worker: Any) -> bool:
-    """Whether a worker side makes digests of what it hands off."""
+    """Whether a worker side makes digests of the KV that it hands off."""
     return hasattr(getattr(worker, "checksums", None), "pool")
 
 
 class Damage:
-    """What happens to a source's blocks. Made before the KV is handed off; armed for the next digest.
+    """Damage to a source's blocks. Made before the KV is handed off; armed for the next digest.
 
     Args:
         worker: the source's worker side; its KV is in host memory.
-        seed: of the choice among the tokens.
-        targets: hash blocks (block * hash blocks per block + number) of each transfer that is to be damaged; none: the
-            next digest is, whatever it is of.
+        seed: seed of the choice among the tokens. targets: hash blocks (block * hash blocks per block + number) of each
+            transfer to be damaged; none: the next digest, whatever it covers.
     """
 
     def __init__(self, worker: Any, how: How, seed: int = 0, targets: Sequence[Sequence[int]] = ()) -> None:
         self.num_done = 0
-        self.struck: list[int] = []  # targets, as they were damaged
+        self.struck: list[int] = []  # damaged targets
         self._pool: PoolDigests = worker.checksums.pool
         self._how = how
         self._chance = random.Random(seed)
         self._lock = threading.Lock()
         self._num_armed = 0 if targets else 1
         self._chosen = {self._chance.choice(units): number for number, units in enumerate(targets)}
-        self._undone: list[tuple[Bytes, Bytes, Bytes]] = []  # views of the pool, what was there, and what is there
-        self._earlier = self._blocks().copy() if how == "lost" else None  # what lay where something arrives now
+        self._undone: list[
+            tuple[Bytes, Bytes, Bytes]
+        ] = []  # views of the pool, with the original and the damaged content
+        self._earlier = self._blocks().copy() if how == "lost" else None  # content that was at a destination before
         self._make: Callable[[Tokens, UnitPart], Digests] = self._pool.digests
         self._begin: Callable[[Tokens, UnitPart, TransferKey, int], PieceDigests] = self._pool.begin
         setattr(self._pool, "digests", self._spoil)  # noqa: B010 (mypy takes no assignment to a method)
@@ -74,17 +76,17 @@ class Damage:
             setattr(self._source, "put", self._source.make)  # noqa: B010
 
     def arm(self) -> None:
-        """Spoil the next digest, too."""
+        """Damage the next digest, too."""
         with self._lock:
             self._num_armed += 1
 
     def undo(self) -> None:
-        """The blocks hold what they held, and nothing more is damaged."""
+        """Restore the blocks, and damage nothing more."""
         with self._lock:
             self._num_armed = 0
             self._chosen.clear()
             for place, content, damaged in reversed(self._undone):
-                if np.array_equal(place, damaged):  # else somebody has it who wrote it
+                if np.array_equal(place, damaged):  # otherwise the block has been written by a new owner
                     place[:] = content
             self._undone.clear()
         for name in ("digests", "begin", "copy_pieces"):
@@ -93,9 +95,11 @@ class Damage:
             self._source.__dict__.pop("put", None)
 
     def _make_apart(self, tokens: Tokens, part: UnitPart, key: TransferKey, first_token: int) -> PieceDigests:
-        """Before the piece moves (of a receiver: when it is in), so that it can change in between."""
+        """Make digests before the piece moves (on a receiver: when it has arrived), so that it can change in
+        between.
+        """
         piece = self._begin(tokens, part, key, first_token)
-        if self._how == "lost":  # the kernel that moves it makes none, one that copies it does
+        if self._how == "lost":  # the kernel that moves it makes none, the one that copies it does
             setattr(piece, "fill", lambda *_: None)  # noqa: B010
         else:
             piece.in_kernel = False
@@ -111,7 +115,7 @@ class Damage:
         return digests
 
     def _copy_some(self, tokens: Tokens, part: UnitPart, source: Bytes, pieces: Pieces) -> Digests:
-        """A copy that is too short: what is behind its end holds what it held, and has no digests."""
+        """A copy that is too short: memory after its end keeps its content, and has no digests."""
         with self._lock:
             stop = min(self._strike(tokens), default=tokens.units.size)
         some = Tokens(*(column[:stop] for column in tokens))
@@ -126,7 +130,7 @@ class Damage:
                 self._damage_unit(tokens, index, part)
 
     def _strike(self, tokens: Tokens) -> list[int]:
-        """Which of them are damaged now."""
+        """The tokens to damage now."""
         if not self._num_armed:
             struck = [index for index, unit in enumerate(tokens.units.tolist()) if unit in self._chosen]
             self.struck += [self._chosen.pop(int(tokens.units[index])) for index in struck]
@@ -168,7 +172,7 @@ class Damage:
         places = (self._place(blocks, other, part)[own] for other in others)
         other = next(place for place in places if not np.array_equal(place, content))
         self._put(place, other.copy())
-        if is_within:  # else the digest of the other one may be still to come
+        if is_within:  # otherwise the digest of the other one may still be to come
             self._put(other, content)
 
     @property

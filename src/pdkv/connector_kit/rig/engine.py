@@ -1,7 +1,7 @@
-"""An engine without a model: what the real one does with a connector, in the same order, played by the kit.
+"""An engine without a model: the kit drives a connector as the real engine does, in the same order.
 
-Blocks that come free are overwritten at once by "another request", as under load: whoever still reads them reads
-garbage, and their generations have changed.
+Freed blocks are overwritten at once by "another request", as under load: a late reader gets garbage, and their
+generations have changed.
 """
 
 from collections import Counter
@@ -51,7 +51,7 @@ class StepPlan:
 class Engine:
     """An engine of one incarnation; `hosts` has one process per rank."""
 
-    rank: ClassVar[str] = "pdkv.connector_kit.rig.rank:HostedRank"  # what plays its ranks: "module:Class"
+    rank: ClassVar[str] = "pdkv.connector_kit.rig.rank:HostedRank"  # the class of its ranks: "module:Class"
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Engine:
         timeout_s: float,
         kv_checksum: ChecksumMode = "on",
     ) -> None:
-        """Build all ranks. Raises ConfigError where the connector refuses the shape."""
+        """Build all ranks. Raises ConfigError if the connector refuses the shape."""
         self.name = name
         self.epoch = epoch
         self.hosts = hosts
@@ -76,9 +76,9 @@ class Engine:
         self.num_reuses: Counter[int] = Counter()  # of each block: what its generation counts
         self.received: dict[TransferKey, TransferOutcome] = {}
         self.sent: dict[TransferKey, TransferOutcome] = {}
-        self.wrong: dict[TransferKey, str] = {}  # finished loads whose content is not what it must be
+        self.wrong: dict[TransferKey, str] = {}  # finished loads with wrong content
         self.leases: dict[TransferKey, list[int]] = {}
-        self._until_release: set[TransferKey] = set()  # leases that the end of a sending does not end
+        self._until_release: set[TransferKey] = set()  # leases that do not end with a sending
         self.loading: dict[TransferKey, Sequence[int]] = {}  # blocks that a load may write
         self.quarantine: dict[TransferKey, Sequence[int]] = {}
         self.on_sent: list[Callable[[TransferKey, bool], None]] = []  # KVReady leaves
@@ -118,7 +118,7 @@ class Engine:
         return not (self.loading or self.quarantine or self._holds or self.leases or self._news)
 
     def is_read(self, key: TransferKey) -> bool:
-        """Whether a transfer reads the request's blocks: it is no victim then."""
+        """Whether a transfer reads the request's blocks, so that it must not be preempted."""
         return any(hold.owner == key for hold in self._holds.values())
 
     def describe_rest(self) -> str:
@@ -141,7 +141,7 @@ class Engine:
     # --- steps ----------------------------------------------------------------------------------------------------
 
     def step_if_needed(self, poll_s: float) -> None:
-        """An empty step, when the engine's loop would run one; while something is open, every `poll_s`."""
+        """Run an empty step if the engine's loop would; while something is open, every `poll_s`."""
         woken = [host.take_woken(self.name) for host in self.hosts]
         due = MONOTONIC.now() >= self._last_step + poll_s and not self.is_idle
         if any(woken) or due or self._news or self.ask(p.IsPending(), bool):
@@ -152,7 +152,7 @@ class Engine:
         self.execute(self.plan(*scheduled))
 
     def plan(self, *scheduled: tuple[Request, int, int]) -> StepPlan:
-        """Build the view and the metadata; holds are taken before finished requests let go."""
+        """Build the view and the metadata; holds are taken before finished requests release their blocks."""
         step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
         garbage = self.books.take_dirty()
         if garbage:
@@ -177,7 +177,7 @@ class Engine:
     def run_part(
         self, plan: StepPlan, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
     ) -> None:
-        """A part of a step, so that something else can happen in the middle of a forward pass."""
+        """Run a part of a step, so that something else can happen in the middle of a forward pass."""
         self.send_part(plan, begin=begin, layers=layers, end=end)
         self.take_executed(settle=end)
 
@@ -194,7 +194,7 @@ class Engine:
             host.send(self.name, step)
 
     def take_executed(self, *, settle: bool = True) -> list[p.Executed]:
-        """What all ranks answer; the engine acts on it."""
+        """Take the answers of all ranks, on which the engine acts."""
         executed = [host.receive(p.Executed, self.timeout_s) for host in self.hosts]
         for rank in executed:
             self.wrong.update(rank.wrong)
@@ -203,7 +203,7 @@ class Engine:
         return executed
 
     def settle(self, executed: Sequence[p.Executed]) -> None:
-        """The connector hears of the results; holds, quarantines and leases that ended are released."""
+        """Pass the results to the connector; release holds, quarantines and leases that ended."""
         merged = self._aggregator.add([rank.results for rank in executed])
         results = self.ask(p.Settle(p.as_dicts(merged)), TransferResults)
         for key, outcome in (*results.finished_sending.items(), *results.failed_sending.items()):
@@ -221,7 +221,7 @@ class Engine:
     # --- a prompt that is handed off ------------------------------------------------------------------------------
 
     def confirm(self, request: Request, *, last: bool = False, again: bool = False) -> None:
-        """Tokens up to num_confirmed are in their blocks for good."""
+        """Note that tokens up to num_confirmed are final in their blocks."""
         blocks = request.take_full_blocks()
         if blocks:
             self.ask(p.Publish(blocks), p.Done)
@@ -234,14 +234,14 @@ class Engine:
             self._news.confirmed.append(range_)
 
     def _give_up_unseen(self, request: Request) -> None:
-        """Blocks before the window of the token behind the confirmed ones come free, and are overwritten."""
+        """Free and overwrite blocks before the window of the token after the confirmed ones."""
         for window, table in zip(self.layout.windows, request.block_tables, strict=True):
             seen = range(min(first_seen_block(window, request.num_confirmed, self.block_size), len(table)))
             self.books.release([table[i] for i in seen if table[i] >= 0])
             table[: len(seen)] = [-1] * len(seen)
 
     def hand_off(self, request: Request) -> KVHandoff:
-        """The prompt is confirmed and ends here: its blocks pass to a lease."""
+        """End the confirmed prompt here: its blocks pass to a lease."""
         self.confirm(request, last=True)
         self._news.finished.append(request.transfer_key)
         if self.built.observes_confirmed:
@@ -268,32 +268,32 @@ class Engine:
         self._news.confirmed.append(range_)
 
     def release(self, key: TransferKey) -> None:
-        """Release: the lease ends, whatever reads it is cancelled."""
+        """Handle a Release: the lease ends, and reads of it are cancelled."""
         if key in self.leases:
             self.books.release(self.leases.pop(key))
             self.tell_aborted(key)
 
     def abort(self, request: Request) -> None:
-        """The request is given up, wherever it stands."""
+        """Give the request up, at any stage."""
         self.end_load(request)
         self.tell_aborted(request.transfer_key)
         self.free(request)
 
     def preempt(self, request: Request) -> None:
-        """The request loses its blocks and will come again."""
+        """Take the request's blocks; it will come again."""
         self._news.retract(request.transfer_key)
         self._news.preempted.append(request.transfer_key)
         self.free(request)
 
     def tell_aborted(self, key: TransferKey) -> None:
-        """The next view says so; a transfer from here is cancelled."""
+        """Report the abort in the next view; a transfer from here is cancelled."""
         self._news.retract(key)
         self._news.aborted.append(key)
         if self.is_read(key):
             self.cancel(key, "send")
 
     def free(self, request: Request) -> None:
-        """The request gives up its blocks."""
+        """Free the request's blocks."""
         self.books.release(request.block_ids)
         request.lose_blocks()
 
@@ -310,7 +310,7 @@ class Engine:
             self.tell_aborted(key)
 
     def reuse(self, block_ids: Sequence[int]) -> None:
-        """The content of these blocks is void from now on."""
+        """Make the content of these blocks void from now on."""
         self.num_reuses.update(block_ids)
         self.ask(p.Reuse(list(block_ids)), p.Done)
 
@@ -323,12 +323,12 @@ class Engine:
     # --- a load ---------------------------------------------------------------------------------------------------
 
     def allocate(self, request: Request, num_tokens: int, *, hit: Sequence[int] = (), resume_at: int = 0) -> None:
-        """Blocks for the first tokens of a request, `hit` being its first ones.
+        """Allocate blocks for the first tokens of a request, starting with `hit`.
 
         Args:
-            resume_at: the first token that is computed here: of a window only what it sees.
+            resume_at: the first token that is computed here: of a window, only what it sees.
         """
-        assert not (hit and self.layout.groups), "the kit has local hits without KV groups only"
+        assert not (hit and self.layout.groups), "the kit supports local hits without KV groups only"
         stop = -(-num_tokens // self.block_size)
         firsts = [first_seen_block(window, resume_at, self.block_size) for window in self.layout.windows]
         new = self.books.allocate(sum(stop - first for first in firsts) - len(hit))
@@ -340,7 +340,7 @@ class Engine:
         request.num_local_hit = len(hit) * self.block_size
 
     def start_load(self, request: Request, num_external: int, *, check: bool = True) -> bytes | None:
-        """The load begins with the next step; returns the ticket."""
+        """Begin the load with the next step; returns the ticket."""
         start = request.num_local_hit
         key = request.transfer_key
         exposed = request.blocks_from(start // self.block_size)
@@ -354,7 +354,7 @@ class Engine:
         return self.ask(command, p.Ticket).ticket
 
     def step_with_load(self, request: Request, num_tokens: int, *, is_layerwise: bool) -> bool:
-        """The step that begins a load. A layerwise one is given up unless its end is reported in it: False."""
+        """Run the step that begins a load. A layerwise one is given up unless its end is reported in it: False."""
         if not is_layerwise:
             self.step()
             return True
@@ -365,7 +365,7 @@ class Engine:
         return False
 
     def end_load(self, request: Request) -> None:
-        """The load is given up: what may still be written is quarantined until its end is reported."""
+        """Give the load up: blocks that may still be written are quarantined until its end is reported."""
         key = request.transfer_key
         exposed = self.loading.pop(key, None)
         if exposed is not None:
@@ -374,7 +374,7 @@ class Engine:
             self.cancel(key, "receive")
 
     def cancel(self, key: TransferKey, direction: Direction) -> None:
-        """The workers are told to cancel; for keys that the engine has no load of, too."""
+        """Tell the workers to cancel, even keys of which the engine has no load."""
         self._news.cancel(Cancel(key, direction))
 
     # --- peers ----------------------------------------------------------------------------------------------------
@@ -389,13 +389,13 @@ class Engine:
         return [message for rank in refusals for message in rank]
 
     def wait_written(self, request: Request, timeout_s: float) -> None:
-        """Return when something of a request's load has come, with no step in between, or when the time is over."""
+        """Wait until a part of a request's load has arrived, with no step in between, or the time is over."""
         deadline = MONOTONIC.now() + timeout_s
         while not self.ask(p.Written(request.block_ids), bool) and MONOTONIC.now() < deadline:
             pass
 
     def foreign_writes(self) -> list[int]:
-        """Blocks of any rank that were written from outside although no load had them."""
+        """Blocks of any rank that were written from outside although no load owned them."""
         return sorted({block for rank in self.ask_all(p.ForeignWrites(), list[int]) for block in rank})
 
 

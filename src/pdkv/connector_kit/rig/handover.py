@@ -1,4 +1,4 @@
-"""One prompt's way from the producer to the consumer, as steps that a case can take, repeat or interrupt."""
+"""The hand-over of one prompt from the producer to the consumer, as steps that a case can take, repeat or interrupt."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ _seeds = itertools.count(1)
 
 
 def new_text(num_tokens: int) -> list[Piece]:
-    """A text that begins like no other one."""
+    """A text with a unique beginning."""
     return [Piece(next(_seeds), num_tokens)]
 
 
 def new_name() -> str:
-    """A transfer id that was never used."""
+    """An unused transfer id."""
     return f"t{next(_seeds)}"
 
 
 def in_order(side: "Handover", order: str, starts: Sequence[int]) -> list[Callable[[], None]]:
-    """The steps in one of the orders that there are, the prompt in chunks that begin with the tokens `starts`."""
+    """The steps in one of the possible orders, with the prompt in chunks that begin with the tokens `starts`."""
     prefill: list[Callable[[], None]] = [side.begin_prefill]
     for start in starts:
         prefill.append(lambda start=start: side.compute(start))  # type: ignore[misc]
@@ -38,7 +38,7 @@ def in_order(side: "Handover", order: str, starts: Sequence[int]) -> list[Callab
         case "needs_peer_first":
             return [side.find, side.allocate, side.start, side.bring_ticket, *prefill]
         case "concurrent":
-            begun = 2 if len(prefill) > 3 else 1  # in the middle of the prompt, where it has a middle
+            begun = 2 if len(prefill) > 3 else 1  # in the middle of the prompt, if it has one
             load = [side.find, side.allocate, side.start, side.bring_ticket]
             return [*prefill[:begun], *load, *prefill[begun:]]
         case "late_ticket":
@@ -47,14 +47,14 @@ def in_order(side: "Handover", order: str, starts: Sequence[int]) -> list[Callab
 
 
 class Handover:
-    """Producer and consumer side of one transfer.
+    """The producer's and the consumer's side of one transfer.
 
     Args:
         order: "prefill_first", "decode_first" (pull, store), "needs_peer_first" or "concurrent" (push).
-        num_hit_blocks: blocks that the consumer has already; they hold the kit's own pattern, and must keep it.
+        num_hit_blocks: blocks that the consumer already has; they hold the kit's own pattern, and must keep it.
         chunk: tokens per step on the producer; 0: all at once.
         check: whether the producer computes the text's KV and the consumer's is compared with it.
-        is_told: whether the producer's workers hear of the hand-off before anybody else does.
+        is_told: whether the producer's workers are told of the hand-off before the consumer.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Handover:
 
     @property
     def steps(self) -> list[Callable[[], None]]:
-        """The steps of this order; after the last one the load is under way, and `finish` waits for it."""
+        """The steps of this order; after the last one the load is in progress, and `finish` waits for it."""
         return in_order(self, self.order, range(0, self.num_tokens, self.chunk))
 
     def take(self, *steps: Callable[[], None]) -> None:
@@ -121,12 +121,12 @@ class Handover:
         self.hand_off()
 
     def run(self) -> None:
-        """Take all steps, wait for the end, and check what came."""
+        """Take all steps, wait for the end, and check the received KV."""
         self.take()
         self.finish()
 
     def finish(self) -> None:
-        """The load succeeds with the right content, and both sides let go."""
+        """Wait for a successful load with the right content, and let both sides release it."""
         outcome = self.wait()
         require(not outcome.code, f"load of {self.describe()} failed: {outcome.code}")
         require(not self._is_late, f"layerwise load of {self.describe()}: its step was over before it was reported")
@@ -134,7 +134,7 @@ class Handover:
         self.end()
 
     def wait(self, timeout_s: float | None = None) -> TransferOutcome:
-        """The load's outcome, when all of the consumer's ranks have reported."""
+        """The load's outcome, once all of the consumer's ranks have reported."""
         if not self.num_external:
             return TransferOutcome()
         without = ", for which a push connector has given no ticket," if self._lacks_ticket else ""
@@ -156,12 +156,12 @@ class Handover:
         return self.consumer.wrong.get(self.receiver.transfer_key, "")
 
     def end(self) -> None:
-        """The consumer is done: its request ends, and its Release reaches the producer."""
+        """End the consumer's request; its Release reaches the producer."""
         self.drop_receiver()
         self.release()
 
     def settle(self) -> TransferOutcome:
-        """The load ends in either way; what came must be right, a failure must have a type of its own."""
+        """Wait for the load's end: received KV must be right, and a failure must have its own type."""
         outcome = self.wait()
         require(self.wrong == "", f"load of {self.describe()} was reported as finished: {self.wrong}")
         self.require_typed(outcome)
@@ -169,19 +169,21 @@ class Handover:
         return outcome
 
     def require_typed(self, outcome: TransferOutcome) -> None:
-        """A failure's code names a type of errors.py below TransferError (or the connector's own below that)."""
+        """Check that a failure's code names a type of errors.py below TransferError (or the connector's own below
+        that).
+        """
         codes = set(self.consumer.built.error_codes) - {TransferError.code}
-        require(not outcome.code or outcome.code in codes, f"{outcome.code!r} is no error's code")
+        require(not outcome.code or outcome.code in codes, f"{outcome.code!r} is not an error's code")
 
     def abort(self) -> None:
-        """The client went away: both sides give up, as the router tells them."""
+        """Give up on both sides, as the router tells them when the client is gone."""
         self.drop_receiver()
         if self.sender.block_ids:
             self.producer.abort(self.sender)
         self.release()
 
     def drop_receiver(self) -> None:
-        """The consumer's request ends; a load that is under way is cancelled and its blocks quarantined."""
+        """End the consumer's request; a load in progress is cancelled and its blocks quarantined."""
         if self.receiver.block_ids:
             self.consumer.end_load(self.receiver)
             if self.num_external and not self.ended:
@@ -191,7 +193,7 @@ class Handover:
         self._hit = []
 
     def next_reader(self) -> None:
-        """The next attempt of the consumer's request, which is given the same hand-off; the last one was dropped."""
+        """The next attempt of the consumer's request with the same hand-off; the last one was dropped."""
         last = self.receiver
         self.receiver = Request(
             last.text, self.num_tokens, kv="await_peer", transfer_id=last.transfer_id, attempt=last.attempt + 1,
@@ -202,7 +204,7 @@ class Handover:
         self.num_external, self._ticket = 0, None
 
     def release(self) -> None:
-        """Release reaches the producer."""
+        """Bring the Release to the producer."""
         self.producer.release(self.key)
         if self._on_sent in self.producer.on_sent:
             self.producer.on_sent.remove(self._on_sent)
@@ -214,7 +216,7 @@ class Handover:
     # --- producer -------------------------------------------------------------------------------------------------
 
     def begin_prefill(self) -> None:
-        """Blocks for the whole prompt, unless it has them."""
+        """Allocate blocks for the whole prompt, unless it has them."""
         if not self.sender.block_ids:
             self._wait_for_room(self.producer, self.num_tokens)
             self.producer.allocate(self.sender, self.num_tokens)
@@ -226,21 +228,21 @@ class Handover:
         self.prefill()
 
     def compute(self, start: int) -> None:
-        """One chunk is scheduled, executed and confirmed."""
+        """Schedule, execute and confirm one chunk."""
         stop = min(start + self.chunk, self.num_tokens)
         self.producer.step((self.sender, start, stop))
         self.computed(stop)
 
     def computed(self, stop: int) -> None:
-        """The prompt's first tokens are in their blocks."""
+        """Note that the prompt's first tokens are in their blocks."""
         self.sender.num_confirmed = stop
         if stop < self.num_tokens:
             self.producer.confirm(self.sender)
 
     def hand_off(self) -> None:
-        """The first token is out: the prompt's blocks pass to a lease, and the hand-off leaves."""
+        """End the prompt: its blocks pass to a lease, and the hand-off leaves."""
         self.sender.has_output = True
-        tables = self.sender.block_tables  # what a window gives up in the end is marked in them
+        tables = self.sender.block_tables  # blocks that a window gives up in the end are marked in them
         self.receiver.handoff = self.producer.hand_off(self.sender)
         self.leased_tables = [list(table) for table in tables]
         self.leased = [block for table in tables for block in table if block >= 0]
@@ -251,7 +253,7 @@ class Handover:
     # --- consumer -------------------------------------------------------------------------------------------------
 
     def find(self, *, at_once: bool = False) -> None:
-        """Ask until the connector knows what can be had, which must be all that is missing.
+        """Ask until the connector knows what can be loaded, which must be everything missing.
 
         Args:
             at_once: before the engines run again.
@@ -263,11 +265,11 @@ class Handover:
         if not missing:
             return
         num_tokens = self.ask_until_known(start, at_once=at_once)
-        require(num_tokens == missing, f"{num_tokens} of {missing} tokens can be had: {self.describe()}")
+        require(num_tokens == missing, f"only {num_tokens} of {missing} tokens can be loaded: {self.describe()}")
         self.num_external = num_tokens
 
     def ask_until_known(self, start: int, *, at_once: bool = False) -> int:
-        """get_num_new_matched_tokens until it answers; a tail that is on its way is waited for."""
+        """Call get_num_new_matched_tokens until it answers; a tail on its way is waited for."""
         found: list[MatchedTokens] = []
 
         def known() -> bool:
@@ -280,7 +282,7 @@ class Handover:
         return found[0].num_tokens
 
     def reserve(self) -> None:
-        """Decode first: blocks for everything before anybody knows where it will come from."""
+        """Decode first: allocate blocks for everything before the source is known."""
         self._take_hit()
         start = len(self._hit) * self.consumer.block_size
         matched = self.consumer.ask(p.Match(self.receiver.view(), start), MatchedTokens)
@@ -288,26 +290,26 @@ class Handover:
         self.consumer.allocate(self.receiver, self.num_tokens, hit=self._hit, resume_at=self.num_tokens)
 
     def allocate(self) -> None:
-        """Blocks for the whole range behind the local hit, and for what a layerwise load computes with it."""
+        """Allocate blocks for the whole range after the local hit, and for what a layerwise load computes with it."""
         num_tokens = self.num_tokens + self._is_layerwise
         self._wait_for_room(self.consumer, num_tokens)
         self.consumer.allocate(self.receiver, num_tokens, hit=self._hit, resume_at=self.num_tokens)
 
     def start(self) -> None:
-        """The connector has the blocks; the next step begins the load."""
+        """Pass the blocks to the connector; the next step begins the load."""
         self.post()
         in_time = self.consumer.step_with_load(self.receiver, self.num_tokens, is_layerwise=self._is_layerwise)
         self._is_late = not in_time
 
     def post(self) -> None:
-        """The connector has the blocks."""
+        """Pass the blocks to the connector."""
         self._ticket = self.consumer.start_load(self.receiver, self.num_external, check=self.check)
 
     def bring_ticket(self) -> None:
-        """The ticket reaches the producer: before its prefill, meanwhile, or after its end.
+        """Bring the ticket to the producer: before its prefill, during it, or after its end.
 
-        A connector that has found the content elsewhere (`multi`, in another child) gives none. Nobody keeps that
-        content for it, so its load ends before the producer goes on.
+        A connector that has found the content elsewhere (`multi`, in another child) gives none. That content is not
+        kept for it, so its load ends before the producer continues.
         """
         self.sender.ticket = self._ticket
         if self._ticket is None:
@@ -320,7 +322,7 @@ class Handover:
             self.producer.confirm(self.sender, again=True)
 
     def _wait_for_room(self, engine: Engine, num_tokens: int) -> None:
-        """Transfers that were over for one side may still be read or acknowledged on the other one."""
+        """Wait for blocks: transfers that are over on one side may still be read or acknowledged on the other."""
         num_blocks = -(-num_tokens // engine.block_size) * engine.layout.num_groups
         if engine.books.num_free < num_blocks:
             self.world.until(lambda: engine.books.num_free >= num_blocks, f"{num_blocks} blocks come free")
@@ -336,7 +338,7 @@ class Handover:
 
 
 def legal_orders(world: World) -> Sequence[str]:
-    """The orders that the connector declares, with a ticket that comes late where tickets may."""
+    """The orders that the connector declares, including late tickets if they are legal."""
     declared = world.consumer.card.orders
     if world.consumer.card.kind != "push":
         return [order for order in ("prefill_first", "decode_first") if order in declared]

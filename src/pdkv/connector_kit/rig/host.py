@@ -18,11 +18,11 @@ from pdkv.connector_kit.rig.rank import HostedRank, resource_usage
 from pdkv.errors import ConfigError, IncompatiblePeers
 
 STACKS_SIGNAL = signal.SIGUSR1
-"""Makes a host write the stacks of its threads to the file that it was given."""
+"""The signal that makes a host write the stacks of its threads to its file."""
 
 
 class Hosted(Protocol):
-    """What a host has under an engine's name."""
+    """The object hosted under an engine's name."""
 
     def run(self, command: p.AnyCommand) -> object:
         """Execute one command of the kit."""
@@ -32,7 +32,7 @@ class Hosted(Protocol):
 
 
 class Host:
-    """Answers commands, one at a time, on the main thread: it is every engine's step thread."""
+    """Answers commands one at a time on the main thread, which is every engine's step thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -40,7 +40,7 @@ class Host:
         self._ranks: dict[str, Hosted] = {}
 
     def serve(self) -> None:
-        """Until Exit, or until the kit is gone."""
+        """Serve commands until Exit, or until the kit is gone."""
         while True:
             try:
                 asked = p.decode_command(self._connection.recv_bytes())
@@ -49,7 +49,7 @@ class Host:
             try:
                 said = None if isinstance(asked.command, p.Exit) else self._run(asked.engine, asked.command)
                 answer: p.AnyAnswer = p.Answered(msgspec.Raw(p.encode(said)))
-            except Exception as error:  # whatever the connector raises is a finding, and the kit's to judge
+            except Exception as error:  # any error of the connector is a finding, which the kit judges
                 trace = "".join(traceback.format_exception(error))
                 incompatible = isinstance(error, IncompatiblePeers)
                 config = isinstance(error, ConfigError)

@@ -6,7 +6,7 @@ from pdkv.connectors.base import Cancel, ConfirmedRange, ScheduledRange, Schedul
 
 
 class News:
-    """Collected between two steps; a step's view takes all of it."""
+    """Events collected between two steps; a step's view takes all of them."""
 
     def __init__(self) -> None:
         self.confirmed: list[ConfirmedRange] = []
@@ -14,17 +14,17 @@ class News:
         self.finished: list[TransferKey] = []
         self.aborted: list[TransferKey] = []
         self.cancels: list[Cancel] = []
-        self.kept: list[Sequence[int]] = []  # blocks of finished requests, until the connector has heard of them
+        self.kept: list[Sequence[int]] = []  # blocks of finished requests, until the connector has been told of them
 
     def __bool__(self) -> bool:
         return bool(self.confirmed or self.preempted or self.finished or self.aborted or self.cancels)
 
     def retract(self, key: TransferKey) -> None:
-        """What was confirmed is not told: the blocks may have another owner by then."""
+        """Withdraw confirmed tokens: the blocks may have another owner by the next view."""
         self.confirmed = [confirmed for confirmed in self.confirmed if confirmed.request.transfer_key != key]
 
     def cancel(self, cancel: Cancel) -> None:
-        """The workers are told with the next step."""
+        """Tell the workers to cancel with the next step."""
         if cancel not in self.cancels:
             self.cancels.append(cancel)
 

@@ -23,19 +23,19 @@ from pdkv.launch.fork_server import ENVIRONMENT
 
 START_TIMEOUT_S = 120.0
 STACKS_AFTER_S = 2.0
-"""A host that has not answered for so long is asked for its stacks."""
+"""Seconds after which a host that has not answered is asked for its stacks."""
 
 Wanted = TypeVar("Wanted")
 
 
 class HostFailed(PdkvError):
-    """A host died or does not answer: the connector has crashed it or blocks its step thread."""
+    """A host died or does not answer: the connector crashed it or blocks its step thread."""
 
     code = "host_failed"
 
 
 class ConnectorRaised(PdkvError):
-    """A connector call raised something that its contract does not name."""
+    """A connector call raised an error outside of its contract."""
 
     code = "connector_raised"
 
@@ -104,7 +104,7 @@ class Zygote:
 
 
 class HostProcess:
-    """One host. `stopped` by SIGSTOP it answers nothing; dead it answers HostFailed."""
+    """One host. Stopped by SIGSTOP, it does not answer; dead, it answers HostFailed."""
 
     def __init__(self, pid: int, connection: Connection, stacks: Path) -> None:
         self.pid = pid
@@ -194,7 +194,7 @@ class HostProcess:
         """Ask it to end and wait.
 
         Raises:
-            HostFailed: it does not end in time: something that the connector left behind holds it.
+            HostFailed: it does not end in time, held by something that the connector left behind.
         """
         self.ask("", p.Exit(), p.Done, timeout_s)
         if not self._wait(timeout_s):
@@ -228,7 +228,7 @@ class HostProcess:
 
 
 def wait_for_any(hosts: Sequence[HostProcess], timeout_s: float) -> None:
-    """Return when one of them has something to say, or after `timeout_s`."""
+    """Wait until one of them has something to say, or for `timeout_s`."""
     connections = {host.connection for host in hosts if not (host.stopped or host.dead)}
     if connections:
         wait(list(connections), timeout_s)

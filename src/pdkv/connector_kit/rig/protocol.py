@@ -22,7 +22,7 @@ class Command(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenRange(msgspec.Struct, frozen=True):
-    """Tokens [start, stop) of a text, and the block tables that they lie in, one per KV group."""
+    """Tokens [start, stop) of a text, and their block tables, one per KV group."""
 
     text: list[Piece]
     start: int
@@ -37,7 +37,7 @@ class Build(Command, frozen=True):
     """Make a connector and its sides for one rank, and a pool."""
 
     config: ConnectorConfig
-    rank: str = "pdkv.connector_kit.rig.rank:HostedRank"  # the class that plays it: "module:Class"
+    rank: str = "pdkv.connector_kit.rig.rank:HostedRank"  # the class of the rank: "module:Class"
 
 
 class Close(Command, frozen=True):
@@ -45,11 +45,11 @@ class Close(Command, frozen=True):
 
 
 class Drop(Command, frozen=True):
-    """Forget an engine without a word, as far as a process can that goes on living (`one_process` only)."""
+    """Forget an engine without a word, as far as a living process can (`one_process` only)."""
 
 
 class UpdatePeers(Command, frozen=True):
-    """Tell both sides which peers there are."""
+    """Tell both sides the current peers."""
 
     cards: list[EngineCard]
     added: list[EngineCard]
@@ -103,13 +103,13 @@ class TakeEvents(Command, frozen=True):
 
 
 class Reuse(Command, frozen=True):
-    """The block table: the content of these blocks ends now."""
+    """The block table: end the content of these blocks now."""
 
     block_ids: list[int]
 
 
 class Publish(Command, frozen=True):
-    """The block table: these blocks are full; keys per block."""
+    """The block table: these blocks are full, with these keys per block."""
 
     blocks: list[tuple[int, list[bytes]]]
 
@@ -131,24 +131,26 @@ class Execute(Command, frozen=True, kw_only=True):
 
 
 class Expect(Command, frozen=True):
-    """A load begins: these blocks may be written from outside until its end is reported, `range` must be right then."""
+    """A load begins: these blocks may be written from outside until its end is reported, and `range` must be right
+    then.
+    """
 
     key: TransferKey
     block_ids: list[int]
     range: TokenRange | None
 
 
-# --- what the kit looks at ----------------------------------------------------------------------------------------
+# --- inspection -----------------------------------------------------------------------------------------------------
 
 
 class Fill(Command, frozen=True):
-    """Write tokens, or (text empty) garbage, into blocks outside any step."""
+    """Write tokens, or (text empty) garbage, into blocks outside of any step."""
 
     range: TokenRange
 
 
 class Spoil(Command, frozen=True):
-    """Behind the next digest that is made here, what it is of changes (damage.py)."""
+    """After the next digest made here, change the digested content (damage.py)."""
 
     how: How
     seed: int = 0
@@ -156,11 +158,11 @@ class Spoil(Command, frozen=True):
 
 
 class Unspoil(Command, frozen=True):
-    """The blocks hold what they held before; answered by Spoilt."""
+    """Restore the blocks; answered by Spoilt."""
 
 
 class ForeignWrites(Command, frozen=True):
-    """Blocks that somebody else has written although no load had them."""
+    """Report blocks that were written from outside although no load owned them."""
 
 
 class Written(Command, frozen=True):
@@ -174,7 +176,7 @@ class TakeCalls(Command, frozen=True):
 
 
 class Instrument(Command, frozen=True):
-    """Whether strict calls are traced for what they enter, which costs CPU time of its own."""
+    """Whether strict calls are traced, which costs additional CPU time."""
 
     on: bool
 
@@ -200,38 +202,38 @@ class Await(Command, frozen=True):
 
 
 class Digest(Command, frozen=True):
-    """What lies in the tokens' places, for comparisons between engines."""
+    """Digest the content at the tokens' places, for comparisons between engines."""
 
     range: TokenRange
 
 
 class Forward(Command, frozen=True):
-    """Each layer of a step that writes tokens computes for about so long; always the same work."""
+    """Let each layer of a step that writes tokens compute for about this long; always the same work."""
 
     layer_s: float
 
 
 class Throttle(Command, frozen=True):
-    """The transport moves so many bytes a second; 0: as many as it can."""
+    """Limit the transport to this many bytes a second; 0: unlimited."""
 
     bytes_per_s: float
 
 
 class OpenBare(Command, frozen=True):
-    """One side of a bare transport; without an address the side that has the data."""
+    """Open one side of a bare transport; without an address, the side that has the data."""
 
-    side: str  # the class that plays it, and its transport: "module:Class"
+    side: str  # the class and its transport: "module:Class"
     transport: str
     num_bytes: int  # moved at a time
     piece_bytes: int
-    value_bytes: int  # of each value, where the transport knows values
-    region_bytes: int  # at least so much memory on each side, taken in turns
+    value_bytes: int  # size of each value, if the transport has values
+    region_bytes: int  # at least this much memory on each side, used in turns
     options: dict[str, str]
     address: bytes | None = None
 
 
 class MoveBare(Command, frozen=True):
-    """Move once, in one piece or in pieces. Both sides are told; the one that gets the data says how long it took."""
+    """Move once, in one piece or in pieces. Both sides are told; the receiving one reports the duration."""
 
     in_pieces: bool
     timeout_s: float
@@ -262,13 +264,15 @@ Done: type[None] = type(None)
 
 
 class Answered(msgspec.Struct, frozen=True, tag=True):
-    """The command was carried out; `value`: what it says, which whoever asked decodes as the type that is expected."""
+    """The command was carried out; `value`: its answer, which the asking side decodes as the type that is expected."""
 
     value: msgspec.Raw
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    """It raised. `kind` is the type's name; `incompatible` an IncompatiblePeers, `config` another ConfigError."""
+    """The command raised an error. `kind` is the type's name; `incompatible` an IncompatiblePeers, `config` another
+    ConfigError.
+    """
 
     kind: str
     message: str
@@ -278,7 +282,7 @@ class Raised(msgspec.Struct, frozen=True, tag=True):
 
 
 class Woken(msgspec.Struct, frozen=True, tag=True):
-    """The connector has called notify; answers nothing."""
+    """The connector has called notify; no answer is expected."""
 
     engine: str
 
@@ -287,17 +291,17 @@ AnyAnswer = Answered | Raised | Woken
 
 
 class Built(msgspec.Struct, frozen=True):
-    """What the connector says of itself."""
+    """The connector's description of itself."""
 
     observes_scheduled: bool
     observes_confirmed: bool
     blob: bytes
     error_codes: list[str]  # of all subclasses of TransferError known there
-    has_digests: bool = False  # of what it hands off
+    has_digests: bool = False  # of the KV that it hands off
 
 
 class Ticket(NamedTuple):
-    """What update_state_after_alloc returned."""
+    """The result of update_state_after_alloc."""
 
     ticket: bytes | None
 
@@ -310,11 +314,11 @@ class Planned(NamedTuple):
 
 
 class Executed(msgspec.Struct, frozen=True):
-    """What a step reported; `wrong` says of finished loads what is wrong with their content."""
+    """The results of a step; `wrong` says what is wrong with the content of finished loads."""
 
     results: TransferResults
     wrong: list[tuple[TransferKey, str]]
-    began: float = 0.0  # of the monotonic clock, by timed ranks
+    began: float = 0.0  # by the monotonic clock, of timed ranks
     ended: float = 0.0
 
 
@@ -328,14 +332,14 @@ class CallRecord(NamedTuple):
 
 
 class Spoilt(NamedTuple):
-    """What was damaged: so many digests, and of the targets which."""
+    """The number of damaged digests, and which targets were damaged."""
 
     num_digests: int
     targets: list[int]
 
 
 class Usage(NamedTuple):
-    """Open descriptors by what they are, names of threads, resident bytes that belong to no file."""
+    """Open descriptors by kind, names of threads, and resident bytes that belong to no file."""
 
     descriptors: list[str]
     threads: list[str]
@@ -343,7 +347,7 @@ class Usage(NamedTuple):
 
 
 def as_dicts(results: TransferResults) -> TransferResults:
-    """The same with maps that can be sent, whichever the connector has."""
+    """The same results with maps that can be sent, whatever types the connector uses."""
     return TransferResults(*map(dict, results))
 
 

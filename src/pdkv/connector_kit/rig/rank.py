@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class HostedRank:
-    """Everything of one rank. Built in the order in which the engine builds it."""
+    """Everything of one rank, built in the same order as in the engine."""
 
     def __init__(self, build: p.Build, notify: Callable[[], None]) -> None:
         config = replace(build.config, block_table=LocalBlockTable(build.config.num_blocks))
@@ -62,7 +62,7 @@ class HostedRank:
         return pool.copy()
 
     def built(self) -> p.Built:
-        """What the connector says of itself."""
+        """The connector's description of itself."""
         return p.Built(
             observes_scheduled=self._scheduler is not None and bool(self._scheduler.observes.scheduled),
             observes_confirmed=self._scheduler is not None and bool(self._scheduler.observes.confirmed),
@@ -102,7 +102,7 @@ class HostedRank:
         return None
 
     def close(self) -> None:
-        """As an engine shuts down; twice, for all of it is idempotent."""
+        """Shut down as an engine does; twice, since it must be idempotent."""
         for _ in range(2):
             self._worker.shutdown()
         for _ in range(2):
@@ -159,7 +159,7 @@ class HostedRank:
     # --- worker side ----------------------------------------------------------------------------------------------
 
     def _execute(self, step: p.Execute) -> p.Executed:
-        """A step in the order of base.py; layers without hooks where the metadata needs none."""
+        """Run a step in the order of base.py; layers run without hooks if the metadata needs none."""
         worker, call = self._worker, self._watch.call
         if step.meta is not None and step.begin:
             decoded = msgspec.msgpack.decode(step.meta, type=self._worker.metadata_type)
@@ -191,7 +191,7 @@ class HostedRank:
             self._watch.call("save_kv_layer", self._worker.save_kv_layer, layer, self._pool, meta)
 
     def _report(self, results: TransferResults) -> p.Executed:
-        """Look at what has arrived before anybody can touch it; what ended is not to be written any more."""
+        """Check arrived data before it can change; blocks of ended loads must not be written any more."""
         wrong: list[tuple[TransferKey, str]] = []
         for key in (*results.finished_receiving, *results.failed_receiving):
             expect = self._expected.pop(key, None)
@@ -207,13 +207,13 @@ class HostedRank:
     # --- the pool -------------------------------------------------------------------------------------------------
 
     def _places(self, tokens: p.TokenRange, group: int) -> tuple[Ids, Ids]:
-        """Block id and offset in the block, of each token in a KV group."""
+        """Block id and offset in the block, for each token in a KV group."""
         positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
         blocks = as_ids(tokens.block_tables[group])[positions // self._layout.block_size]
         return blocks, positions % self._layout.block_size
 
     def _write(self, tokens: p.TokenRange, layer: int | None = None, *, garbage: bool = False) -> None:
-        """One layer of the model, or all; in a KV group only tokens that have a block there."""
+        """Write one layer of the model, or all; in a KV group, only tokens that have a block there."""
         values: Values | int = GARBAGE
         if not garbage:
             values = kv_values(tokens.text, tokens.start, tokens.stop, self._layout, self._heads)
@@ -227,7 +227,7 @@ class HostedRank:
                 pool[:, :, index][blocks[there], offsets[there]] = own
 
     def _difference(self, tokens: p.TokenRange) -> str:
-        """What is wrong in the tokens' places; before a window there is nothing to look at."""
+        """What is wrong at the tokens' places; positions before a window are not checked."""
         expected = kv_values(tokens.text, tokens.start, tokens.stop, self._layout, self._heads)
         found = expected.copy()
         for number, (group, index) in enumerate(self._layout.places):
@@ -282,7 +282,7 @@ def _codes(error: type[TransferError]) -> set[str]:
 
 @contextmanager
 def _logged_refusals() -> Iterator[list[str]]:
-    """IncompatiblePeers that log records of warnings carry, from anywhere in the process."""
+    """IncompatiblePeers in warnings logged anywhere in the process."""
     found: list[str] = []
 
     class Collector(logging.Handler):

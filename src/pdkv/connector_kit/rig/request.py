@@ -23,7 +23,9 @@ class Request:
         has_content: bool = True,
     ) -> None:
         self.text = text
-        self.content = list(text) if has_content else []  # what is computed for it; empty: anything, which is faster
+        self.content = (
+            list(text) if has_content else []
+        )  # the text computed for it; empty: arbitrary content, which is faster
         self.num_prompt = num_prompt
         self.kv = kv
         self.transfer_id = transfer_id
@@ -33,7 +35,7 @@ class Request:
         self.ticket: bytes | None = None
         self.kv_ready: bool | None = None
         self.has_output = False
-        self.block_tables: list[list[int]] = [[] for _ in range(layout.num_groups)]  # -1: given up, or never there
+        self.block_tables: list[list[int]] = [[] for _ in range(layout.num_groups)]  # -1: given up, or never needed
         self.num_local_hit = 0
         self.num_confirmed = 0
         self.num_reported = 0
@@ -44,16 +46,16 @@ class Request:
 
     @property
     def block_ids(self) -> list[int]:
-        """The blocks that it has, of all KV groups."""
+        """Its blocks, of all KV groups."""
         return self.blocks_from(0)
 
     def blocks_from(self, first: int) -> list[int]:
-        """Those of its tables' entries from `first` on."""
+        """The blocks of its tables' entries from `first` on."""
         return [block for table in self.block_tables for block in table[first:] if block >= 0]
 
     @property
     def transfer_key(self) -> TransferKey:
-        """The name of what it hands off, or loads."""
+        """The name of the transfer that it hands off or loads."""
         return TransferKey(self.transfer_id, self.attempt)
 
     @property
@@ -63,7 +65,7 @@ class Request:
 
     @property
     def num_wanted(self) -> int:
-        """As the engine counts: the token behind it is computed here."""
+        """As the engine counts: the next token is computed here."""
         if self.kv == "await_peer" and not self.has_output:
             return self.num_prompt
         return self.num_tokens - 1
@@ -98,6 +100,6 @@ class Request:
         return blocks
 
     def lose_blocks(self) -> None:
-        """Forget what was computed, and the blocks: as after a preemption."""
+        """Forget everything computed, and the blocks, as after a preemption."""
         self.block_tables = [[] for _ in self.block_tables]
         self.num_local_hit = self._num_published = 0

@@ -17,17 +17,19 @@ def shm_files() -> set[str]:
 
 
 def left_behind(before: Set[str], timeout_s: float) -> set[str]:
-    """Names that have come since `before`, that no living process maps, and that do not go within `timeout_s`."""
+    """Names that have appeared since `before`, that no living process maps, and that stay for longer than
+    `timeout_s`.
+    """
     deadline = MONOTONIC.now() + timeout_s
     left = _unused(shm_files() - before)
     while left and MONOTONIC.now() < deadline:
-        MONOTONIC.sleep(_POLL_S)  # nobody announces an unlink
+        MONOTONIC.sleep(_POLL_S)  # unlinks are not announced
         left = _unused(left & shm_files())
     return left
 
 
 def _unused(names: set[str]) -> set[str]:
-    """Those that no process maps."""
+    """Names that no process maps."""
     unused = set(names)
     for process in Path("/proc").iterdir() if unused else ():
         if process.name.isdecimal():

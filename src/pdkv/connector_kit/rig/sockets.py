@@ -16,7 +16,7 @@ _SEND_TIMEOUT_S = 1.0
 
 
 class Listener(NamedTuple):
-    """Where one can connect to, or send datagrams to."""
+    """The address of a listening socket, or of one that takes datagrams."""
 
     family: int
     address: tuple[str, int] | str
@@ -29,7 +29,7 @@ class Listener(NamedTuple):
 def listeners(pid: int) -> list[Listener]:
     """All listening TCP and unix sockets of a process, and its unix sockets that take datagrams.
 
-    A unix socket whose path was removed is left out: nobody can connect to it any more.
+    A unix socket with a removed path is left out: it cannot be connected to any more.
     """
     inodes = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
@@ -94,13 +94,13 @@ def garbage() -> list[bytes]:
 
 
 def send_garbage(listener: Listener) -> list[socket.socket]:
-    """Send all of it, each on a connection of its own; some stay open. Returns those (the caller closes them)."""
+    """Send all of it, each frame on its own connection; some stay open. Returns those (the caller closes them)."""
     kept = []
     for index, data in enumerate(garbage()):
         connection = socket.socket(listener.family, listener.type)
-        # A queue of datagrams that nobody reads (UCX has such) is full soon, which is a fine answer, too.
+        # A queue of datagrams that is not read (UCX has one) is soon full, which is also fine.
         connection.settimeout(0.0 if listener.type == socket.SOCK_DGRAM else _SEND_TIMEOUT_S)
-        with contextlib.suppress(OSError):  # refused and reset connections are fine answers
+        with contextlib.suppress(OSError):  # refused and reset connections are fine, too
             connection.connect(listener.address)
             connection.sendall(data)
         if index % 3:

@@ -52,7 +52,7 @@ class StepWatch:
 
     def __init__(self, innocent: Callable[..., object]) -> None:
         self.records: list[CallRecord] = []
-        self.traced = True  # whether `CallRecord.entered` is found out: tracing multiplies the CPU time of a call
+        self.traced = True  # whether `CallRecord.entered` is determined: tracing multiplies the CPU time of a call
         self._innocent = innocent.__code__
         self._entered: list[str] = []
 
@@ -109,7 +109,7 @@ def _forbidden(function: Any) -> str:
 
 
 def _run_delay_s() -> float:
-    """Seconds that this thread has waited for a processor since it began; 0 where the kernel does not count them."""
+    """Seconds that this thread has waited for a processor since it began; 0 if the kernel does not count them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError):

@@ -17,11 +17,11 @@ from pdkv.errors import IncompatiblePeers, PdkvError
 from pdkv.wire.kv import ChecksumMode, KVGroup, KVLayout, LayoutKind, Positions
 
 NUM_KV_HEADS = 4
-"""Of the model; up to four ranks hold different ones."""
+"""KV heads of the model; up to four ranks hold different ones."""
 
 
 TRANSFER_POLL_S = 0.5
-"""As in the engine: so often it looks for results that nobody has announced."""
+"""As in the engine: seconds between checks for unannounced results."""
 
 SHORT_S = 0.8
 """Deadline of a connector's waits in worlds where nothing has to succeed within it."""
@@ -30,7 +30,7 @@ AMPLE_S = 1.5
 """The same where transfers must succeed, too: the first one between processes just forked, on a busy machine."""
 
 LATE_S = 1.2
-"""A deadline is told at most so long after it has passed."""
+"""Seconds after a deadline within which it must be reported."""
 
 
 class Violation(PdkvError):
@@ -69,7 +69,7 @@ class Shape:
     num_heads: int = NUM_KV_HEADS  # of all ranks
     dtype: str = "float32"
     dtype_bytes: int = 4
-    groups: tuple[KVGroup, ...] = ()  # then num_layers is not looked at
+    groups: tuple[KVGroup, ...] = ()  # then num_layers is ignored
     sides: int = 2
     positions: Positions = "rotated"
 
@@ -91,7 +91,9 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all worlds of a run share. "{directory}" in an option stands for a private directory of each world."""
+    """Settings shared by all worlds of a run. "{directory}" in an option stands for a private directory of each
+    world.
+    """
 
     zygote: Zygote
     directory: Path
@@ -99,8 +101,8 @@ class Setting:
     options: dict[str, str]
     short_options: dict[str, str] = field(default_factory=dict)  # deadlines: "{deadline}" is that of the world
     one_process: bool = False
-    layouts: tuple[LayoutKind, ...] = ()  # that its plan names
-    groups: tuple[KVGroup, ...] = ()  # of engines whose shape nobody has chosen
+    layouts: tuple[LayoutKind, ...] = ()  # named by its plan
+    groups: tuple[KVGroup, ...] = ()  # shape of engines for which none was chosen
     kv_checksum: ChecksumMode = "on"
     timeout_s: float = 20.0
     quick: bool = False
@@ -108,7 +110,7 @@ class Setting:
 
 
 class World:
-    """A producer "p" and a consumer "d", and whoever else a case boots. Used as a context manager."""
+    """A producer "p" and a consumer "d", and further engines that a case boots. Used as a context manager."""
 
     engine_type: ClassVar[type[Engine]] = Engine
 
@@ -120,11 +122,13 @@ class World:
         *,
         deadline_s: float | None = None,
     ) -> None:
-        """`deadline_s`: of the connector's waits; None: its own. Raises Refused where a shape cannot be built."""
+        """`deadline_s`: of the connector's waits; None: its own. Raises Refused if a shape cannot be built."""
         self.setting = setting
         self.timeout_s = setting.timeout_s
         self.poll_s = TRANSFER_POLL_S
-        self.passed_s = (deadline_s or 0) + LATE_S  # the connector has told of a deadline, if it does by itself
+        self.passed_s = (
+            deadline_s or 0
+        ) + LATE_S  # the time by which the connector has reported a deadline, if it does so itself
         self.engines: dict[str, Engine] = {}
         self._shapes: dict[str, Shape] = {}
         self._epochs: dict[str, int] = {}
@@ -172,7 +176,7 @@ class World:
     # --- engines come and go --------------------------------------------------------------------------------------
 
     def boot(self, name: str, shape: Shape, hosts: Sequence[HostProcess] = ()) -> Engine:
-        """Start an engine, or its next incarnation, in new processes or in `hosts`; `introduce` tells others."""
+        """Start an engine, or its next incarnation, in new processes or in `hosts`; `introduce` tells the others."""
         self._shapes[name] = shape
         self._epochs[name] = epoch = self._epochs.get(name, -1) + 1
         if shape.tp > 1 and self.setting.one_process:
@@ -193,7 +197,7 @@ class World:
         return engine
 
     def introduce(self) -> None:
-        """All engines hear of all cards. Raises Refused if a connector refuses one."""
+        """Tell all engines all cards. Raises Refused if a connector refuses one."""
         cards = [engine.card for engine in self.engines.values()]
         refusals = []
         for engine in self.live_engines():
@@ -205,18 +209,18 @@ class World:
             raise Refused(refusals[0])
 
     def restart(self, name: str) -> Engine:
-        """kill -9 and the next incarnation; the others hear of both at once."""
+        """Kill an engine (kill -9) and start its next incarnation; the others are told of both at once."""
         self.kill(name)
         return self.revive(name)
 
     def revive(self, name: str) -> Engine:
-        """The next incarnation of an engine that was killed; everybody hears of it."""
+        """Start the next incarnation of a killed engine; all engines are told."""
         engine = self.boot(name, self._shapes[name])
         self.introduce()
         return engine
 
     def rebuild(self, name: str) -> Engine:
-        """The next incarnation in the same processes, after a shutdown."""
+        """Start the next incarnation in the same processes, after a shutdown."""
         hosts = self.engines.pop(name).hosts
         engine = self.boot(name, self._shapes[name], hosts)
         self.introduce()
@@ -247,7 +251,7 @@ class World:
             host.resume()
 
     def need_processes(self, why: str) -> None:
-        """Raises NotApplicable for connectors whose engines share a process."""
+        """Raise NotApplicable for connectors whose engines share a process."""
         if self.setting.one_process:
             raise NotApplicable(f"engines share a process: {why}")
 
@@ -294,13 +298,13 @@ class World:
     # --- the end --------------------------------------------------------------------------------------------------
 
     def check_pools(self) -> None:
-        """Nobody has written a block that no load had. Raises Violation."""
+        """Check that no block was written that no load owned. Raises Violation."""
         for engine in self.live_engines():
             blocks = engine.foreign_writes()
             require(not blocks, f"engine {engine.name}: blocks {blocks} were written although no load had them")
 
     def check_rest(self) -> None:
-        """Everything comes to rest: no hold, lease or quarantine is left, all blocks are free."""
+        """Wait until everything is at rest: no hold, lease or quarantine is left, all blocks are free."""
         live = self.live_engines()
         self.until(lambda: all(engine.is_idle for engine in live), "all blocks come back")
         for engine in live:
@@ -318,13 +322,13 @@ class World:
             host.exit(self.timeout_s)
 
     def kill_all(self) -> None:
-        """Kill all processes, whatever happened."""
+        """Kill all processes, in any state."""
         for host in self._all_hosts:
             host.kill()
 
 
 def lengths(setting: Setting, block_size: int = 16) -> Sequence[int]:
-    """Prompt lengths around every border that there is."""
+    """Prompt lengths around every boundary."""
     b = block_size
     quick = [1, b, b + 1, 5 * b - 1, 7 * b + 3]
     return quick if setting.quick else [*quick, b - 1, 2 * b, 12 * b, 12 * b + 1, 21 * b + 5]

@@ -41,7 +41,7 @@ def main(control_fd: int) -> None:
 def _host(control: socket.socket, fd: int, stacks_path: str) -> None:
     """The life of a host; never returns.
 
-    It gives the kit its pid only once it is bound to die with this process: the kit may stop it at once.
+    It reports its pid to the kit only once it is bound to die with this process: the kit may stop it at once.
     """
     code = 1
     try:
@@ -54,7 +54,7 @@ def _host(control: socket.socket, fd: int, stacks_path: str) -> None:
 
         serve(fd, stacks_path)
         code = 0
-    except BaseException:  # the process ends here: nobody above could report it
+    except BaseException:  # the process ends here: no caller could report it
         traceback.print_exc()
     finally:
         sys.stdout.flush()

@@ -83,7 +83,7 @@ def test_a_parser_of_a_file(tmp_path: Path, name: str) -> None:
     ("body", "words"),
     [
         ("raise KeyError('of mine')", "KeyError: 'of mine'"),
-        ("self._state = self._other; return at", "Arrow changes its state without end"),
+        ("self._state = self._other; return at", "Arrow changes its state endlessly"),
         ("self._parts += [5, 6]; return len(text)", "Arrow failed"),
     ],
 )

@@ -53,7 +53,7 @@ def test_what_clients_refuse_now_or_soon_is_said(files: Certificates) -> None:
     begins, ends = certificate_dates(path)
     day = timedelta(days=1)
     assert date_problem(path, begins) == date_problem(path, ends - 15 * day) == ""
-    assert "holds only from" in date_problem(path, begins - day)
+    assert "is valid only from" in date_problem(path, begins - day)
     assert f"expires on {ends}" in date_problem(path, ends - 13 * day)
     assert f"expired on {ends}" in date_problem(path, ends)
 

@@ -227,7 +227,7 @@ async def test_a_renewed_certificate_is_for_those_who_come_then(
         assert len((await old.reply()).body) == 7
         shutil.copy(files.certificate, certificate)  # and no key of it yet
         tls.reload()
-        assert "the certificate stays as it is: --ssl-certfile: the certificate and the private key" in caplog.text
+        assert "keeping the previous certificate: --ssl-certfile: the certificate and the private key" in caplog.text
         await ask(server, other)
 
 
