@@ -266,7 +266,7 @@ class PushReceiver:
         incoming.check_range(piece)
         layout, start = worker.config.layout, incoming.ticket.start
         if offer.whole and piece.num_heads != layout.num_kv_heads:
-            raise TransferError("agent {blob.agent} offers blocks of another size")
+            raise TransferError("blocks of another size are offered")
         ours = piece_ids(
             incoming.block_ids, layout.block_size, piece.start, piece.stop, table_start=start, in_units=not offer.whole
         )

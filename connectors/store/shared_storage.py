@@ -9,7 +9,7 @@ from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOp
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.options import StoreOptions
 
-Absolute = Annotated[str, Meta(pattern="^/", extra={"expected": "must be an absolute path"})]
+Absolute = Annotated[str, Meta(pattern="^/", extra={"expected": "an absolute path"})]
 
 
 class SharedStorageOptions(StoreConnectorOptions):

@@ -182,7 +182,7 @@ def test_a_launch_can_be_checked_without_starting_anything(
     flags = ["--host", "0.0.0.0", "--port", "0", "--prefill", "2", "--decode-kv-cache-memory", "8MiB"]
     assert run("launch", "--check", *flags) == 0
     said = capsys.readouterr()
-    assert "0.0.0.0 can be reached from other hosts, and --api-key-file is not given" in said.err
+    assert "0.0.0.0 can be reached from other hosts, but --api-key-file is not given" in said.err
     first, *engines = said.out.splitlines()
     assert first.startswith("2 prefill, 1 decode, connector shared_memory: pdkv-default from ")
     assert [line.split(":")[0].strip() for line in engines] == ["prefill-0", "prefill-1", "decode-0"]
@@ -203,7 +203,7 @@ def no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 @pytest.mark.usefixtures("no_kernels")
 def test_a_launch_without_compiled_kernels_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("launch", "--check", "--port", "0") == 0
-    assert "compiled kernels are absent: torch computes instead" in capsys.readouterr().err
+    assert "compiled kernels are missing: torch computes instead" in capsys.readouterr().err
 
 
 def test_the_help_of_launch_has_choices_and_examples_and_each_engine_option_once(

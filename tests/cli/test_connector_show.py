@@ -66,7 +66,7 @@ def test_any_of_several_modules_will_do() -> None:
     ("name", "options", "message"),
     [
         ("store", {"uri": "redis://h"}, r"connector store: unknown option 'uri' \(did you mean 'url'\?\); known: "),
-        ("store", {}, r"connector store: needs the option url=URL"),
+        ("store", {}, r"connector store: requires the option url=URL"),
         ("store", {"url": "memory://", "ttl_s": "5"}, "memory://: unknown option 'ttl_s'"),
         ("store", {"url": "redis://h", "pipeline": "0"}, "option pipeline: a whole number of at least 1 .* got '0'"),
         ("shared_storage", {"path": "x"}, "connector shared_storage: option path: an absolute path was expected"),

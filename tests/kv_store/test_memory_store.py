@@ -66,7 +66,7 @@ def test_stores_of_two_names_share_nothing() -> None:
 
 
 def test_two_capacities_under_one_name_are_refused(store: MemoryStore) -> None:
-    with pytest.raises(ConfigError, match="capacity 300, now asked for 400"):
+    with pytest.raises(ConfigError, match="capacity 300, got 400"):
         MemoryStore("test", 400)
     with MemoryStore("test") as same:
         put(same, b"a")

@@ -101,7 +101,7 @@ def with_default(item: Option) -> str:
     if item.default in (None, dataclasses.MISSING, (), "") or item.base is Path:
         return item.help
     shown = format_bytes(item.default).replace(" ", "") if "size" in item.details else str(item.default)
-    of_model = "the model's, else" if item.details.get("of_model") else ""
+    of_model = "the model's, else " if item.details.get("of_model") else ""
     return f"{item.help} (default: {of_model}{shown.lower() if item.base is bool else shown})"
 
 

@@ -568,7 +568,7 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
         ({"tools": [TOOL], "tool_choice": {"type": "mcp", "name": "x"}}, "tool_choice.type", "'mcp'"),
         ({"metadata": {"a": "x" * 2**20}, "user": "u"}, "metadata", "at most 1048576 bytes"),
         ({"user": "é" * 2**18}, "user", "at most 1048576 bytes"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not hold messages"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "must not contain messages"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
