@@ -19,7 +19,9 @@ TARGET = re.compile(r"(?:`|^)make ([a-z][a-z ]*)", re.MULTILINE)
 MADE = {"build", "dist"}  # by an installation; they may be there or not
 HIDDEN = {".ci", ".github"}
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."} - MADE | HIDDEN
-MODULES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+MODULES = {
+    path.name for path in [*ROOT.glob("*.py"), *(p for folder in FOLDERS for p in (ROOT / folder).rglob("*.py"))]
+}
 
 
 def text_of(page: Path) -> str:

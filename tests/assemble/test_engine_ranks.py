@@ -453,7 +453,7 @@ def test_ranks_that_have_loaded_other_models_are_refused_with_both_identities(
     monkeypatch.setattr(
         FirstRank, "wait_to_attach", lambda self, num_blocks, model: wait_to_attach(self, num_blocks, "another")
     )
-    with pytest.raises(ModelError, match=r"rank 0 has loaded model [0-9a-f]{32}, rank 1 has loaded another"):
+    with pytest.raises(ModelError, match=r"rank 0 has loaded model [0-9a-f]{32}, but rank 1 has loaded another"):
         make_engine(tiny_model_dir, 2)
 
 

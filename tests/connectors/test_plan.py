@@ -67,8 +67,8 @@ def test_kv_that_a_plan_does_not_name_is_refused_with_both_values() -> None:
     latent, unrotated = (msgspec.structs.replace(plain, **fields) for fields in ({"sides": 1}, {"positions": "none"}))
     lmcache = plan_connector("lmcache", OF_ALL["lmcache"])
     for plan, layout, message in (
-        (lmcache, latent, "lmcache carries KV in layouts heads, windows, and the KV of engine e is latent"),
-        (lmcache, unrotated, "lmcache carries KV with positions rotated, and the KV of engine e is none"),
+        (lmcache, latent, "lmcache carries KV in layouts heads, windows, but the KV of engine e is latent"),
+        (lmcache, unrotated, "lmcache carries KV with positions rotated, but the KV of engine e is none"),
         (plan_connector("multi", {"connectors": "lmcache,memory", **{f"0.{k}": v for k, v in lmcache.options.items()}}),
          latent, "multi carries KV in layouts heads, windows, and"),
     ):  # fmt: skip

@@ -196,7 +196,7 @@ def test_a_step_that_does_not_end_holds_up_no_other_peer(late: LateStep) -> None
         second.meet(prefill.card)
         theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
         prefill.fill_seeded(theirs, 100, 1)
-        source = prefill.workers[0].rank.source
+        source = prefill.workers[0].source
         source.after = late
         first.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
         late.wait_asked()

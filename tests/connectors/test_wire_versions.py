@@ -58,7 +58,7 @@ def test_a_peer_of_another_version_is_refused_before_anything_else_of_its_card_i
     scheduler = connector.scheduler()
     with caplog.at_level(logging.WARNING):
         scheduler.update_peers([card_of(name, versions | {child: own + 1}, blobs)])
-    assert f"no KV from engine prefill-0: connector {child} speaks version {own} in engine decode-0 and version " in (
+    assert f"no KV from engine prefill-0: connector {child} speaks version {own} in engine decode-0 but version " in (
         caplog.text
     )
     assert f"version {own + 1} in engine prefill-0 (pdkv 9.9): run the same pdkv on both" in caplog.text

@@ -100,7 +100,7 @@ def test_a_prompts_kv_is_found_cleared_prefetched_and_pinned(
             "lookup", "--tier", "tape", exit_code=2
         )
         assert "there is no engine 'prefill-9'" in cache("pin", "--engine", "prefill-9", exit_code=2)
-        assert "pin: not of an engine's own blocks" in cache("pin", "--tier", "pool", exit_code=2)
+        assert "pin is not possible for an engine's own blocks" in cache("pin", "--tier", "pool", exit_code=2)
 
 
 def test_a_prompts_kv_is_moved_down_and_up_again(

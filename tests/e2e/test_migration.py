@@ -43,8 +43,8 @@ def test_no_reply_shows_at_which_token_decode_was_killed(launch: Launch, tmp_pat
 
 
 def test_streams_beyond_prefill_s_length_outlive_their_decode_engine(launch: Launch) -> None:
-    """Prefill has a fifth of the length that decode has, and that is advertised; some prompts exceed it, too."""
-    long, most = 200, 1000
+    """Prefill has a sixth of the length that decode has, and that is advertised; some prompts exceed it, too."""
+    long, most = 160, 1000
     lengths = ("--prefill-max-model-len", str(long), "--decode-max-model-len", str(most))
     deployment = launch("--prefill", "1", "--decode", "2", "--policy", "round_robin", *lengths)
     assert [len(ask.prompt) + ask.max_tokens > long for ask in STREAMS] == [True] * len(STREAMS)

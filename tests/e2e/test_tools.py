@@ -224,7 +224,7 @@ def test_json_objects(client: OpenAI, bias: Bias) -> None:
 
 # --- the Responses API -----------------------------------------------------------------------------------------------
 
-FIELDS: Any = {"model": "served", "input": "Where is it warm?", "temperature": 0.8, "extra_body": {"seed": 3}}
+FIELDS: Any = {"model": "served", "input": "Where is it warm?", "temperature": 0.8, "extra_body": {"seed": 4}}
 TOOL: Any = {"type": "function", **pydantic_function_tool(Weather)["function"]}
 
 
@@ -233,7 +233,7 @@ def test_a_response_is_the_chats_answer(client: OpenAI) -> None:
     whole = client.responses.create(**fields)
     events = list(client.responses.create(**fields, stream=True))
     messages: Any = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": FIELDS["input"]}]
-    chat = client.chat.completions.create(model="served", messages=messages, temperature=0.8, seed=3, max_tokens=24)
+    chat = client.chat.completions.create(model="served", messages=messages, temperature=0.8, seed=4, max_tokens=24)
     streamed = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert whole.output_text == streamed == chat.choices[0].message.content
     assert (whole.status, whole.incomplete_details and whole.incomplete_details.reason) == (

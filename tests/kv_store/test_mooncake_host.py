@@ -45,9 +45,9 @@ def outcome(*codes: int, error: str = "") -> bytes:
     ("answer", "says"),
     [
         (LENGTH.pack(0xFFFFFFFF), "answers with 4294967295 bytes"),
-        (LENGTH.pack(3) + b"\xc1\xc1\xc1", "is none"),
-        (LENGTH.pack(2) + msgspec.msgpack.encode("x"), "is none"),
-        (outcome(1), "another length"),
+        (LENGTH.pack(3) + b"\xc1\xc1\xc1", "answer is invalid"),
+        (LENGTH.pack(2) + msgspec.msgpack.encode("x"), "answer is invalid"),
+        (outcome(1), "unexpected length"),
         (outcome(error="it broke"), "it broke"),
         (outcome(1, 1)[:-1], "closed the connection"),
     ],

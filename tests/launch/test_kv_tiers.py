@@ -68,7 +68,7 @@ def test_host_memory_goes_in_front_of_a_store_that_hands_over() -> None:
     [
         (TiersConfig(kv_store="reddis://host"), "p2p", {}, "--kv-store: no store 'reddis://host'; known: memory://"),
         (TiersConfig(kv_store="redis://host/x"), "p2p", {"store.url": "y"}, "store.url=y.*give the URL as --kv-store"),
-        (BOTH, "multi", {"connectors": "nixl,store"}, "connector multi of nixl,store has a store already"),
+        (BOTH, "multi", {"connectors": "nixl,store"}, "connector multi of nixl,store already has a store"),
         (BOTH, "nixl", {"store.url": "redis://:pw@host"}, r"redis://\*\*\*@host"),
     ],
 )

@@ -230,7 +230,7 @@ async def test_an_aborted_request_ends_as_it_stands(llm: AsyncLLM) -> None:
         ("x", SamplingParams(temperature="0"), None, "temperature=.0.: Expected `float`"),  # type: ignore[arg-type]
         ({"text": "x"}, GREEDY, None, "a mapping of prompt or prompt_token_ids"),
         ("", GREEDY, None, "prompt must not be empty"),
-        (None, GREEDY, None, "a prompt is a text or a list of token ids"),
+        (None, GREEDY, None, "expected a prompt as a text or a list of token ids, .* got None"),
         ([100_000], GREEDY, None, "token ids"),
         ("x", SamplingParams(seed=1, logit_bias={100_000: 1.0}), None, "logit_bias: token 100000"),
         ("x", GREEDY, "", "request_id must be a text of 1 to"),

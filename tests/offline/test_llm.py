@@ -113,7 +113,7 @@ def test_prompts_may_have_the_form_of_mappings(llm: LLM) -> None:
         ("allowed_token_ids", "12", "Expected `array`, got `str`"),
         ("logit_bias", {5.5: 1}, "Expected `int`, got `float` - at `key` in `$`"),
         ("logits_processors", {"a": 1}, "Expected `object`, got `int` - at `$[...]`"),
-        ("top_k", object, "a value of type type is not expected"),
+        ("top_k", object, "a value of type type is not allowed"),
         ("output_kind", "all", "Invalid enum value 'all', one of cumulative, delta, final_only was expected"),
         ("structured_outputs", {"choise": ["a"]}, "Object contains unknown field `choise`"),
         ("structured_outputs", StructuredOutputs(regex=5), "Expected `str | null`, got `int` - at `$.regex`"),  # type: ignore[arg-type]
@@ -291,11 +291,11 @@ def test_logprobs_stand_beside_the_tokens(llm: LLM) -> None:
         ("", GREEDY, "prompt must not be empty"),  # as over HTTP, also for a tokenizer that adds a BOS
         ([[1], [100_000]], GREEDY, "token ids"),
         ([[5] * 2000], GREEDY, "2000"),
-        ([None], GREEDY, "a prompt is a text or a list of token ids"),
+        ([None], GREEDY, "expected a prompt as a text or a list of token ids, .* got None"),
         ([[1, "2"]], GREEDY, r"prompt_token_ids=\[1, '2'\]: Expected `int`, got `str`"),
         ([[True]], GREEDY, r"prompt_token_ids=\[True\]: Expected `int`, got `bool`"),
-        (b"hello", GREEDY, "a prompt is a text or a list of token ids, .* got b'hello'"),
-        (7, GREEDY, "a prompt is a text or a list of token ids, .* got 7"),
+        (b"hello", GREEDY, "expected a prompt as a text or a list of token ids, .* got b'hello'"),
+        (7, GREEDY, "expected a prompt as a text or a list of token ids, .* got 7"),
         ({"text": "a"}, GREEDY, "or a mapping of prompt or prompt_token_ids to such, got {'text': 'a'}"),
         ({"prompt": "a", "multi_modal_data": {"image": 1}}, GREEDY, "got {'prompt': 'a', 'multi_modal_data': "),
         ({"prompt": "a", "cache_salt": 1}, GREEDY, "cache_salt=1: Expected `str"),

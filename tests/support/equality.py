@@ -26,8 +26,12 @@ SMALL_PREFILL_POOL = ("--prefill-kv-cache-memory", "{small}", "--prefill-max-mod
 SMALL_DECODE_POOL = ("--decode-kv-cache-memory", "{small}", "--decode-max-model-len", SMALL_POOL_TOKENS)
 """Room for the longest prompt and its output and little more; all forty need ten times as much."""
 
-PREEMPTING = (*SMALL_PREFILL_POOL, *SMALL_DECODE_POOL, *CHUNKED, "--max-leased-fraction", "4")
-"""Chunks, and no cap on prompts in the making: each finds room when it begins, and not all do when they go on."""
+PREEMPTING = (
+    *SMALL_PREFILL_POOL, *SMALL_DECODE_POOL, "--long-prefill-token-threshold", "48", "--max-leased-fraction", "4"
+)  # fmt: skip
+"""Chunks of prompts that meet, and no cap on prompts in the making: each finds room when it begins, and not all do when
+they go on.
+"""
 
 TOPOLOGIES = {
     "1P1D": ("--prefill", "1", "--decode", "1"),

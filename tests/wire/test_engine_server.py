@@ -242,7 +242,10 @@ def test_two_engines_on_one_endpoint_and_bad_endpoints_are_start_up_errors(tmp_p
 def test_no_descriptor_for_a_socket_is_a_start_up_error(tmp_path: Path) -> None:
     """It was a traceback in the log of an engine that started while it could open nothing. Found by a soak."""
     endpoint = f"ipc://{tmp_path}/engine"
-    with no_descriptors(), pytest.raises(StartupError, match=f"decode-0 cannot create a socket for .*{endpoint}.* open files"):
+    with (
+        no_descriptors(),
+        pytest.raises(StartupError, match=f"decode-0 cannot create a socket for .*{endpoint}.* open files"),
+    ):
         EngineServer(endpoint, make_card())
     EngineServer(endpoint, make_card()).close()
 

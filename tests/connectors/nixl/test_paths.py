@@ -88,7 +88,7 @@ def test_ranks_whose_paths_differ_are_both_named() -> None:
 def test_paths_that_do_not_meet_are_refused_from_the_cards(make: Any, caplog: pytest.LogCaptureFixture) -> None:
     theirs, ours = make(Engine, "p", options={"path": "cma"}), make(Engine, "d", options={"path": "arena"})
     ours.meet(theirs.card)
-    assert "engine d reads by path arena, engine p is read by path cma: set their option path" in caplog.text
+    assert "engine d reads by path arena, but engine p can be read by path cma: set their option path" in caplog.text
     assert not ours.scheduler.peers.knows("p", "1")
 
 

@@ -206,9 +206,9 @@ def test_forms_are_found_by_engines_with_both_alone(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"codec": "int8", "codec_level": "0"}, "codec=int8 has no level behind 0"),
+        ({"codec": "int8", "codec_level": "0"}, "codec=int8 has no level coarser than 0"),
         ({"codec": "raw"}, "codec=raw has no level"),
-        ({"codec_level": "4"}, "no level behind 4"),
+        ({"codec_level": "4"}, "codec=cachegen has no level coarser than 4"),
         ({"load": "layerwise"}, "load=async"),
     ],
 )

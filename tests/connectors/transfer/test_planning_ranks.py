@@ -103,7 +103,11 @@ def test_every_head_of_every_reader_comes_once_and_from_who_holds_it(tp: int, pe
 
 @pytest.mark.parametrize(
     ("tp", "peer_tp", "num_heads", "text"),
-    [(2, 3, 6, "no integer ratio: 2 here, 3 there"), (3, 3, 8, "8 KV heads cannot be cut for 3"), (1, 0, 8, "0 there")],
+    [
+        (2, 3, 6, "must be multiples of one another: 2 here, 3 there"),
+        (3, 3, 8, "8 KV heads cannot be divided among 3"),
+        (1, 0, 8, "0 there"),
+    ],
 )
 def test_what_cannot_be_resharded_is_refused_with_both_values(tp: int, peer_tp: int, num_heads: int, text: str) -> None:
     with pytest.raises(IncompatiblePeers, match=text):
@@ -174,7 +178,7 @@ def test_peers_of_other_ranks_and_blocks_are_compatible(tp: int, num_kv_heads: i
             _card(3, LAYOUT),
             "engine d and engine p: numbers of tensor parallel ranks must be multiples of one another: 2 here, 3 there",
         ),
-        (_card(4, LAYOUT), "engine p says 4 KV heads a rank, 4 ranks have 2"),
+        (_card(4, LAYOUT), "engine p says 4 KV heads a rank, but 4 ranks have 2"),
         (_card(2, KVLayout(2, 4, 8, 24, "float32", 4, 8)), "blocks of 24 tokens"),
         (_card(2, in_fp8()), "dtype=float32,k=rotated' in engine d, .*dtype=float8_e4m3fn,k=rotated' in engine p"),
         (_card(2, LAYOUT, model="other"), "model differs: 'm' in engine d, 'other' in engine p"),

@@ -38,7 +38,7 @@ def test_a_length_that_the_pool_does_not_hold_is_an_error_before_weights_are_loa
     with pytest.raises(ConfigError) as error:
         make_executor(model, kv_cache_memory=20 * BLOCK_BYTES, max_model_len=321)
     assert str(error.value) == (
-        "the KV pool of 240 KiB holds 320 tokens, but a request may have 321 (max_model_len), which take 252 KiB: "
+        "the KV pool of 240 KiB holds 320 tokens, but a request may have 321 (max_model_len), which need 252 KiB: "
         "use --kv-cache-memory 1MiB or more, or --max-model-len 320 or less"
     )
     with pytest.raises(ModelError):  # what the same engine with room for the length says
@@ -81,7 +81,7 @@ def test_all_ranks_together_need_what_the_error_says(model: Path) -> None:
     """Four ranks hold each of the two heads twice, so that they need twice the memory."""
     config = EngineConfig(model=model, device="cpu", tp=4, kv_cache_memory=1 << 20, max_model_len=1024)
     layout = make_layout(load_model_config(model), block_size=16, dtype="float32", shard=Shard(3, 4))
-    with pytest.raises(ConfigError, match=r"which take 1\.5 MiB: use --kv-cache-memory 2MiB"):
+    with pytest.raises(ConfigError, match=r"which need 1\.5 MiB: use --kv-cache-memory 2MiB"):
         length_that_fits(config, layout, num_blocks_that_fit(layout, (1 << 20) // 4), 1024)
     assert length_that_fits(config, layout, num_blocks_that_fit(layout, (2 << 20) // 4), 1024) == 1024
 

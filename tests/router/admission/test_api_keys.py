@@ -137,7 +137,7 @@ def test_no_two_tenants_share_a_salt_whatever_their_clients_say(tmp_path: Path) 
         (entry(name="a b"), r"key\[0\].name"),
         (entry(name="anonymous"), "which is reserved for clients without a key"),
         (entry() + entry(hash='"sha256:' + "cd" * 32 + '"'), "two keys named 'team'"),
-        (entry() + entry("other"), "has the hash of the key 'team' twice"),
+        (entry() + entry("other"), "has the hash of key 'team' twice"),
         ('[[key]]\nname = "a"\n', "missing required field `hash`"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_file_that_is_missing_large_or_others_may_write_to_is_refused(tmp_path
 def test_there_are_so_many_keys_at_most(tmp_path: Path) -> None:
     entries = [entry(f"k{i}", hash=f'"sha256:{i:064x}"') for i in range(MAX_KEYS + 1)]
     assert len(KeyRing(write(tmp_path / "keys", *entries[:-1])).tenants) == MAX_KEYS
-    with pytest.raises(ConfigError, match="has 1025 keys, at most 1024"):
+    with pytest.raises(ConfigError, match="has 1025 keys; at most 1024 are allowed"):
         KeyRing(write(tmp_path / "keys", *entries))
 
 
@@ -217,7 +217,7 @@ def test_the_command_makes_the_file_and_shows_the_key_once(tmp_path: Path, capsy
     assert [ring.authenticate(bearer(key)).name for key in keys] == ["team-a", "operator"]
     assert not any(key in path.read_text() for key in keys)
     assert main(["key", "new", "team-a", "--append", str(path)]) == 2
-    assert "has a key named 'team-a' already" in capsys.readouterr().err
+    assert "already has a key named 'team-a': choose another name" in capsys.readouterr().err
     assert main(["key", "new", "third"]) == 0
     said = capsys.readouterr()
     assert KeyRing(write(tmp_path / "more", said.err[said.err.index("[[key]]") : said.err.index("this key")])).tenants

@@ -329,7 +329,7 @@ async def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixtu
         system.dispatcher.connect()
         system.backends["prefill-0"].start(system.card("prefill-0"))
         system.backends["decode-0"].start(system.card("decode-0", model="another"))
-        assert "decode-0 stays out: prefill-0 has model m, decode-0 has another" in caplog.text
+        assert "decode-0 is refused: prefill-0 has model m, decode-0 has another" in caplog.text
         with pytest.raises(IncompatiblePeers, match="decode-0 has another"):
             await system.dispatcher.wait_ready()
         with pytest.raises(EngineUnavailable):

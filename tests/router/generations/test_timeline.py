@@ -50,7 +50,8 @@ async def test_a_retry_is_a_leg_of_its_own_and_its_log_line_names_the_client(cap
         with caplog.at_level(logging.INFO, logger="pdkv"):
             system.backends["prefill-0"].die()
             await collect(generation)
-        assert "request client-7 (attempt 0, trace 4bf92f3577b34da6a3ce929d0e0e4736) goes on elsewhere" in caplog.text
+        request = "request client-7 (attempt 0, trace 4bf92f3577b34da6a3ce929d0e0e4736)"
+        assert f"{request} continues elsewhere after 0 tokens: " in caplog.text
         assert generation.num_attempts == 2
         assert [(leg.engine, leg.attempt, leg.outcome) for leg in generation.timeline.legs] == [
             ("prefill-0", 0, ""),

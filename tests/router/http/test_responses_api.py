@@ -534,7 +534,11 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
             "required",
         ),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "required"),
-        ({"input": [{**CALLED, "output": "x"}]}, "input[0].output", "which has arguments, call_id, name, namespace"),
+        (
+            {"input": [{**CALLED, "output": "x"}]},
+            "input[0].output",
+            "which may have arguments, call_id, name, namespace",
+        ),
         ({"input": message(call_id="c")}, "input[0].call_id", "not a field of a message"),
         ({"input": message(mood="c")}, "input[0].mood", "not a known field"),
         ({"input": message({"type": "input_image", "image_url": "x"})}, "input[0].content[0].type", "'input_image'"),

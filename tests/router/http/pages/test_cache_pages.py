@@ -229,7 +229,7 @@ async def test_what_is_prefetched_for_an_api_key_is_kept_on_its_terms(tmp_path: 
 
 
 BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
-    ("look", {}, 404, None, "there is no /admin/cache/look: known are lookup, clear, pin, unpin, prefetch, move"),
+    ("look", {}, 404, None, "there is no /admin/cache/look: expected one of lookup, clear, pin, unpin, prefetch, move"),
     ("lookup", {}, 400, "prompt", "lookup: one of prompt, messages, tokens, keys was expected, got none"),
     ("clear", {"prompt": TEXT, "keys": ["00"]}, 400, "keys", "got prompt and keys"),
     ("lookup", {"prompt": "short"}, 400, "prompt", "tokens; KV is found in blocks of 16: there is none of it"),
@@ -238,13 +238,13 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("lookup", {"keys": ["00", "xy"]}, 400, "keys[1]", "a block key in hexadecimal was expected, got 'xy'"),
     ("lookup", {"prompt": 5}, 400, "prompt", "prompt: Expected `str | null`, got `int`"),
     ("lookup", {"promt": TEXT}, 400, "promt", "promt is not a known field"),
-    ("lookup", {"prompt": TEXT, "ttl_s": 5}, 400, "ttl_s", "ttl_s is for pin"),
+    ("lookup", {"prompt": TEXT, "ttl_s": 5}, 400, "ttl_s", "ttl_s is only allowed for pin, got it for lookup"),
     ("pin", {"prompt": TEXT, "ttl_s": -1}, 400, "ttl_s", "ttl_s: Expected `float` > 0"),
     ("pin", {"prompt": TEXT, "timeout_s": 0}, 400, "timeout_s", "timeout_s: Expected `float` > 0"),
-    ("pin", {"prompt": TEXT, "tools": []}, 400, "tools", "tools belongs to messages"),
+    ("pin", {"prompt": TEXT, "tools": []}, 400, "tools", "tools is only allowed with messages, and there are none"),
     ("pin", {"prompt": TEXT, "api_key": "a"}, 400, "api_key", "there is no API key named 'a'"),
-    ("pin", {"prompt": TEXT, "from": "host"}, 400, "from", "from is for move, got it for pin"),
-    ("clear", {"prompt": TEXT, "copy": True}, 400, "copy", "copy is for move, got it for clear"),
+    ("pin", {"prompt": TEXT, "from": "host"}, 400, "from", "from is only allowed for move, got it for pin"),
+    ("clear", {"prompt": TEXT, "copy": True}, 400, "copy", "copy is only allowed for move, got it for clear"),
     (
         "move",
         {"from": "host", "tier": "redis"},
@@ -279,7 +279,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
         {"prompt": TEXT, "from": "redis", "tier": "pool"},
         400,
         "tier",
-        "a tier below the engines' own blocks was expected, got 'pool': prefetch with tier 'pool' brings values there",
+        "a tier below the engines' own blocks was expected, got 'pool': "
+        "use prefetch with tier 'pool' to bring values there",
     ),
     (
         "move",

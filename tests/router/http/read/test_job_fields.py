@@ -10,7 +10,6 @@ from small_app import MAX_MODEL_LEN, MODEL, eos, ids, make_app, tokenizer
 from starlette.applications import Starlette
 
 from pdkv.config import HttpApi
-from pdkv.models.config import ModelConfig
 from pdkv.router.http import app as app_module
 from pdkv.text import Tokenizer
 
@@ -173,8 +172,8 @@ def templated(monkeypatch: pytest.MonkeyPatch) -> None:
     rich = Tokenizer(small_tokenizers.byte_level_backend(), chat_template=TEMPLATE)
     create = app_module.create_app
 
-    def with_template(dispatcher: Any, _: Tokenizer, config: ModelConfig, *rest: Any, **options: Any) -> Starlette:
-        return create(dispatcher, rich, config, *rest, **{"max_model_len": 1000, **options})
+    def with_template(dispatcher: Any, _: Tokenizer, *rest: Any, **options: Any) -> Starlette:
+        return create(dispatcher, rich, *rest, **{"max_model_len": 1000, **options})
 
     monkeypatch.setattr(small_app, "create_app", with_template)
 

@@ -66,8 +66,8 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (COMPLETIONS, completion(many(b"[5]")), "lists and objects"),
         (COMPLETIONS, completion(b'"["', b', "prompt": ' + many(b"[5]")), "lists and objects"),
-        (COMPLETIONS, completion(many(b'"a"')), "texts"),
-        (COMPLETIONS, completion(many(b'"\\\\"')), "texts"),
+        (COMPLETIONS, completion(many(b'"a"')), "strings and field names"),
+        (COMPLETIONS, completion(many(b'"\\\\"')), "strings and field names"),
         (COMPLETIONS, completion(b"[" + b",".join([b'"a"'] * 1025) + b"]"), "1024, got 1025 * 1"),
         (COMPLETIONS, completion(b"[" + b",".join([b"[5]"] * 9) + b"]", b', "n": 128'), "1024, got 9 * 128"),
         (COMPLETIONS, completion(many(b"5")), "1048576 values"),
@@ -90,7 +90,7 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
             )
             for shown in (b"return_token_ids", b"echo")
         ),
-        (COMPLETIONS, completion(b'"x"', b', "stop": ' + many(b'"a"')), "texts"),
+        (COMPLETIONS, completion(b'"x"', b', "stop": ' + many(b'"a"')), "strings and field names"),
         (COMPLETIONS, completion(b'"x"', b', "stop": ["' + b"a" * (3 << 20) + b'"]'), "at most 4096 bytes"),
         (
             COMPLETIONS,
@@ -105,13 +105,17 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
             b'{"model": "%s", "prompt": "x"}' % (b"m" * (3 << 20)),
             "does not exist; this server has 'small'",
         ),
-        (CHAT, b'{"model": "small", "messages": ' + many(b'{"role":"user","content":"x"}') + b"}", "texts"),
+        (
+            CHAT,
+            b'{"model": "small", "messages": ' + many(b'{"role":"user","content":"x"}') + b"}",
+            "strings and field names",
+        ),
         (
             CHAT,
             b'{"model": "small", "messages": [{"role": "user", "content": '
             + many(b'{"type":"text","text":""}')
             + b"}]}",
-            "texts",
+            "strings and field names",
         ),
         (
             CHAT,
@@ -204,7 +208,7 @@ def test_of_a_text_that_will_not_fit_only_the_beginning_is_tokenized(monkeypatch
 
     monkeypatch.setattr(Tokenizer, "encode", count)
     body = COMPLETION_DECODER.decode(completion(b'"' + b"z" * 12_800 + b'"'))
-    with pytest.raises(InvalidRequest, match=r"the first 1600 of them have 1600 tokens") as raised:
+    with pytest.raises(InvalidRequest, match=r"the first 1600 of which have 1600 tokens") as raised:
         openai.prepare_completion(body, served_model(100))
     assert raised.value.code == "context_length_exceeded"
     assert lengths == [1600]

@@ -115,10 +115,10 @@ def test_a_grammar_that_it_cannot_make_fails_the_request(tmp_path: Path) -> None
     [
         (PLUGIN, 0o620, "auto", "may be written by other users"),
         (PLUGIN, 0o602, "auto", "may be written by other users"),
-        ("1 / 0", 0o600, "auto", "fails: ZeroDivisionError"),
-        ("def", 0o600, "auto", "fails: SyntaxError"),
+        ("1 / 0", 0o600, "auto", "failed: ZeroDivisionError"),
+        ("def", 0o600, "auto", "failed: SyntaxError"),
         ("from pdkv.parsers.hermes import HermesParser", 0o600, "auto", "defines no subclass"),
-        (PLUGIN + PLUGIN.replace("Arrow", "Bow"), 0o600, "auto", "defines Arrow, Bow: name one"),
+        (PLUGIN + PLUGIN.replace("Arrow", "Bow"), 0o600, "auto", "defines Arrow, Bow: choose one with --tool-parser"),
         (PLUGIN, 0o600, "Arow", r"defines no 'Arow' \\(did you mean 'Arrow'\\?\\)"),
         ("#" * (1 << 20) + "\n", 0o600, "auto", "more than 1048576 bytes"),
         ("\udcff", 0o600, "auto", "not UTF-8"),

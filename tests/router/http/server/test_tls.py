@@ -165,7 +165,7 @@ def test_what_is_no_handshake_ends_soon(
     run(main(), LOOPS[loop])
     said = [record.getMessage() for record in caplog.records if record.name.startswith("pdkv")]
     assert len(said) == (len(first) > 3)
-    assert all("no TLS handshake with ('127.0.0.1', " in text for text in said)
+    assert all(text.startswith("TLS handshake with ('127.0.0.1', ") and ") failed: " in text for text in said)
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
@@ -342,11 +342,11 @@ def encrypted(files: Certificates, path: Path) -> Path:
         (lambda f, o, d: {"ssl_keyfile": d / "none"}, "--ssl-keyfile: DIR/none cannot be read: No such file"),
         (lambda f, o, d: {"ssl_keyfile": d}, "--ssl-keyfile: DIR cannot be read: Is a directory"),
         (lambda f, o, d: {"ssl_ca_certs": d / "none"}, "--ssl-ca-certs: DIR/none cannot be read: No such file"),
-        (lambda f, o, d: {"ssl_certfile": f.key}, "--ssl-certfile: KEY holds no PEM block of a certificate"),
-        (lambda f, o, d: {"ssl_keyfile": f.certificate}, "--ssl-keyfile: CERT holds no PEM block of a private key"),
-        (lambda f, o, d: {"ssl_keyfile": None}, "--ssl-keyfile: CERT holds no PEM block of a private key"),
-        (lambda f, o, d: {"ssl_ca_certs": f.key}, "--ssl-ca-certs: KEY holds no PEM block of a certificate"),
-        (lambda f, o, d: {"ssl_keyfile": o.key}, "the private key of CERT and OTHER do not match"),
+        (lambda f, o, d: {"ssl_certfile": f.key}, "--ssl-certfile: KEY contains no PEM block of a certificate"),
+        (lambda f, o, d: {"ssl_keyfile": f.certificate}, "--ssl-keyfile: CERT contains no PEM block of a private key"),
+        (lambda f, o, d: {"ssl_keyfile": None}, "--ssl-keyfile: CERT contains no PEM block of a private key"),
+        (lambda f, o, d: {"ssl_ca_certs": f.key}, "--ssl-ca-certs: KEY contains no PEM block of a certificate"),
+        (lambda f, o, d: {"ssl_keyfile": o.key}, "the certificate and the private key in CERT and OTHER do not match"),
         (lambda f, o, d: {"ssl_keyfile": encrypted(f, d / "e")}, "the private key in DIR/e is encrypted"),
         (lambda f, o, d: {"ssl_certfile": torn(f.certificate, d)}, "--ssl-certfile: DIR/torn and KEY cannot be used: "),
         (lambda f, o, d: {"ssl_ca_certs": torn(f.authority, d)}, "--ssl-ca-certs: DIR/torn cannot be used: "),
