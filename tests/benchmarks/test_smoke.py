@@ -145,7 +145,7 @@ def test_two_installations_take_turns_and_either_form_of_their_rates_is_read(
     assert [claim.ratio for claim in claims] == [2.5, 2.5]
     assert claims[0].figures == {"now GB/s": 5.0, "before GB/s": 2.0}
     before.write_text("#!/bin/sh\necho no such connector >&2\nexit 2\n")
-    with pytest.raises(RuntimeError, match="unknown connector"):
+    with pytest.raises(RuntimeError, match="cannot measure p2p: no such connector"):
         connectors._against_before(Context(tmp_path, None, quick=True), "p2p", tmp_path)
 
 

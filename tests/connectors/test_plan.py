@@ -70,7 +70,7 @@ def test_kv_that_a_plan_does_not_name_is_refused_with_both_values() -> None:
         (lmcache, latent, "lmcache carries KV in layouts heads, windows, but the KV of engine e is latent"),
         (lmcache, unrotated, "lmcache carries KV with positions rotated, but the KV of engine e is none"),
         (plan_connector("multi", {"connectors": "lmcache,memory", **{f"0.{k}": v for k, v in lmcache.options.items()}}),
-         latent, "multi carries KV in layouts heads, windows, and"),
+         latent, "multi carries KV in layouts heads, windows, but"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             build_connector(

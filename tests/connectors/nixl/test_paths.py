@@ -279,7 +279,7 @@ def test_an_offer_of_what_lies_outside_the_pool_is_refused(make: Any, path: str,
     for first in (prefill.card.num_blocks - 3, MAX_BLOCK_ID - 3):
         offered = pack_blocks(np.arange(first, first + 4))
         offer = Offer("t", 1, 1, 0, blob.nonce, whole, offered, 0, piece)
-        with pytest.raises(TransferError, match="of the peer's pool of"):
+        with pytest.raises(TransferError, match="exceed the peer's pool of"):
             worker._receiver._read(blob, offer)
     assert bool((decode.pools[0] == before).all())
     prefill.push("t", ticket, BLOCKS, 0, TOKENS, last=True)

@@ -205,5 +205,5 @@ def test_units_are_cut_by_the_bytes_of_their_images() -> None:
     assert [piece.tolist() for piece in pool.cut(units, part, 2 * size + 1)] == [[5, 1], [7, 2], [0]]
     assert [piece.tolist() for piece in pool.cut(units, part, 1)] == [[5], [1], [7], [2], [0]]
     assert not list(pool.cut(as_ids([]), part, size))
-    with pytest.raises(ValueError, match="is no part of 4 heads"):
+    with pytest.raises(ValueError, match="does not fit 4 heads and 3 layers"):
         next(pool.cut(units, UnitPart(2, 2, 0, 3), size))

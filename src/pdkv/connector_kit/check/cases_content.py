@@ -88,9 +88,7 @@ def _ask_often(world: World, order: str) -> None:
 
 @case("wake_up", covers="F19")
 def wake_up(setting: Setting) -> None:
-    """An idle engine is told of a result by notify (or the connector says that it needs steps), independent of other
-    requests.
-    """
+    """An idle engine is told of a result by notify (or the connector says that it needs steps), without others."""
     with World(setting) as world:
         for order in legal_orders(world):
             transfer = Handover(world, 40, order=order)
@@ -147,9 +145,7 @@ _register_pairs()
 
 @case("latent_rows")
 def latent_rows(setting: Setting) -> None:
-    """Rows of one side, shared by all ranks and without positions: each rank gets every row, whichever rank
-    sends it.
-    """
+    """Rows of one side, shared by all ranks and without positions: each rank gets every row, whoever sends it."""
     if "latent" not in setting.layouts:
         raise NotApplicable("its plan has no latent rows: an engine with such KV is refused")
     shape = Shape(sides=1, num_heads=1, head_size=36, positions="none")
