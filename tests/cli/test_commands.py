@@ -195,9 +195,11 @@ def no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     """No compiled library lies beside the module that finds them."""
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "__file__", str(tmp_path / "compiled.py"))
-        compiled._paths.cache_clear()
+        for found in (compiled._paths, compiled.levels, compiled.isa):
+            found.cache_clear()
         yield
-    compiled._paths.cache_clear()
+    for found in (compiled._paths, compiled.levels, compiled.isa):
+        found.cache_clear()
 
 
 @pytest.mark.usefixtures("no_kernels")

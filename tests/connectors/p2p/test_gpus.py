@@ -164,7 +164,7 @@ def test_two_ranks_on_one_gpu_are_told_why_nccl_is_not_for_them(
     with caplog.at_level(logging.INFO, "pdkv.connectors.p2p"), pair() as (prefill, decode):
         begin(prefill, decode)
         assert not decode.outcome("receiving", TransferKey("t", 1)).code
-    reason = "through host memory: both keep KV on GPU GPU-0, and NCCL refuses two ranks on one GPU"
+    reason = "through host memory: both keep KV on GPU GPU-0, but NCCL refuses two ranks on one GPU"
     assert [reason in record.message for record in caplog.records] == [True] * same
 
 
