@@ -129,7 +129,10 @@ def test_a_body_is_kv_2ltd(dtype: str) -> None:
     [
         ({"url": "redis://localhost:1"}, r"option url: lmcache://host:port was expected, got 'redis://localhost:1'"),
         ({"url": "lmcache://localhost"}, "option url: lmcache://host:port was expected"),
-        ({"url": "lmcache://localhost:1", "model_name": "x" * 130}, "keys have at most 150 bytes .*x' is not a valid name"),
+        (
+            {"url": "lmcache://localhost:1", "model_name": "x" * 130},
+            "keys have at most 150 bytes .*x' is not a valid name",
+        ),
         ({"url": "lmcache://localhost:1", "model_name": "a@b"}, "no further '@': 'a@b' is not a valid name"),
         ({"url": "lmcache://localhost:1", "hash": "sha256"}, "hash"),
     ],
