@@ -124,7 +124,9 @@ def test_a_grammar_that_stalls_is_given_up_and_harms_no_other_request(deployment
 
     seen = list[Any]()
     for salt in ("first", "again"):
-        seen.append([answer.error for answer in asyncio.run(send_beside(salt))])
+        answers = asyncio.run(send_beside(salt))
+        seen.append([answer.error for answer in answers])
+        assert all(seen[-1]), answers
         for error in seen[-1]:
             assert error["param"] == "structured_outputs.grammar"
             assert error["type"] == "invalid_request_error"
