@@ -145,7 +145,7 @@ _register_pairs()
 
 @case("latent_rows")
 def latent_rows(setting: Setting) -> None:
-    """Rows of one side, shared by all ranks and without positions: each rank gets every row, whoever sends it."""
+    """Rows of one side, shared by all ranks and without positions: each rank gets every row, from any sender."""
     if "latent" not in setting.layouts:
         raise NotApplicable("its plan has no latent rows: an engine with such KV is refused")
     shape = Shape(sides=1, num_heads=1, head_size=36, positions="none")
