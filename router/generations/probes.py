@@ -45,7 +45,7 @@ class Prober:
         if not self._interval_s or self._under_way is not None:
             return None
         ready = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.is_silent and not e.draining]
-        self._since = {key: self._since.get(key, now) for e in ready if (key := _incarnation(e))}
+        self._since = {key: self._since.get(key, now) for key in map(_incarnation, ready)}
         due = sorted((e for e in ready if self._is_due(e, now)), key=_probed_at)  # one that hangs takes no other's turn
         routes = (route for e in due if (route := self._route(e, ready, now)) is not None)
         route = self._half_open_pair(ready, now) or next(routes, None)

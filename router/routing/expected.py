@@ -4,10 +4,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
-from pdkv.wire.messages import CacheCleared, KVEvents
 
 EXPECTED_S = 5.0
 """Seconds for which an engine is expected to have, or to get, what it was given to compute."""
+
+MAX_KEYS = 1 << 18
+"""Keys that are expected at once, of 4 M tokens; beyond them, what was given longest ago is not expected any more."""
 
 
 class ExpectedKV:
@@ -33,6 +35,8 @@ class ExpectedKV:
             self._given.append((now + EXPECTED_S, engine, keys))
             for key in keys:
                 self._ends.setdefault(key, {})[engine] = now + EXPECTED_S
+            while len(self._ends) > MAX_KEYS:
+                self._end_oldest()
 
     def extend(self, keys: Sequence[bytes], cached: Mapping[str, int], now: float) -> Mapping[str, int]:
         """Tokens of the longest prefix of `keys` that each engine has or is expected to have, given what it has."""
@@ -48,15 +52,11 @@ class ExpectedKV:
                 found[engine] = end * HASH_BLOCK_SIZE
         return found
 
-    def apply(self, engine: str, events: KVEvents) -> None:
-        """The engine says itself what became of some keys."""
+    def forget(self, engine: str, keys: Sequence[bytes]) -> None:
+        """The engine has said itself what became of these."""
         if self._ends:
-            for event in events.events:
-                if isinstance(event, CacheCleared):
-                    self.remove_engine(engine)
-                else:
-                    for key in event.keys:
-                        self._forget(engine, key)
+            for key in keys:
+                self._forget(engine, key)
 
     def remove_engine(self, engine: str) -> None:
         """The engine is gone. Idempotent."""
@@ -67,10 +67,13 @@ class ExpectedKV:
 
     def _expire(self, now: float) -> None:
         while self._given and self._given[0][0] <= now:
-            end, engine, keys = self._given.popleft()
-            for key in keys:
-                if self._ends.get(key, {}).get(engine, end + 1) <= end:
-                    self._forget(engine, key)
+            self._end_oldest()
+
+    def _end_oldest(self) -> None:
+        end, engine, keys = self._given.popleft()
+        for key in keys:
+            if self._ends.get(key, {}).get(engine, end + 1) <= end:
+                self._forget(engine, key)
 
     def _forget(self, engine: str, key: bytes) -> None:
         engines = self._ends.get(key)

@@ -117,7 +117,6 @@ class PrefixIndex:
         part = self._parts.get(engine)
         if part is None:
             return True
-        self.expected.apply(engine, events)
         starts_over = bool(events.events) and isinstance(events.events[0], CacheCleared)
         if not starts_over and events.number != part.next_number:
             if part.asked:
@@ -289,6 +288,8 @@ class PrefixIndex:
                     self._remove(part, keys)
                 case CacheCleared():
                     self._clear(part)
+                    self.expected.remove_engine(part.name)
+            self.expected.forget(part.name, keys)
             done += len(keys)
             part.done += len(keys)
             part.num_waiting -= len(keys)

@@ -7,6 +7,8 @@ from scripted_engine import make_request
 
 from pdkv.router.engines.speeds import LOADED_SHARE, saved_tokens
 from pdkv.router.request import GenerateRequest, Offer
+from pdkv.router.routing import expected
+from pdkv.router.routing.prefix_index import INLINE_KEYS
 from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvents
 from pdkv.wire.reports import ConnectorStats, LoadReport
 from pdkv.wire.tiers import TierPart
@@ -53,6 +55,28 @@ def test_what_an_engine_was_given_counts_as_its_own_until_its_events_say_otherwi
     assert worth_of(rig, longer, now=4.9) == 144
     assert worth_of(rig, longer, now=6.0) == 64, "what it has"
     assert rig.index.expected.num_keys == 0
+
+
+def test_long_events_end_expectations_in_the_slices_in_which_they_are_applied() -> None:
+    rig, request = ChooserRig(1, 1), make_request(16 * (INLINE_KEYS + 1))
+    assert rig.index.apply("prefill-0", KVEvents(0, [CacheCleared()]))
+    rig.holdings.given(rig.holdings.of(request, 0.0), "prefill-0", None, 0.0)
+    keys = rig.keys_of("prefill-0", 16 * (INLINE_KEYS + 1), request)
+    rig.index._on_work = lambda: None  # what is put off is done below
+    assert rig.index.apply("prefill-0", KVEvents(1, [BlockRemoved(keys)]))
+    assert rig.index.expected.num_keys == len(keys), "nothing of it was done at once"
+    while rig.index.work():
+        pass
+    assert rig.index.expected.num_keys == 0
+
+
+def test_what_is_expected_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expected, "MAX_KEYS", 8)
+    rig, requests = ChooserRig(1, 1), [make_request(100, cache_salt=salt) for salt in ("a", "b")]
+    for request in requests:
+        rig.holdings.given(rig.holdings.of(request, 0.0), "prefill-0", None, 0.0)
+    assert rig.index.expected.num_keys == 6
+    assert [worth_of(rig, request) for request in requests] == [0, 96], "what was given last"
 
 
 def test_what_an_engine_is_expected_to_have_ends_with_it() -> None:
