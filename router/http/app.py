@@ -114,17 +114,7 @@ def create_app(
     model = _model_provider(dispatcher, served)
     caches = CachePages(dispatcher, model, keys)
     pool = TextPool()
-
-    def held() -> Iterator[Metric]:
-        """What requests hold: at rest each number is zero."""
-        text = "Requests to generate, from their headers to the last byte of their answers."
-        yield gauge("pdkv_open_requests", text, drain.num_requests)
-        yield gauge("pdkv_body_bytes", "Bodies that are read or worked on.", bodies.held)
-        yield gauge("pdkv_waiting_bodies", "Bodies that wait for room to be read.", bodies.num_waiting)
-        yield gauge("pdkv_text_bytes", "Texts that wait to be tokenized, or are.", pool.held)
-        yield gauge("pdkv_open_generations", "Choices that have begun and are not over.", dispatcher.num_running)
-
-    metrics.register(held)
+    metrics.register(functools.partial(_held, dispatcher, drain, bodies, pool))
     answers = ByteBudget(limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     intake = Intake(limits, bodies, pool)
     shared = Shared(admission, model, metrics, limits, api, intake, pool, answers, drain, tracer)
@@ -140,6 +130,16 @@ def create_app(
     app = _App(_generating(shared), [*_on_texts(shared), *pages], lifespan, keys, config.access)
     app.state.caches, app.state.figures, app.state.bodies, app.state.drain = caches, metrics.figures, bodies, drain
     return app
+
+
+def _held(dispatcher: "Dispatcher", drain: Drain, bodies: ByteBudget, pool: TextPool) -> Iterator[Metric]:
+    """What requests hold: at rest each number is zero."""
+    text = "Requests to generate, from their headers to the last byte of their answers."
+    yield gauge("pdkv_open_requests", text, drain.num_requests)
+    yield gauge("pdkv_body_bytes", "Bodies that are read or worked on.", bodies.held)
+    yield gauge("pdkv_waiting_bodies", "Bodies that wait for room to be read.", bodies.num_waiting)
+    yield gauge("pdkv_text_bytes", "Texts that wait to be tokenized, or are.", pool.held)
+    yield gauge("pdkv_open_generations", "Choices that have begun and are not over.", dispatcher.num_running)
 
 
 def _generating(shared: Shared) -> dict[str, ASGIApp]:
