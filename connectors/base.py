@@ -229,9 +229,8 @@ class MatchedTokens(NamedTuple):
     num_tokens: int
     mode: LoadMode = "async"
     ask_again: bool = False  # not known yet: `notify` will be called when it is
-    without_handoff: bool = (
-        False  # found by its own lookup: what the request's hand-off names, if it has one, is not used
-    )
+    # found by its own lookup: what the request's hand-off names, if it has one, is not used
+    without_handoff: bool = False
 
 
 NO_MATCH = MatchedTokens(0)
@@ -256,9 +255,8 @@ class KVConnectorMetadata(msgspec.Struct, kw_only=True):
     needs_layer_hooks: bool = False  # False: no wait_for_layer_load / save_kv_layer in this step
     holds: list[BlockHold] = []  # saves that begin here and read blocks beyond this step
     # Set by the runner; never on the wire. None: the step's results are in its blocks when it returns.
-    earlier_steps: StepDone | None = (
-        None  # to be awaited before confirmed KV is read, or a block is written that had another owner
-    )
+    # to be awaited before confirmed KV is read, or a block is written that had another owner
+    earlier_steps: StepDone | None = None
     this_step: StepDone | None = None  # to be awaited before this step's results are read
 
 

@@ -54,9 +54,8 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     lends: bool = False  # a request that will itself be handed off loads what its `handoff` names, too
     hit_tokens: int = 0  # KV saved by others is found up to multiples of this many tokens; 0: not at all
     codec: str = ""  # the codec of KV that may differ from what was computed; empty: it is exact
-    own_pool: Literal["none", "offers", "needs"] = (
-        "none"  # whether it allocates the KV pool: never, if it may, or always
-    )
+    # whether it allocates the KV pool: never, if it may, or always
+    own_pool: Literal["none", "offers", "needs"] = "none"
     one_process: bool = False  # its engines share a process: `pd launch` refuses several, and any engine several ranks
     layouts: tuple[LayoutKind, ...] = ("heads",)  # windows: it supports several block tables; else all tokens are kept
     positions: tuple[Positions, ...] = ("rotated", "none")  # KV not among these two is refused, never converted

@@ -18,9 +18,8 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelFiles
     served_model_names: list[str]  # the first is used in answers
     policy: str = DEFAULT_POLICY
-    run_dir: Path | None = (
-        None  # the launch's private directory, deleted by the last process that outlives the launcher
-    )
+    # the launch's private directory, deleted by the last process that outlives the launcher
+    run_dir: Path | None = None
     orders: list[Order] = []  # hand-off orders, by preference; empty: the router's own
     identity: str = ""  # of the model that engines must have; empty: the first engine's
     await_all: bool = True  # ready when every engine is; otherwise when a prompt can be run and decoded

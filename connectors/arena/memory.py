@@ -250,9 +250,8 @@ class PeerArena:
         self.words = _words(view, self.shape)
         self.digests = self.shape.digests(view)
         self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only; no rows if the pool is on a device
-        self.is_source = (
-            False  # whether it is a source of hand-offs, so that all of the pool will be read sooner or later
-        )
+        # whether it is a source of hand-offs, so that all of the pool will be read sooner or later
+        self.is_source = False
         self.num_mapped_bytes = 0  # bytes of the pool mapped by `map_ahead`
         self.pool: torch.Tensor | None = None  # if it is on a device, once it is mapped
 

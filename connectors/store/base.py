@@ -50,9 +50,8 @@ class StoreConnector(KVConnector):
 
     declares = ConnectorPlan(interface=INTERFACE, kind="store", content_addressed=True, layouts=CARRIED)
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
-    probe_interval_s: ClassVar[float] = (
-        5.0  # how often a store that does not answer is asked again, including at the start
-    )
+    # how often a store that does not answer is asked again, including at the start
+    probe_interval_s: ClassVar[float] = 5.0
     watches: ClassVar[bool] = True  # a server that is silent is checked by asking it
     retry_after_s: float = 1.0  # how long a failed server is left alone at first
     unix_time = staticmethod(unix_time)  # by which stored values expire

@@ -103,9 +103,8 @@ class KVCacheManager:
         """
         if request.submit.params.computes_prompt:
             return PrefixHit(0, [[] for _ in self._windows])
-        request.update_hash_keys(
-            request.num_tokens, self.hash_block_size
-        )  # a stored value may end behind what is wanted
+        # A stored value may end behind what is wanted.
+        request.update_hash_keys(request.num_tokens, self.hash_block_size)
         return self._find_hit(request, request.num_wanted // self.block_size)
 
     def find_prefix(self, keys: Sequence[bytes]) -> PrefixHit:

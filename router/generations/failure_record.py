@@ -29,9 +29,8 @@ class FailureRecord:
     num_deaths_alone: int = 0  # engines that died while running only it
     clear_at: int = 0  # output tokens at which it is no longer suspect; 0: it is not
     spared: bool = False  # the next loss does not count: it is not at fault, or the fault is yet to be found
-    draws: int = (
-        0  # version of the draws that its output is made of, where others would end it otherwise; 0: none would
-    )
+    # version of the draws that its output is made of, where others would end it otherwise; 0: none would
+    draws: int = 0
     error: PdkvError | None = None  # the latest failure
 
     @property

@@ -38,9 +38,8 @@ class FlowState:
         self.attempt = 0  # of the next Submit, and of the decode part
         self.prefill_attempt = 0  # of the prefill part and of its lease
         self.output = Output(request)
-        self.prompt_engine: str | None = (
-            None  # the engine that ran the prompt, once a token or a hand-off has come of it
-        )
+        # the engine that ran the prompt, once a token or a hand-off has come of it
+        self.prompt_engine: str | None = None
         self.sources: SourceCounts | None = None  # of that engine, as last reported
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None

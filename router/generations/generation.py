@@ -151,9 +151,8 @@ class Generation:
             delta = self.flow.take_delta()
             if delta is not None:
                 if self.flow.output.piles_up:
-                    self._has_news = self._pauses = (
-                        True  # between the parts of a long pile, other tasks have their turn
-                    )
+                    # between the parts of a long pile, other tasks have their turn
+                    self._has_news = self._pauses = True
                 return delta
         if self.flow.failure is not None:
             raise self.flow.failure

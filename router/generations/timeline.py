@@ -27,9 +27,8 @@ class Leg:
     attempt: int
     began: float
     ended: float | None = None
-    outcome: str = (
-        ""  # "handed_off", "stop", "length", or an error's code; "": it has not ended, or its end was not reported
-    )
+    # "handed_off", "stop", "length", or an error's code; "": it has not ended, or its end was not reported
+    outcome: str = ""
     queued_s: float = 0.0  # by the engine's own clock: from its arrival to its first step
     ran_s: float = 0.0  # and from there to its end
 

@@ -120,9 +120,8 @@ class TierIndex:
     """Tiers by name. A tier is forgotten with the last engine that reaches it."""
 
     def __init__(self) -> None:
-        self.num_refused = (
-            0  # refused messages: too many tiers or keys, or values of another size than the tier's other engines have
-        )
+        # refused messages: too many tiers or keys, or values of another size than the tier's other engines have
+        self.num_refused = 0
         self._engines: set[str] = set()
         self._tiers: dict[tuple[str, str, str], _Tier] = {}  # by (medium, scope, owner)
 

@@ -35,9 +35,8 @@ class TokenCounts(NamedTuple):
     completion: int  # over all choices
     cached: int  # of the prompts
     reasoning: int | None  # of the completions; None: reasoning is not told apart from answers
-    lossy: int | None = (
-        None  # of the prompts, whose KV may have gone through a lossy codec; None: there is no such codec
-    )
+    # of the prompts, whose KV may have gone through a lossy codec; None: there is no such codec
+    lossy: int | None = None
 
     @property
     def of_prompt(self) -> dict[str, int]:

@@ -104,9 +104,8 @@ class GenerationBody(SamplingBody, frozen=True, kw_only=True, forbid_unknown_fie
 
     model: str | None = None  # absent: the served one
     stream: bool | None = None
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = (
-        None  # a hint; only one service tier exists
-    )
+    # a hint; only one service tier exists
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = None
     store: OnlyFalse | None = None
     # labels
     user: str | None = None

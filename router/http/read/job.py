@@ -63,9 +63,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     affinity: str = ""  # requests with the same key prefer the same engine
     answer: AnswerFormat | None = None  # how its calls and reasoning are told apart from its text; None: it is all text
     own_tools: Mapping[str, Any] = {}  # of /v1/responses: the client's names of its functions
-    keep: Callable[[str, bytes], None] | None = (
-        None  # of /v1/responses: keeps a response by its id, and the items of its output
-    )
+    # of /v1/responses: keeps a response by its id, and the items of its output
+    keep: Callable[[str, bytes], None] | None = None
     repeated: bytes = b""  # of /v1/responses: what its reply repeats of the request, a JSON object in ASCII
 
 

@@ -52,9 +52,8 @@ class Child:
         os.close(self._pidfd)
         self.known.discard(self.pid)
         if self._popen is not None:
-            self._popen.returncode = (
-                status  # otherwise Popen would wait for a pid that may belong to another process by then
-            )
+            # otherwise Popen would wait for a pid that may belong to another process by then
+            self._popen.returncode = status
         self._died.set_result(status)
 
     @property

@@ -25,9 +25,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     connector: ConnectorPlan  # of the connector that `handoff` names, and of tiers next to it
     endpoint: str  # ZeroMQ endpoint to listen on
     num_engines: int  # of the whole deployment
-    run_dir: Path | None = (
-        None  # the launch's private directory, deleted by the last process that outlives the launcher
-    )
+    # the launch's private directory, deleted by the last process that outlives the launcher
+    run_dir: Path | None = None
     log_level: str = "info"
     log_format: Literal["text", "json"] = "text"
     cpus: list[int] | None = None  # CPUs to pin to

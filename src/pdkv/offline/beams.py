@@ -20,9 +20,8 @@ class BeamSearchParams(msgspec.Struct, kw_only=True):
     max_tokens: Annotated[int, Meta(ge=1)]
     ignore_eos: bool = False
     temperature: float = 0.0  # no effect: beams are compared by the model's own probabilities
-    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = (
-        1.0  # a sequence's score is its log probability / its length to this power
-    )
+    # a sequence's score is its log probability / its length to this power
+    length_penalty: Annotated[float, Meta(ge=-10, le=10)] = 1.0
     include_stop_str_in_output: bool = False  # keep the end of sequence in the text
 
 

@@ -32,9 +32,8 @@ class ChatOptions:
     continue_final_message: bool = False  # whether it ends within the last message; not with add_generation_prompt
     chat_template: str | None = None  # replaces the model's template
     chat_template_kwargs: Mapping[str, Any] | None = None  # further variables of the template, such as enable_thinking
-    chat_template_content_format: Literal["auto", "string", "openai"] = (
-        "auto"  # neutral: a template gets the format that it accepts
-    )
+    # neutral: a template gets the format that it accepts
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:

@@ -29,9 +29,8 @@ class CompletionOutput(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[Logprobs] | None  # one per token, if requested
     finish_reason: str | None  # "stop", "length", "abort"; None: it continues
     stop_reason: str | int | None  # the stop string or stop token id that ended it, if any
-    tool_calls: list[WholeCall] | None = (
-        None  # calls in the text of a `chat` with tools; None: it continues, or none are parsed
-    )
+    # calls in the text of a `chat` with tools; None: it continues, or none are parsed
+    tool_calls: list[WholeCall] | None = None
     lora_request: ClassVar[None] = None  # adapters are not served
 
     def finished(self) -> bool:

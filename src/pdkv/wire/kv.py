@@ -186,6 +186,5 @@ class KVHandoff(Message, frozen=True):
     epoch: Id
     num_tokens: Natural  # prompt + output tokens with available KV
     payload: Blob  # msgpack, the connector's own, at most MAX_BLOB_BYTES
-    lent: bool = (
-        False  # a loan out of the engine's cache, for the transfer's prompt: not computed by the prompt's engine
-    )
+    # a loan out of the engine's cache, for the transfer's prompt: not computed by the prompt's engine
+    lent: bool = False
