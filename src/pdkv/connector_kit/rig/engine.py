@@ -388,10 +388,14 @@ class Engine:
         refusals = self.ask_all(p.UpdatePeers(others, added, removed), list[str])
         return [message for rank in refusals for message in rank]
 
+    def share_written(self, request: Request) -> float:
+        """The share of a request's load that has arrived, 0 to 1."""
+        return self.ask(p.Written(request.block_ids), float)
+
     def wait_written(self, request: Request, timeout_s: float) -> None:
         """Wait until a part of a request's load has arrived, with no step in between, or the time is over."""
         deadline = MONOTONIC.now() + timeout_s
-        while not self.ask(p.Written(request.block_ids), bool) and MONOTONIC.now() < deadline:
+        while not self.share_written(request) and MONOTONIC.now() < deadline:
             pass
 
     def foreign_writes(self) -> list[int]:

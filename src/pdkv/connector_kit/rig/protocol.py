@@ -166,7 +166,7 @@ class ForeignWrites(Command, frozen=True):
 
 
 class Written(Command, frozen=True):
-    """Whether something of a load has come, as some words of its blocks tell."""
+    """Report the share of a load that has arrived, by one word of each row."""
 
     block_ids: list[int]
 
