@@ -80,7 +80,7 @@ async def _gaps(server: Server, arrivals: Arrivals | None, seconds: float) -> li
     async def stream(first_len: int) -> None:
         length = first_len
         while True:
-            replies.append(Reply(time.perf_counter()))
+            replies.append(Reply())
             prompt = random_prompt(rng, STREAM_PROMPT_LEN)
             await complete(server.url, model=server.model, prompt=prompt, max_tokens=length, reply=replies[-1])
             if not replies[-1].ok:

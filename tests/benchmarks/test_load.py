@@ -1,80 +1,9 @@
-"""The load generator times what a server sends, and calls a failure a failure."""
-
-import asyncio
-from collections.abc import Callable
+"""The figures of a load are those of worked examples."""
 
 import pytest
 
-from benchmarks.client import Reply, complete
 from benchmarks.load import percentile, rates, summarize
-
-HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
-TOKEN = b'data: {"choices":[{"index":0,"text":"a","finish_reason":null}],"usage":null}\n\n'
-USAGE = b'data: {"choices":[],"usage":{"prompt_tokens":1,"completion_tokens":%d}}\n\n'
-DONE = b"data: [DONE]\n\n"
-
-Script = Callable[[asyncio.StreamWriter], None]
-
-
-def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
-
-
-def ask(script: Script, max_tokens: int = 3) -> Reply:
-    """What the client makes of a server that says what `script` writes, and closes."""
-
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        await reader.readexactly(length)
-        script(writer)
-        writer.close()
-        await writer.wait_closed()
-
-    async def main() -> Reply:
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            return await complete(f"http://127.0.0.1:{port}", model="m", prompt=[1], max_tokens=max_tokens)
-
-    return asyncio.run(main())
-
-
-def test_every_event_with_a_choice_is_stamped_wherever_the_stream_is_cut() -> None:
-    def script(writer: asyncio.StreamWriter) -> None:
-        stream = TOKEN * 3 + USAGE % 3 + DONE
-        writer.write(HEAD)
-        for start in range(0, len(stream), 7):
-            writer.write(chunk(stream[start : start + 7]))
-        writer.write(chunk(b""))
-
-    reply = ask(script)
-    assert reply.error is None
-    assert (len(reply.stamps), reply.num_tokens, len(reply.gaps)) == (3, 3, 2)
-    assert reply.ttft > 0
-    assert reply.tpot >= 0
-
-
-@pytest.mark.parametrize(
-    ("sent", "expected"),
-    [
-        (b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 4\r\n\r\nbusy", "HTTP 503: busy"),
-        (HEAD + chunk(TOKEN), "the connection ended early"),
-        (HEAD + chunk(TOKEN) + chunk(b""), "without [DONE]"),
-        (HEAD + chunk(TOKEN + b'data: {"error":{"message":"gone"}}\n\n') + chunk(b""), "gone"),
-        (HEAD + chunk(TOKEN + USAGE % 1 + DONE) + chunk(b""), "1 tokens instead of 3"),
-        (b"nonsense\r\n\r\n", "malformed"),
-    ],
-)
-def test_what_is_not_a_whole_answer_is_an_error(sent: bytes, expected: str) -> None:
-    reply = ask(lambda writer: writer.write(sent))
-    assert reply.error is not None
-    assert expected in reply.error
-
-
-def test_nobody_there_is_an_error() -> None:
-    reply = asyncio.run(complete("http://127.0.0.1:9", model="m", prompt=[1], max_tokens=1))
-    assert reply.error is not None
-    assert not reply.ok
+from pdkv.bench.client import Reply
 
 
 @pytest.mark.parametrize(

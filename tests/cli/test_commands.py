@@ -62,6 +62,7 @@ COMMANDS = [
     "scale",
     "restart",
     "generate",
+    "bench",
     "connector",
 ]
 

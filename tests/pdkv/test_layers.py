@@ -72,6 +72,7 @@ LAYERS = (
     "pdkv.launch",
     "pdkv.vllm",
     "pdkv.testing",
+    "pdkv.bench",
     "pdkv.connector_kit.rig",
     "pdkv.connector_kit.check",
     "pdkv.connector_kit.bench",

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from pdkv import __version__
 from pdkv.base.secret_options import without_secrets
+from pdkv.cli import bench as cli_bench
 from pdkv.cli import cache as cli_cache
 from pdkv.cli import connector as cli_connector
 from pdkv.cli import engine as cli_engine
@@ -66,6 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     cli_cache.add_command(commands)
     cli_scale.add_commands(commands)
     cli_generate.add_command(commands)
+    cli_bench.add_command(commands)
     cli_connector.add_command(commands)
     cli_key.add_command(commands)
     return parser

@@ -33,6 +33,15 @@ def capitalized(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def check_numbers(arguments: argparse.Namespace, *names: str, zero: bool = False) -> None:
+    """Raise ConfigError for flags whose number is not finite and above 0 or, with `zero`, at least 0."""
+    for name in names:
+        value = getattr(arguments, name)
+        if not (0 < value < float("inf") or (zero and value == 0)):
+            least = "0 or more" if zero else "above 0"
+            raise ConfigError(f"{_as_flag(name)}: a number {least} was expected, got {value:g}")
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line that suggests the nearest name; flags cannot be abbreviated."""
 

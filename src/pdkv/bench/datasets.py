@@ -1,0 +1,236 @@
+"""Data for a load: synthetic prompts of given lengths, and the file formats that the field publishes."""
+
+import csv
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pdkv.bench.workload import Prompt, Session, Turn, one_turn
+from pdkv.errors import ConfigError
+
+FIRST_ID, LAST_ID = 10, 500
+"""Random token ids lie in [FIRST_ID, LAST_ID), which every vocabulary has."""
+
+MOONCAKE_BLOCK = 512
+"""Tokens per block of a Mooncake trace."""
+
+_WORDS = (
+    "time",
+    "year",
+    "way",
+    "day",
+    "man",
+    "life",
+    "world",
+    "school",
+    "group",
+    "hand",
+    "part",
+    "place",
+    "work",
+    "point",
+    "home",
+    "room",
+)
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of synthetic data. Lengths are in tokens, or in words where prompts are texts."""
+
+    num_prompts: int = 1000
+    input_len: int = 1024
+    output_len: int = 128
+    range_ratio: float = 0.0  # lengths lie within this share of the given ones, drawn evenly
+    prefix_len: int = 0  # of a prefix that comes before the input
+    num_prefixes: int = 1
+    turns: int = 5
+    pause_s: float = 0.0
+    max_context: int = 0  # tokens of a session; 0: no bound
+    vocabulary: int = LAST_ID
+
+
+class Maker:
+    """Makes random prompts as token ids or, for servers that take texts alone, of words of one token each."""
+
+    def __init__(self, seed: int, *, as_text: bool, vocabulary: int = LAST_ID) -> None:
+        self.rng = random.Random(seed)
+        self.as_text = as_text
+        self._ids = range(FIRST_ID, max(vocabulary, FIRST_ID + 1))
+
+    def prompt(self, length: int) -> Prompt:
+        """A prompt of that many tokens or words."""
+        if self.as_text:
+            return " ".join(self.rng.choices(_WORDS, k=length))
+        return self.rng.choices(self._ids, k=length)
+
+    def joined(self, *parts: Prompt) -> Prompt:
+        """Prompts one behind the other."""
+        if self.as_text:
+            return " ".join(part for part in parts if part and isinstance(part, str))
+        return [token for part in parts for token in part if isinstance(token, int)]
+
+    def around(self, length: int, ratio: float) -> int:
+        """A length within `ratio` of the given one, at least 1."""
+        return max(1, self.rng.randint(int(length * (1 - ratio)), int(length * (1 + ratio))))
+
+
+def random_requests(shape: Shape, make: Maker) -> Iterator[Session]:
+    """Requests of random prompts, behind one of `num_prefixes` prefixes."""
+    prefixes = [make.prompt(shape.prefix_len) for _ in range(shape.num_prefixes)]
+    for _ in range(shape.num_prompts):
+        own = make.prompt(make.around(shape.input_len, shape.range_ratio))
+        yield one_turn(make.joined(make.rng.choice(prefixes), own), make.around(shape.output_len, shape.range_ratio))
+
+
+def conversations(shape: Shape, make: Maker) -> Iterator[Session]:
+    """Sessions of `turns` turns; `num_prompts` counts the turns of all of them."""
+    prefixes = [make.prompt(shape.prefix_len) for _ in range(shape.num_prefixes)]
+    for _ in range(max(shape.num_prompts // shape.turns, 1)):
+        first = make.joined(make.rng.choice(prefixes), make.prompt(make.around(shape.input_len, shape.range_ratio)))
+        turns = [Turn(first, make.around(shape.output_len, shape.range_ratio))]
+        for _ in range(shape.turns - 1):
+            more = make.prompt(make.around(shape.input_len, shape.range_ratio))
+            pause_s = make.rng.expovariate(1 / shape.pause_s) if shape.pause_s else 0.0
+            turns.append(Turn(more, make.around(shape.output_len, shape.range_ratio), pause_s))
+        yield Session(tuple(turns))
+
+
+AGENT_TURNS = 33
+AGENT_RATIO = 131
+"""Prompt tokens per answer token, over all turns of a session: the median of 610 traces of coding agents."""
+
+
+def agents(shape: Shape, make: Maker) -> Iterator[Session]:
+    """Sessions of coding agents: 33 turns, a context that grows to `max_context`, 131 prompt tokens per answer token.
+
+    Each turn adds as many tokens as the system prompt has; over a session 94 % of the prompt tokens were there before.
+    """
+    context = shape.max_context or 16_384
+    step = max(context // (AGENT_TURNS + 1), 2)
+    answer = max(round(step * (AGENT_TURNS + 3) / 2 / AGENT_RATIO), 1)  # the mean prompt has as many steps
+    system = make.prompt(step)
+    for _ in range(max(shape.num_prompts // AGENT_TURNS, 1)):
+        turns = [Turn(make.joined(system, make.prompt(step)), answer)]
+        for _ in range(AGENT_TURNS - 1):
+            pause_s = make.rng.expovariate(1 / shape.pause_s) if shape.pause_s else 0.0
+            turns.append(Turn(make.prompt(max(step - answer, 1)), answer, pause_s))
+        yield Session(tuple(turns))
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def sharegpt(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
+    """The first turn of each conversation of a ShareGPT file; answers have the lengths that the file's have."""
+    for number, entry in enumerate(_json_list(path)):
+        turns = _field(entry, "conversations", f"{path}: conversation {number}")
+        if len(turns) < 2:
+            continue
+        prompt, answer = (str(_field(turn, "value", f"{path}: conversation {number}")) for turn in turns[:2])
+        if prompt and answer:
+            yield one_turn(prompt, shape.output_len or approximate_tokens(answer))
+
+
+def burstgpt(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
+    """Lengths and times of a BurstGPT file; the prompts are random. Requests without an answer are left out."""
+    with path.open(newline="") as file:
+        for number, row in enumerate(csv.DictReader(file), 2):
+            try:
+                at_s, prompt = float(row["Timestamp"]), int(row["Request tokens"])
+                answer = int(row["Response tokens"])
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{path}: line {number}: Timestamp, Request tokens and Response tokens were expected: {error!r}"
+                ) from None
+            if answer > 0 and prompt > 0:
+                yield one_turn(make.prompt(prompt), answer, at_s)
+
+
+def mooncake(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
+    """A Mooncake trace: equal hash ids are equal blocks of 512 tokens."""
+    for where, row in _json_lines(path):
+        length, hashes = int(_field(row, "input_length", where)), _field(row, "hash_ids", where)
+        ids = make._ids
+        blocks = [random.Random(int(number)).choices(ids, k=MOONCAKE_BLOCK) for number in hashes]
+        own = [token for block in blocks for token in block][:length]
+        own += make.rng.choices(ids, k=length - len(own))
+        at_s = float(row.get("timestamp", 0)) / 1000
+        yield one_turn(own, max(int(_field(row, "output_length", where)), 1), at_s)
+
+
+def custom(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
+    """Lines of JSON with "prompt" (text or token ids) and, if they have one, "output_tokens" and "timestamp" (ms)."""
+    for where, row in _json_lines(path):
+        prompt = _field(row, "prompt", where)
+        is_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
+        if not prompt or not (isinstance(prompt, str) or is_ids):
+            raise ConfigError(f"{where}: prompt: a text or a list of token ids was expected, got {str(prompt)[:80]!r}")
+        at_s = float(row["timestamp"]) / 1000 if "timestamp" in row else None
+        yield one_turn(prompt, int(row.get("output_tokens", shape.output_len)), at_s)
+
+
+SYNTHETIC: Mapping[str, Callable[[Shape, Maker], Iterator[Session]]] = {
+    "random": random_requests,
+    "conversations": conversations,
+    "agents": agents,
+}
+FILES: Mapping[str, Callable[[Path, Shape, Maker], Iterator[Session]]] = {
+    "sharegpt": sharegpt,
+    "burstgpt": burstgpt,
+    "mooncake": mooncake,
+    "custom": custom,
+}
+
+
+def load(name: str, path: Path | None, shape: Shape, make: Maker) -> Sequence[Session]:
+    """The sessions of a data set, by its name.
+
+    Raises:
+        ConfigError: there is no such data set or file, or the file is not in that format.
+    """
+    if name in SYNTHETIC:
+        return list(SYNTHETIC[name](shape, make))
+    if path is None:
+        raise ConfigError(f"--dataset-name {name}: a file was expected in --dataset-path")
+    try:
+        found = list(islice(FILES[name](path, shape, make), shape.num_prompts))
+    except OSError as error:
+        raise ConfigError(f"--dataset-path {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, csv.Error, TypeError, ValueError) as error:
+        raise ConfigError(f"--dataset-path {path}: not in the format {name}: {error}") from None
+    if not found:
+        raise ConfigError(f"--dataset-path {path}: no request was found in it")
+    return found
+
+
+def approximate_tokens(text: str) -> int:
+    """The number of tokens that a text has, if a tokenizer makes four of three words."""
+    return max(1, round(len(text.split()) * 4 / 3))
+
+
+def _json_list(path: Path) -> list[Any]:
+    document = json.loads(path.read_text())
+    if not isinstance(document, list):
+        raise ConfigError(f"--dataset-path {path}: a JSON list was expected, got {type(document).__name__}")
+    return document
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    with path.open() as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                row = json.loads(line)
+                if not isinstance(row, dict):
+                    raise ConfigError(f"{path}: line {number}: a JSON object was expected, got {line[:80]!r}")
+                yield f"{path}: line {number}", row
+
+
+def _field(row: Any, name: str, where: str) -> Any:
+    if not isinstance(row, dict) or name not in row:
+        raise ConfigError(f"{where}: the field {name!r} was expected")
+    return row[name]

@@ -1,0 +1,120 @@
+"""Finds the highest rate at which a server keeps its SLO, and draws what it costs on the way."""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+from pdkv.errors import ConfigError
+
+MAX_DOUBLINGS = 12
+_BAR = 40
+
+Report = Mapping[str, Any]
+
+
+def find_rate(measure: Callable[[float], Report], *, begin: float, attainment: float, refinements: int) -> list[Report]:
+    """Measure at rising rates until the SLO breaks, then between the last that kept it and the first that did not.
+
+    Args:
+        measure: a run at a rate; its report has `slo_attainment` and gets `request_rate`. attainment: the share of
+            requests that has to be within the SLO. refinements: bisections behind the first break.
+
+    Returns:
+        The reports, in the order of their rates. `best_rate` reads the result.
+    """
+    reports: list[Report] = []
+
+    def is_kept(rate: float) -> bool:
+        reports.append({"request_rate": rate, **measure(rate)})
+        return bool(reports[-1]["slo_attainment"] >= attainment)
+
+    low, high = 0.0, begin
+    for _ in range(MAX_DOUBLINGS):
+        if not is_kept(high):
+            break
+        low, high = high, 2 * high
+    for _ in range(refinements):
+        middle = (low + high) / 2
+        if is_kept(middle):
+            low = middle
+        else:
+            high = middle
+    return sorted(reports, key=lambda report: float(report["request_rate"]))
+
+
+def best_rate(reports: Sequence[Report], attainment: float) -> Report | None:
+    """The run at the highest rate below which every one kept the SLO; None: the lowest broke it."""
+    best = None
+    for report in reports:
+        if report["slo_attainment"] < attainment:
+            break
+        best = report
+    return best
+
+
+def print_sweep(reports: Sequence[Report], attainment: float, out: TextIO) -> None:
+    """Print a row per rate, with a bar of the share within the SLO."""
+    print(f"{'rate':>9} {'req/s':>9} {'tok/s':>10} {'p99 TTFT':>10} {'p99 TPOT':>10}  within the SLO", file=out)
+    for report in reports:
+        share = report["slo_attainment"]
+        bar = "#" * round(_BAR * share)
+        print(
+            f"{report['request_rate']:>9.3g} {report['request_throughput']:>9.3g} "
+            f"{report['output_throughput']:>10.1f} {_ms(report, 'ttft'):>10} {_ms(report, 'tpot'):>10}  "
+            f"{bar:<{_BAR}} {share:.1%}",
+            file=out,
+        )
+    best = best_rate(reports, attainment)
+    if best is None:
+        print(f"no rate that was tried keeps the SLO for {attainment:.0%} of the requests", file=out)
+    else:
+        print(
+            f"highest rate that keeps the SLO for {attainment:.0%} of the requests: {best['request_rate']:.3g} "
+            f"requests/s (goodput {best['goodput']:.3g})",
+            file=out,
+        )
+
+
+def _ms(report: Report, name: str) -> str:
+    value = report.get(f"p99_{name}_ms")
+    return "-" if value is None else f"{value:.1f} ms"
+
+
+class Plot:
+    """A plot file, written once the measurements are done."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError before anything is measured: matplotlib, the format or the folder is missing."""
+        try:
+            self._figure: Any = import_module("matplotlib.figure").Figure(figsize=(11, 4.5), layout="constrained")
+        except ImportError:
+            raise ConfigError("--plot needs matplotlib: pip install 'pdkv[plot]'") from None
+        known = self._figure.canvas.get_supported_filetypes()
+        if path.suffix[1:].lower() not in known:
+            raise ConfigError(f"--plot: a file that ends in one of {', '.join(sorted(known))} was expected, got {path}")
+        if not path.parent.is_dir():
+            raise ConfigError(f"--plot: there is no folder {path.parent}")
+        self._path = path
+
+    def save(self, reports: Sequence[Report]) -> None:
+        """Draw latency over rate, and throughput over the speed that one user sees. Raises ConfigError."""
+        latency, pareto = self._figure.subplots(1, 2)
+        rates = [report["request_rate"] for report in reports]
+        for name in ("ttft", "tpot"):
+            for prefix, style in (("median_", "o-"), ("p99_", "s--")):
+                values = [report.get(f"{prefix}{name}_ms") for report in reports]
+                if None not in values:
+                    latency.plot(rates, values, style, label=f"{prefix.strip('_')} {name.upper()}")
+        latency.set(xlabel="requests/s", ylabel="ms", yscale="log", title="latency over rate")
+        latency.legend()
+        users = [1e3 / report["mean_tpot_ms"] for report in reports if report.get("mean_tpot_ms")]
+        whole = [report["output_throughput"] for report in reports if report.get("mean_tpot_ms")]
+        pareto.plot(users, whole, "o")
+        pareto.set(
+            xlabel="tokens/s for one user", ylabel="tokens/s of the server", title="throughput over interactivity"
+        )
+        try:
+            self._figure.savefig(self._path)
+        except OSError as error:
+            raise ConfigError(f"--plot: {self._path}: {error.strerror}") from error

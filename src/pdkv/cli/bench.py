@@ -1,0 +1,367 @@
+"""`pd bench`: puts load on any OpenAI server and reports what it does; measures offline engines; looks at data sets."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdkv.cli.bench_offline import add_offline
+from pdkv.cli.options import capitalized, check_numbers
+from pdkv.cli.running import say
+from pdkv.errors import ConfigError, StartupError
+
+if TYPE_CHECKING:
+    from pdkv.bench.datasets import Shape
+    from pdkv.bench.report import Run, Sent
+    from pdkv.bench.serve import Pace, Target
+    from pdkv.bench.workload import Session
+
+DATASETS = ("random", "conversations", "agents", "sharegpt", "burstgpt", "mooncake", "custom")
+PERCENTILES = "50,90,95,99"
+
+
+def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add `bench` to the `pd` parser."""
+    summary = "measure servers and engines, and look at data sets"
+    parser = commands.add_parser("bench", help=summary, description=f"{capitalized(summary)}.")
+    subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    serve = _add(subcommands, "serve", run_serve, "put load on any OpenAI server and print throughput and latencies")
+    _add_target(serve)
+    _add_data(serve, num_prompts=1000)
+    _add_pace(serve)
+    _add_slo(serve)
+    _add_results(serve)
+    sweep = _add(subcommands, "sweep", run_sweep, "find the highest request rate at which a server keeps an SLO")
+    _add_target(sweep)
+    _add_data(sweep, num_prompts=200)
+    _add_slo(sweep, required=True)
+    _add_results(sweep)
+    add = sweep.add_argument
+    add("--begin-rate", type=float, default=1.0, metavar="RATE", help="first rate; it is doubled until the SLO breaks")
+    add("--attainment", type=float, default=0.9, metavar="SHARE", help="requests that must be within the SLO")
+    add("--refinements", type=int, default=3, metavar="N", help="bisections after the first break (default: 3)")
+    add("--burstiness", type=float, default=1.0, metavar="SHAPE", help="as in `pd bench serve`")
+    add("--plot", type=Path, metavar="FILE", help="draw latency over rate, and throughput over the speed that one user "
+        "sees, as .png, .svg or .pdf (needs matplotlib: pdkv[plot])")  # fmt: skip
+    prefix = _add(subcommands, "prefix", run_prefix, "show how much of a data set repeats, as a prefix cache sees it")
+    _add_data(prefix, num_prompts=1_000_000)
+    add = prefix.add_argument
+    add("--block-size", type=int, default=16, metavar="N", help="only whole blocks of N tokens count (default: 16)")
+    add("--threshold", type=float, default=0.5, metavar="SHARE",
+        help="a prompt repeats if at least this share of it was there before (default: 0.5)")  # fmt: skip
+    add("--min-length", type=int, default=0, metavar="N", help="shorter repeats do not count (default: 0)")
+    add("--json", action="store_true", help="print one JSON object instead of lines")
+    add_offline(subcommands)
+
+
+def _add(subcommands: "argparse._SubParsersAction[Any]", name: str, run: Any, summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = subcommands.add_parser(name, help=summary, description=f"{capitalized(summary)}.")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("server").add_argument
+    add("url", nargs="?", metavar="URL", help="the server (default: http://127.0.0.1:8000)")
+    add("--base-url", metavar="URL", help="the server, as vLLM's benchmark names it")
+    add("--model", metavar="NAME", help="its name in the API (default: the first that the server lists)")
+    add("--endpoint", choices=("completions", "chat"), default="completions",
+        help="completions take token ids, of exact lengths, chat takes texts (default: completions)")  # fmt: skip
+    add("--header", action="append", default=[], metavar="NAME=VALUE", help="header of each request (repeatable); an "
+        "API key is read from OPENAI_API_KEY")  # fmt: skip
+    add("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields of each request's body")
+    add("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end its answers")
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="bound of one request (default: 600)")
+
+
+def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
+    add = parser.add_argument_group("data").add_argument
+    add("--dataset-name", choices=DATASETS, default="random", help="random: prompts of given lengths; conversations: "
+        "sessions of several turns; agents: sessions of coding agents (33 turns, 131 prompt tokens per answer token, "
+        "94 percent of them seen before); else a file in that format (default: random)")  # fmt: skip
+    add("--dataset-path", type=Path, metavar="FILE", help="the file of a data set")
+    add("--num-prompts", type=int, default=num_prompts, metavar="N", help=f"requests (default: {num_prompts})")
+    add("--input-len", "--random-input-len", type=int, default=1024, metavar="N",
+        help="tokens per prompt or, in conversations, per turn (default: 1024)")  # fmt: skip
+    add("--output-len", "--random-output-len", type=int, metavar="N",
+        help="tokens per answer (default: the data set's, else 128)")  # fmt: skip
+    add("--range-ratio", "--random-range-ratio", type=float, default=0.0, metavar="SHARE",
+        help="draw lengths evenly within this share of the given ones (default: 0)")  # fmt: skip
+    add("--prefix-len", "--random-prefix-len", type=int, default=0, metavar="N",
+        help="tokens of a prefix that comes before each prompt (default: 0)")  # fmt: skip
+    add("--num-prefixes", type=int, default=1, metavar="N", help="different prefixes (default: 1)")
+    add("--turns", type=int, default=5, metavar="N", help="turns of a conversation (default: 5)")
+    add("--pause", type=float, default=0.0, metavar="SECONDS", help="mean time between the turns of a session, for "
+        "reading or for tools (default: 0)")  # fmt: skip
+    add("--max-context", type=int, default=0, metavar="N", help="tokens to which an agent's session grows "
+        "(default: 16384)")  # fmt: skip
+    add("--vocabulary", type=int, default=0, metavar="N", help="random token ids are below N (default: 500)")
+    add("--seed", type=int, default=0, metavar="N", help="equal seeds send equal prompts (default: 0)")
+
+
+def _add_pace(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("pace").add_argument
+    add("--request-rate", type=float, default=float("inf"), metavar="RATE",
+        help="requests (or sessions) a second; inf: all at once (default: inf)")  # fmt: skip
+    add("--burstiness", type=float, default=1.0, metavar="SHAPE", help="shape of the gamma distribution of the gaps: 1 "
+        "is Poisson, less is burstier, inf is even (default: 1)")  # fmt: skip
+    add("--trace-speed", type=float, default=0.0, metavar="FACTOR", help="follow the arrival times of the data set, so "
+        "many times as fast")  # fmt: skip
+    add("--max-concurrency", type=int, default=0, metavar="N", help="most sessions at a time (default: no bound)")
+    add("--num-warmups", type=int, default=1, metavar="N", help="requests sent before, and not counted (default: 1)")
+
+
+def _add_slo(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    parser.add_argument("--goodput", nargs="+", default=[], required=required, metavar="METRIC:MS",
+        help="count requests that are within these bounds in milliseconds: ttft, tpot, e2el, as in "
+        "--goodput ttft:200 tpot:50")  # fmt: skip
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("results").add_argument
+    add("--metric-percentiles", default=PERCENTILES, metavar="LIST", help=f"percentiles (default: {PERCENTILES})")
+    add("--save-result", type=Path, metavar="FILE", help="write the report there as JSON")
+    add("--save-requests", type=Path, metavar="FILE", help="write one JSON line per request there")
+    add("--json", action="store_true", help="print one JSON object instead of a table")
+    add("--disable-tqdm", "--no-progress", dest="progress", action="store_false", help="show no progress bar on stderr")
+
+
+# --- a server -------------------------------------------------------------------------------------------------------
+
+
+def run_serve(arguments: argparse.Namespace) -> int:
+    """Run `pd bench serve`. The exit code is 1 if a request failed."""
+    from pdkv.bench.report import Slo, doubts, print_report, request_lines, summarize
+
+    percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
+    pace = _pace(arguments)
+    sessions, target = _sessions(arguments), _target(arguments)
+    _warm_up(target, _shape(arguments), arguments.num_warmups)
+    run = _measure(target, sessions, pace, progress=arguments.progress)
+    report = summarize(run, percents, slo)
+    if arguments.save_requests:
+        _write(arguments.save_requests, request_lines(run), "--save-requests")
+    _show(report | {"request_rate": pace.rate if pace.rate < float("inf") else "inf"}, arguments)
+    if not arguments.json:
+        print_report(report, percents, sys.stdout)
+    for text in doubts(report, is_open_loop=pace.rate < float("inf") and not pace.max_concurrency):
+        say(f"WARNING {text}")
+    return int(report["failed"] > 0)
+
+
+def run_sweep(arguments: argparse.Namespace) -> int:
+    """Run `pd bench sweep`. The exit code is 1 if no rate keeps the SLO."""
+    from pdkv.bench import sweep
+    from pdkv.bench.report import Slo, summarize
+    from pdkv.bench.serve import Pace
+
+    percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
+    if not 0 < arguments.attainment <= 1:
+        raise ConfigError(f"--attainment: a share from 0 to 1 was expected, got {arguments.attainment:g}")
+    check_numbers(arguments, "begin_rate", "burstiness")
+    check_numbers(arguments, "refinements", zero=True)
+    drawing = None if arguments.plot is None else sweep.Plot(arguments.plot)
+    sessions, target = _sessions(arguments), _target(arguments)
+    _warm_up(target, _shape(arguments), 1)
+
+    def measure(rate: float) -> Mapping[str, Any]:
+        say(f"{rate:.3g} requests/s …")
+        pace = Pace(rate=rate, burstiness=arguments.burstiness, seed=arguments.seed)
+        return summarize(_measure(target, sessions, pace, progress=arguments.progress), percents, slo)
+
+    reports = sweep.find_rate(
+        measure,
+        begin=arguments.begin_rate,
+        attainment=arguments.attainment,
+        refinements=arguments.refinements,
+    )
+    best = sweep.best_rate(reports, arguments.attainment)
+    _show({"best": best, "runs": reports}, arguments)
+    if not arguments.json:
+        sweep.print_sweep(reports, arguments.attainment, sys.stdout)
+    if drawing is not None:
+        drawing.save(reports)
+    return int(best is None)
+
+
+def _target(arguments: argparse.Namespace) -> "Target":
+    from pdkv.bench.serve import Target
+
+    url = arguments.url or arguments.base_url or "http://127.0.0.1:8000"
+    check_numbers(arguments, "timeout")
+    headers = {}
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers["authorization"] = f"Bearer {key}"
+    for text in arguments.header:
+        name, equals, value = text.partition("=")
+        if not name or not equals or "\r" in text or "\n" in text:
+            raise ConfigError(f"--header: NAME=VALUE was expected, got {text!r}")
+        headers[name] = value
+    if not isinstance(arguments.extra_body, dict):
+        raise ConfigError(f"--extra-body: a JSON object was expected, got {json.dumps(arguments.extra_body)}")
+    return Target(
+        url,
+        arguments.model or _first_model(url, headers),
+        arguments.endpoint,
+        headers,
+        arguments.extra_body,
+        ignore_eos=arguments.ignore_eos,
+        timeout_s=arguments.timeout,
+    )
+
+
+def _first_model(url: str, headers: Mapping[str, str]) -> str:
+    """The first model that the server lists. Raises ConfigError and StartupError."""
+    import urllib.error
+    import urllib.request
+
+    from pdkv.bench.client import Client
+
+    Client(url)  # refuses what is no URL of a server
+    where = url.rstrip("/").removesuffix("/v1") + "/v1/models"
+    try:
+        with urllib.request.urlopen(urllib.request.Request(where, headers=dict(headers)), timeout=30) as response:
+            name = json.loads(response.read(1 << 20))["data"][0]["id"]
+    except (OSError, urllib.error.URLError) as error:
+        raise StartupError(f"{where}: {error}") from None
+    except (ValueError, LookupError, TypeError):
+        raise StartupError(f"{where} lists no model: name one with --model") from None
+    return str(name)
+
+
+def _warm_up(target: "Target", shape: "Shape", num: int) -> None:
+    """Send some requests that do not count, of prompts that do not come again. Raises StartupError if one fails."""
+    from pdkv.bench.datasets import Maker
+    from pdkv.bench.serve import Pace
+    from pdkv.bench.workload import one_turn
+
+    make = Maker(-1, as_text=target.endpoint == "chat", vocabulary=shape.vocabulary)
+    firsts = [one_turn(make.prompt(shape.input_len), 2) for _ in range(num)]
+    if not firsts:
+        return
+    run = _measure(target, firsts, Pace(max_concurrency=1), progress=False)
+    if failed := [sent.reply.error for sent in run.requests if not sent.reply.ok]:
+        raise StartupError(f"{target.url}: the first request failed: {failed[0]}")
+
+
+def _measure(target: "Target", sessions: "Sequence[Session]", pace: "Pace", *, progress: bool) -> "Run":
+    from tqdm import tqdm
+
+    from pdkv.bench.serve import run_loop, send
+
+    total = sum(len(session.turns) for session in sessions)
+    with tqdm(total=total, unit="req", disable=not (progress and sys.stderr.isatty()), file=sys.stderr) as bar:
+
+        def show(_: "Sent") -> None:
+            bar.update()
+
+        return run_loop(send(target, sessions, pace, show))
+
+
+def _show(report: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    import msgspec
+
+    line = msgspec.json.encode(report)
+    if arguments.save_result:
+        _write(arguments.save_result, msgspec.json.format(line, indent=2) + b"\n", "--save-result")
+    if arguments.json:
+        print(line.decode())
+
+
+def _write(path: Path, data: bytes, flag: str) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConfigError(f"{flag}: {path}: {error.strerror}") from error
+
+
+# --- data sets ------------------------------------------------------------------------------------------------------
+
+
+def _sessions(arguments: argparse.Namespace) -> "Sequence[Session]":
+    from pdkv.bench.datasets import FILES, Maker, load
+
+    if arguments.dataset_path is not None and arguments.dataset_name not in FILES:
+        raise ConfigError(
+            f"--dataset-path: {arguments.dataset_name} reads no file; --dataset-name {', '.join(FILES)} do"
+        )
+    shape = _shape(arguments)
+    as_text = getattr(arguments, "endpoint", "completions") == "chat"
+    make = Maker(arguments.seed, as_text=as_text, vocabulary=shape.vocabulary)
+    return load(arguments.dataset_name, arguments.dataset_path, shape, make)
+
+
+def _shape(arguments: argparse.Namespace) -> "Shape":
+    from pdkv.bench.datasets import LAST_ID, Shape
+
+    check_numbers(arguments, "num_prompts", "input_len", "num_prefixes", "turns")
+    check_numbers(arguments, "prefix_len", "pause", "max_context", "vocabulary", zero=True)
+    if not 0 <= arguments.range_ratio < 1:
+        raise ConfigError(f"--range-ratio: a share from 0 to below 1 was expected, got {arguments.range_ratio:g}")
+    if arguments.output_len is not None:
+        check_numbers(arguments, "output_len")
+    return Shape(
+        num_prompts=arguments.num_prompts,
+        input_len=arguments.input_len,
+        output_len=arguments.output_len or (0 if arguments.dataset_name == "sharegpt" else 128),
+        range_ratio=arguments.range_ratio,
+        prefix_len=arguments.prefix_len,
+        num_prefixes=arguments.num_prefixes,
+        turns=arguments.turns,
+        pause_s=arguments.pause,
+        max_context=arguments.max_context,
+        vocabulary=arguments.vocabulary or LAST_ID,
+    )
+
+
+def run_prefix(arguments: argparse.Namespace) -> int:
+    """Run `pd bench prefix`."""
+    from pdkv.bench.prefix import print_repeats, repeats
+
+    check_numbers(arguments, "block_size")
+    check_numbers(arguments, "min_length", zero=True)
+    if not 0 <= arguments.threshold <= 1:
+        raise ConfigError(f"--threshold: a share from 0 to 1 was expected, got {arguments.threshold:g}")
+    sessions = _sessions(arguments)
+    found = repeats(
+        sessions, block=arguments.block_size, threshold=arguments.threshold, min_length=arguments.min_length
+    )
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        unit = "words" if isinstance(sessions[0].turns[0].prompt, str) else "tokens"
+        print_repeats(found, unit, sys.stdout)
+    return 0
+
+
+# --- shared ---------------------------------------------------------------------------------------------------------
+
+
+def _percentiles(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [-1.0]
+    if not all(0 < percent < 100 for percent in found):
+        raise ConfigError(f"--metric-percentiles: numbers between 0 and 100 such as 50,99 were expected, got {text!r}")
+    return sorted({*found, 99.0})
+
+
+def _pace(arguments: argparse.Namespace) -> "Pace":
+    from pdkv.bench.serve import Pace
+
+    if not arguments.request_rate > 0:
+        raise ConfigError(f"--request-rate: a number above 0, or inf, was expected, got {arguments.request_rate:g}")
+    if not arguments.burstiness > 0:
+        raise ConfigError(f"--burstiness: a number above 0, or inf, was expected, got {arguments.burstiness:g}")
+    check_numbers(arguments, "trace_speed", "max_concurrency", "num_warmups", zero=True)
+    return Pace(
+        arguments.request_rate,
+        arguments.burstiness,
+        arguments.trace_speed,
+        arguments.max_concurrency,
+        arguments.seed,
+    )

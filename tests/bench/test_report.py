@@ -1,0 +1,85 @@
+"""Reports: worked figures, goodput, and what makes the figures doubtful."""
+
+import io
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from pdkv.bench.client import Reply
+from pdkv.bench.report import Run, Sent, Slo, doubts, percentile, print_report, request_lines, summarize
+from pdkv.bench.sweep import best_rate, find_rate
+from pdkv.errors import ConfigError
+
+
+def sent(stamps: Sequence[float], *, wanted: int | None = None, error: str | None = None, late_s: float = 0.0) -> Sent:
+    reply = Reply(10.0)
+    reply.stamps, reply.num_tokens, reply.num_prompt_tokens = [10.0 + at for at in stamps], len(stamps), 8
+    reply.error = error
+    return Sent(0, 0, 0.5, late_s, reply, wanted or len(stamps))
+
+
+RUN = Run([sent([0.5, 0.75, 1.0]), sent([0.1, 0.2], wanted=3), sent([], error="HTTP 503: no")], 2.0, 0.001)
+
+
+def test_a_report_has_the_figures_of_vllms() -> None:
+    report = summarize(RUN, [50, 99], Slo({"ttft": 200.0, "tpot": 150.0}))
+    assert (report["completed"], report["failed"], report["errors"]) == (2, 1, {"HTTP 503: no": 1})
+    assert (report["total_input_tokens"], report["total_output_tokens"]) == (16, 5)
+    assert (report["request_throughput"], report["output_throughput"]) == (1.0, 2.5)
+    assert (report["mean_ttft_ms"], report["mean_tpot_ms"]) == (pytest.approx(300), pytest.approx(175))
+    assert report["p99_ttft_ms"] == pytest.approx(496)  # numpy.percentile([100, 500], 99)
+    assert report["mean_itl_ms"] == pytest.approx(200)
+    assert report["mean_e2el_ms"] == pytest.approx(600)
+    assert (report["goodput"], report["slo_attainment"]) == (0.5, pytest.approx(1 / 3))
+    assert report["client_cpu_us_per_token"] == pytest.approx(200)
+    shown = io.StringIO()
+    print_report(report, [50, 99], shown)
+    assert "P99 TTFT (ms):" in shown.getvalue()
+    assert "1 failed: HTTP 503: no" in shown.getvalue()
+
+
+def test_the_requests_are_lines_of_json() -> None:
+    first, _, third = map(json.loads, request_lines(RUN).splitlines())
+    assert (first["ttft_s"], first["itl_s"], first["output_tokens"]) == (0.5, [0.25, 0.25], 3)
+    assert (third["error"], "ttft_s" in third) == ("HTTP 503: no", False)
+
+
+def test_nothing_that_worked_is_a_report_too() -> None:
+    report = summarize(Run([RUN.requests[2]], 1.0, 0.1), [99], Slo({}))
+    assert (report["completed"], report["failed"]) == (0, 1)
+    print_report(report, [99], io.StringIO())
+
+
+def test_figures_that_may_be_the_clients_are_doubted() -> None:
+    busy = summarize(Run([sent([0.1, 0.2])], 1.0, 0.9), [99], Slo({}))
+    late = summarize(Run([sent([0.1, 0.2], late_s=0.05)], 1.0, 0.1), [99], Slo({}))
+    fine = summarize(Run([sent([0.1, 0.2])], 1.0, 0.1), [99], Slo({}))
+    assert "busy for 90% of a core" in doubts(busy, is_open_loop=True)[0]
+    assert "50.0 ms late" in doubts(late, is_open_loop=True)[0]
+    assert doubts(late, is_open_loop=False) == doubts(fine, is_open_loop=True) == []
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:0", "ttft:nan", "itl:5", "ttft:inf", ":5"])
+def test_a_bound_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="with milliseconds was expected"):
+        Slo.parse([text])
+
+
+def test_percentiles_are_numpys() -> None:
+    values = [1.0, 2.0, 4.0, 8.0, 16.0]
+    assert [percentile(values, percent) for percent in (0, 25, 50, 90, 100)] == [1.0, 2.0, 4.0, 12.8, 16.0]
+    assert percentile([3.0], 99) == 3.0
+
+
+@pytest.mark.parametrize("limit", [0.4, 1.0, 5.0, 23.0])
+def test_a_sweep_finds_the_limit(limit: float) -> None:
+    reports = find_rate(
+        lambda rate: {"slo_attainment": 1.0 if rate <= limit else 0.5}, begin=1.0, attainment=0.9, refinements=8
+    )
+    rates = [report["request_rate"] for report in reports]
+    best = best_rate(reports, 0.9)
+    assert rates == sorted(rates)
+    assert best is not None
+    assert limit - 0.1 <= best["request_rate"] <= limit
+    assert best_rate([{"slo_attainment": 0.1}], 0.9) is None
