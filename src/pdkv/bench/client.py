@@ -5,7 +5,6 @@ It often shares the cores with the server that it measures, so a token must cost
 
 import asyncio
 import ssl
-import time
 from collections.abc import Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -13,16 +12,17 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
+from pdkv.base.clock import MONOTONIC
 from pdkv.errors import ConfigError
 
 MAX_ERROR_CHARS = 300
 MAX_EVENT_BYTES = 16 << 20
 
-_decode = msgspec.json.decode
+_decode, _now = msgspec.json.decode, MONOTONIC.now
 
 
 class Reply:
-    """An answer: when its parts arrived, or why it failed. Times are those of time.perf_counter, in seconds."""
+    """An answer: when its parts arrived, or why it failed. Times are those of the clock, in seconds."""
 
     def __init__(self, sent: float = 0.0, *, keep_text: bool = False) -> None:
         """`keep_text`: store the text and, where the server sends them, the token ids."""
@@ -82,7 +82,7 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._rest = b""
         self._is_done = self.is_reusable = self.has_heard = False
-        reply.sent = time.perf_counter()
+        reply.sent = _now()
         self.transport.write(data)
         return self._ended
 
@@ -93,7 +93,7 @@ class _Connection(asyncio.Protocol):
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        self._now, self.has_heard = time.perf_counter(), True
+        self._now, self.has_heard = _now(), True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, AttributeError) as error:  # AttributeError: data without a request

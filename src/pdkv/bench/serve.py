@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
+from pdkv.base.clock import MONOTONIC
 from pdkv.bench.client import Client, Reply
 from pdkv.bench.report import Run, Sent
 from pdkv.bench.workload import Prompt, Session, arrivals
@@ -58,7 +59,7 @@ async def send(
     gate = asyncio.Semaphore(pace.max_concurrency or len(sessions))
     found: list[Sent] = []
     with Client(target.url, target.headers) as client:
-        cpu, start = time.process_time(), time.perf_counter()
+        cpu, start = time.process_time(), MONOTONIC.now()
 
         async def one(number: int, session: Session, at_s: float) -> None:
             async with gate:
@@ -76,16 +77,16 @@ async def send(
                         return
                     ahead.answer(reply)
                     if index + 1 < len(session.turns) and (pause_s := session.turns[index + 1].pause_s):
-                        await asyncio.sleep(pause_s)
+                        await MONOTONIC.pause(pause_s)
 
         due_alone = not pace.max_concurrency and (pace.rate < float("inf") or bool(pace.speed))
         async with asyncio.TaskGroup() as group:
             for number, (session, at_s) in enumerate(zip(sessions, due, strict=True)):
-                if (left := at_s - (time.perf_counter() - start)) > 0:
-                    await asyncio.sleep(left)
+                if (left := at_s - (MONOTONIC.now() - start)) > 0:
+                    await MONOTONIC.pause(left)
                 group.create_task(one(number, session, at_s))
         ends = [sent.reply.stamps[-1] for sent in found if sent.reply.stamps]
-        wall_s = max(ends, default=time.perf_counter()) - start
+        wall_s = max(ends, default=MONOTONIC.now()) - start
         return Run(found, wall_s, time.process_time() - cpu)
 
 

@@ -4,10 +4,10 @@ import argparse
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from pdkv.base.clock import MONOTONIC
 from pdkv.cli.options import add_flags, add_vllm_flags, build, capitalized, check_numbers, collect, flags_of
 from pdkv.config import EngineConfig
 
@@ -62,10 +62,10 @@ def _runs(llm: "LLM", arguments: argparse.Namespace, num_prompts: int, num_runs:
     for number in range(num_runs):
         make = Maker(number, as_text=False, vocabulary=vocabulary)
         prompts = [make.prompt(arguments.input_len) for _ in range(num_prompts)]
-        start = time.perf_counter()
+        start = MONOTONIC.now()
         outputs = llm.generate(prompts, params, use_tqdm=num_runs == 1 and sys.stderr.isatty())
         yield (
-            time.perf_counter() - start,
+            MONOTONIC.now() - start,
             sum(len(choice.token_ids) for output in outputs for choice in output.outputs),
         )
 
