@@ -204,7 +204,7 @@ def request_lines(run: Run) -> bytes:
     lines = []
     for sent in run.requests:
         reply = sent.reply
-        line = {
+        line: dict[str, Any] = {
             "session": sent.session,
             "turn": sent.turn,
             "sent_s": round(sent.due_s + sent.late_s, 6),
