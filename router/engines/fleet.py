@@ -1,8 +1,8 @@
-"""The engines as the router sees them: card, life, load, health, breakers."""
+"""The engines as the router sees them: card, life, load, health, score."""
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,11 +11,12 @@ import msgspec
 
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines.books import CONTEXT_WEIGHT, Books
-from pdkv.router.engines.breakers import Breaker, PairBreakers, common_sides
 from pdkv.router.engines.candidate import EngineView, Side
+from pdkv.router.engines.faults import Fault
 from pdkv.router.engines.health import EngineHealth
+from pdkv.router.engines.outliers import MIN_PACES, BadPairs, OutlierScore, Usual, typical
 from pdkv.router.engines.speeds import Speeds
-from pdkv.router.request import GenerateRequest, Route
+from pdkv.router.request import GenerateRequest
 from pdkv.wire.kv import EngineCard, Order
 from pdkv.wire.refusal_note import RefusalNote
 from pdkv.wire.reports import BlockCounts, LoadReport
@@ -23,6 +24,9 @@ from pdkv.wire.reports import BlockCounts, LoadReport
 logger = logging.getLogger(__name__)
 
 EngineLife = Literal["starting", "ready", "dead"]
+
+REVIEW_S = 0.5
+"""Seconds between comparisons of engines' paces; failures are compared at once."""
 
 ORDERS: tuple[Order, ...] = ("prefill_first", "needs_peer_first", "concurrent")
 """Hand-off orders by preference; decode_first is used only if requested."""
@@ -41,7 +45,7 @@ class EngineState:
     books: Books = field(default_factory=Books)  # work that this router has given to this incarnation
     num_deaths: int = 0
     health: EngineHealth = field(default_factory=EngineHealth)  # of the latest incarnation
-    breaker: Breaker = field(default_factory=Breaker)  # of all its incarnations
+    score: OutlierScore = field(default_factory=OutlierScore)  # of all its incarnations
     refusal: str | None = None  # why the latest incarnation is refused
     refused_card: EngineCard | None = None  # card of that incarnation, while it is connected
     draining: bool = False  # an operator has drained it; outlives its incarnations
@@ -60,11 +64,6 @@ class EngineState:
     def has_work(self) -> bool:
         """Whether it should be working on something for this router."""
         return self.books.requests > 0
-
-    def succeeded(self, now: float) -> None:
-        """Record that a request succeeded there."""
-        self.breaker.succeeded(now)
-        self.health.answered(now)
 
     @property
     def serves(self) -> bool:
@@ -128,7 +127,7 @@ class EngineState:
             "draining": self.draining,
             "drained": self.draining and not num_requests,
             "requests": num_requests,
-            "breaker": self.breaker.state(now),
+            "ejected": self.score.is_ejected,
             "last_probe": probe.describe(now) if (probe := self.health.last_probe) is not None else None,
             "silent_for_s": self.health.silent_for_s if self.life == "ready" else 0.0,
             "busy_s": round(self.health.busy_s, 3) if self.life == "ready" else 0.0,
@@ -168,6 +167,7 @@ class Counters:
         self.retried = 0  # started again on other engines before the first token
         self.migrated = 0  # continued on other engines after the first token
         self.failed: Counter[str] = Counter()  # by error code
+        self.faults: Counter[Fault] = Counter()  # failed attempts, by whose fault they were
         self.dropped_messages = 0  # about requests or attempts that had ended or are unknown
         self.duplicate_tokens = 0
         self.load_failures = 0
@@ -183,7 +183,9 @@ class Fleet:
         self.complete_once = complete_once  # every engine has been ready at the same time
         self._identity = identity
         self._shortest = math.inf  # of all lengths that engines ever had
-        self.pairs = PairBreakers()
+        self.pairs = BadPairs()
+        self._usual: defaultdict[str, Usual] = defaultdict(Usual)  # by role
+        self._reviewed_at = -math.inf
         self.speeds = Speeds()
         self._foreign: frozenset[tuple[str, str]] = frozenset()  # pairs of ready engines that cannot exchange KV
 
@@ -275,7 +277,8 @@ class Fleet:
         self.speeds.forget(name)
         state.health = EngineHealth()
         if not state.draining:  # else its end was expected
-            state.breaker.died(now)
+            state.score.died(now)
+            self._compare(state.role, now)
 
     def cards(self) -> list[EngineCard]:
         """Cards of the engines that are ready."""
@@ -290,17 +293,20 @@ class Fleet:
         """Ready engines that can be this side of a request, except draining and silent ones, which would not answer.
 
         As long as others remain, these are left out, in this order: engines in `without`, suspects, those without a
-        compatible partner, those whose pairs fail, and those with an open breaker.
+        compatible partner, those whose pairs fail, and at most half of what is left that is ejected: too few engines
+        for all requests would be worse than a bad one.
         """
         able = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any")]
         ready = [e for e in able if not (e.draining or e.is_silent)]
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others
         understood = _less(awake, self._without_partner(side, self._foreign))
-        failing = self.pairs.avoided(now)
-        paired = _less(understood, self._without_partner(side, failing) | common_sides(failing))
-        closed = [e for e in paired if e.breaker.passes(now)] or paired
-        return [e.view(side) for e in closed]
+        paired = _less(understood, self._without_partner(side, self.pairs.avoided(now)))
+        held = [e for e in paired if e.score.held_until(now)]
+        if held and len(held) < len(paired):
+            num_left = max(len(paired) - len(held), (len(paired) + 1) // 2)
+            paired = sorted(paired, key=lambda e: e.score.held_until(now))[:num_left]
+        return [e.view(side) for e in paired]
 
     def too_short(self, request: GenerateRequest, num_output: int) -> set[str]:
         """Engines whose lengths a request behind so many output tokens exceeds: those that decode have to take all of
@@ -339,13 +345,51 @@ class Fleet:
         counts = Counter(pair[own] for pair in pairs if pair[other] in partners)
         return frozenset(name for name, count in counts.items() if count == len(partners))
 
-    def begin_trial(self, engine: str, route: Route, now: float) -> None:
-        """Note that a request of that route goes to the engine: it is the trial of breakers that are half open
-        there.
+    def failed(self, name: str, now: float) -> None:
+        """Note that a request failed by the engine's fault. Harmless if it was removed."""
+        if (engine := self.engines.get(name)) is None:
+            return
+        engine.score.failed(now)
+        if engine.score.value(now, self._usual[engine.role].pace) >= 1.0:
+            self._compare(engine.role, now)
+
+    def succeeded(self, name: str, now: float) -> None:
+        """Note that a request, or the engine's part in it, succeeded there."""
+        engine = self.engines[name]
+        engine.score.succeeded(now, self._usual[engine.role].pace)
+        engine.health.answered(now)
+
+    def answered(self, name: str, work: int, seconds: float) -> None:
+        """Note how long an answer took the engine, which had so much to do for its role: tokens to compute before the
+        end of a prompt, or requests beside a token.
         """
-        self.engines[engine].breaker.begin_trial(now)
-        if engine == route.decode:
-            self.pairs.begin_trial(route.prefill, engine, now)
+        engine = self.engines[name]
+        engine.score.paced(self._usual[engine.role].relate(work, seconds))
+
+    def review(self, now: float) -> None:
+        """Compare all engines with their peers, once per REVIEW_S."""
+        if now - self._reviewed_at >= REVIEW_S:
+            self._reviewed_at = now
+            for role in {e.role for e in self.engines.values()}:
+                self._compare(role, now)
+
+    def _compare(self, role: str, now: float) -> None:
+        """Eject the outliers among the engines of a role; decide the trials of those that have answered often enough.
+
+        A score is one if it exceeds twice what is typical by 1.
+        """
+        peers = [e for e in self.engines.values() if e.role == role and e.life == "ready"]
+        usual = self._usual[role]
+        usual.pace = typical([e.score.pace for e in peers if e.score.num_paces >= MIN_PACES])
+        values = {e.name: e.score.value(now, usual.pace) for e in self.engines.values() if e.role == role}
+        most = 1.0 + 2.0 * typical([values[e.name] for e in peers])
+        for name, value in values.items():
+            engine = self.engines[name]
+            if not engine.score.is_ejected and value >= most:
+                logger.warning("%s is ejected: its score is %.1f, and %.1f is too much", name, value, most)
+                engine.score.eject(now)
+            elif engine.score.is_tried and engine.life == "ready":
+                self.succeeded(name, now)
 
     def tick(self) -> None:
         """Count one tick of TICK_S; engines that speak reset their own count."""

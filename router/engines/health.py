@@ -48,8 +48,7 @@ class ProbeResult(NamedTuple):
 class HealthSnapshot(NamedTuple):
     """The router's judgement of its engines, for metrics."""
 
-    open_breakers: Collection[str]  # engines
-    num_pairs_open: int
+    num_bad_pairs: int
     probes_ok: int
     probes_failed: int
     num_moved: int  # requests

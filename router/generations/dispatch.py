@@ -160,7 +160,9 @@ class Dispatcher(Listener):
 
     def look_after_engines(self) -> None:
         """One tick of TICK_S: count silence, move requests off suspects, probe idle engines."""
+        now = self._clock()
         self.fleet.tick()
+        self.fleet.review(now)
         suspects = self.fleet.suspects
         self._mover.tick(suspects, self._generations.values())
         silent = {name: self.fleet.engines[name].is_silent for name in suspects}
@@ -169,7 +171,6 @@ class Dispatcher(Listener):
             self._suspects = silent
             self._place_parked_soon()
             self.on_room()
-        now = self._clock()
         if self.ready and (route := self.prober.due(now)) is not None:
             self._launch(self._holdings.of(probe_request(route), now), route, now)
 

@@ -8,15 +8,12 @@ from typing import Any
 
 from pdkv.base.log_limit import LogLimit
 from pdkv.errors import (
-    EngineGivenUp,
     GrammarGivenUp,
     InvalidRequest,
     KVNotFound,
     MalformedMessage,
     RequestAborted,
     RequestFailed,
-    RequestTimeout,
-    ServerBusy,
     StaleGeneration,
     TransferTimeout,
     UnsendableMessage,
@@ -24,6 +21,7 @@ from pdkv.errors import (
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.capacity import Capacity
+from pdkv.router.engines.faults import fault_of
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.failure_record import is_final
@@ -50,13 +48,13 @@ CACHE_MISSES = (KVNotFound.code, StaleGeneration.code)
 fault.
 """
 
-TELLING_TIMEOUT_S = 5.0
-"""Seconds: a deadline that passes sooner after an engine's last message says more about the client than the engine."""
-
 PROVEN_S = 5.0
 """Seconds: an engine where something succeeded within this time is not blamed for a request that another one failed,
 too.
 """
+
+TELLING_TIMEOUT_S = 5.0
+"""Seconds: a deadline that passes sooner after an engine's last message says more about the client than the engine."""
 
 
 class Driver:
@@ -146,12 +144,9 @@ class Driver:
             self._send(receiver, answer)
         failures = generation.failures
         if failures is not None:
-            if (
-                failures.doubted and len(flow.output_token_ids) > failures.doubted_at
-            ):  # another engine is making progress with it
-                if (doubted := self.fleet.engines.get(failures.doubted)) is not None:
-                    doubted.breaker.failed(now)
-                failures.doubted = ""
+            if failures.doubted and len(flow.output_token_ids) > failures.doubted_at:
+                doubted, failures.doubted = failures.doubted, ""  # another engine is making progress with it
+                self.fleet.failed(doubted, now)
             if failures.is_suspect and self.recovery.track(generation):
                 self._place_parked_soon()
         generation.wake()
@@ -207,6 +202,7 @@ class Driver:
         sends = flow.handle(engine, message, now)
         if isinstance(message, HandedOff):
             self._note_prompt(generation)
+            self._note_handoff(generation, engine, message, now)
             self.fleet.speeds.computed(engine, message.sources.computed + message.sources.recomputed, message.ran_s)
         elif isinstance(message, Loaded):
             self._note_load(flow, engine, message, now)
@@ -224,8 +220,23 @@ class Driver:
             generation.prompt_run_in = generation.flow.attempt
             self._enter(generation)
 
+    def _note_handoff(self, generation: Generation, engine: str, message: HandedOff, now: float) -> None:
+        """Note how long the engine took for a prompt, if nothing but computing held it up."""
+        flow, sources = generation.flow, message.sources
+        if flow.route.offer is None and flow.request.params.grammar is None and not sources.remote + sources.store:
+            self.fleet.answered(engine, generation.asked_work, now - generation.asked_at)
+        self.fleet.succeeded(engine, now)
+
+    def _note_gap(self, engine: str, message: Tokens, now: float) -> None:
+        """Note how long a decode engine took from one token of a stream to the next; one stream stands for its step."""
+        generation = self._generations.get(message.request_id)
+        if generation is None or engine != generation.flow.route.decode or generation.flow.is_new_on(engine):
+            return
+        if generation.flow.accepts(engine, message):
+            self.fleet.answered(engine, self.fleet.engines[engine].books.requests, now - generation.last_token_at)
+
     def _note_load(self, flow: RequestFlow, reader: str, loaded: Loaded, now: float) -> None:
-        """Count the end of a KV load for the pair's breaker, unless its source is gone, which explains it."""
+        """Count the end of a KV load for or against the pair, unless its source is gone, which explains it."""
         source, is_loan = flow.source_of(reader), reader != flow.route.decode
         is_gone = not self.fleet.is_ready(source) if is_loan else flow.prefill_gone
         card = self.fleet.engines[reader].card
@@ -315,26 +326,26 @@ class Driver:
             self._forget(generation)
 
     def _blame(self, generation: Generation) -> None:
-        """Note whose fault a failed attempt was, if that is known. The fleet notes each death once."""
-        flow, now = generation.flow, self._clock()
-        name, failures = flow.failed_engine, generation.failures
-        if flow.request.probe or name is None or not self.fleet.is_ready(name):
+        """Note that a failed attempt was an engine's fault, or a pair's. The fleet notes each death once, a load's end
+        is noted with it, and why an engine is left is known.
+        """
+        flow, now, failures = generation.flow, self._clock(), generation.failures
+        name, is_left = flow.failed_engine, failures is not None and failures.leaving
+        if flow.failure is None or flow.request.probe or name is None or is_left or not self.fleet.is_ready(name):
             return
-        engine = self.fleet.engines[name]
-        if isinstance(flow.failure, RequestTimeout):
-            evident = engine.health.explains_timeout()
-            if not (evident or generation.is_overdue(now, TELLING_TIMEOUT_S)):
-                return
-            if flow.awaits_kv and not evident:  # which of the two was too slow?
+        fault = fault_of(flow.failure)
+        if fault == "deadline":
+            evident = self.fleet.engines[name].health.explains_timeout()
+            if evident or generation.is_overdue(now, TELLING_TIMEOUT_S):
+                fault = "pair" if flow.awaits_kv and not evident else "engine"
+            if fault == "pair":  # which of the two was too slow?
                 self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
-                return
-        elif not flow.retryable or isinstance(flow.failure, EngineGivenUp | ServerBusy):
-            return
-        elif is_final(flow.failure):
+        elif fault == "engine" and is_final(flow.failure):
             is_second = failures is not None and failures.doubted
-            if not is_second or now - engine.health.last_good < PROVEN_S:
-                return
-        engine.breaker.failed(now)
+            is_proven = now - self.fleet.engines[name].health.last_good < PROVEN_S
+            fault = "engine" if is_second and not is_proven else "client"
+        if fault == "engine":
+            self.fleet.failed(name, now)
 
     def _enter(self, generation: Generation) -> None:
         generation.enter(self.fleet)
@@ -364,7 +375,7 @@ class Driver:
             self.delays.finished(generation.timeline)
             for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
                 if name != flow.route.decode or not flow.is_new_on(name):
-                    self.fleet.engines[name].succeeded(self._clock())
+                    self.fleet.succeeded(name, self._clock())
         elif isinstance(flow.failure, RequestAborted):
             counters.aborted += 1
         else:
@@ -404,9 +415,10 @@ class Driver:
         if isinstance(message, Submit) and (generation := self._loans.get(message.request_id)) is not None:
             self._expect_loan(generation, message.attempt)
         elif isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
-            now = self._clock()
-            self.fleet.begin_trial(engine, generation.flow.route, now)
+            now, state = self._clock(), self.fleet.engines[engine]
+            state.score.begin_trial(now)
             generation.asked_at = now
+            generation.asked_work = state.books.prefill_tokens + generation.num_uncached
             generation.timeline.sent(engine, message, now)
         try:
             self._backends[engine].send(message)

@@ -25,6 +25,8 @@ class Generation:
         self.prompt_run_in = -1  # the latest attempt in which the prompt was run
         self.loan_asked_at = began  # of the last lender asked
         self.asked_at = began  # when an engine was last given a part of it
+        self.last_token_at = began
+        self.asked_work = 0  # prompt tokens that this engine then had to compute to the end of its prompt
         self.timer: asyncio.TimerHandle | None = None
         self.failures: FailureRecord | None = None  # its failures so far
         self._on_end = on_end
@@ -32,7 +34,6 @@ class Generation:
         self._has_news = True
         self._pauses = False  # there is more, for another turn of the event loop
         self._arrivals: list[float] = []
-        self._last_token_at = began
 
     @property
     def request_id(self) -> str:
@@ -86,13 +87,13 @@ class Generation:
     @property
     def expires_at(self) -> float:
         """When its time is up unless a token comes first, by the dispatcher's clock."""
-        return min(self.flow.deadline, self._last_token_at + self.flow.request.stall_timeout_s)
+        return min(self.flow.deadline, self.last_token_at + self.flow.request.stall_timeout_s)
 
     def is_overdue(self, now: float, least_s: float) -> bool:
         """Whether the engine asked last has sent nothing for this long, and for five usual gaps."""
         first, num_gaps = self.timeline.first_token, len(self.flow.output_token_ids) - 1
-        gap_s = (self._last_token_at - first) / num_gaps if first is not None and num_gaps > 0 else 0.0
-        return now - max(self._last_token_at, self.asked_at) >= max(least_s, 5 * gap_s)
+        gap_s = (self.last_token_at - first) / num_gaps if first is not None and num_gaps > 0 else 0.0
+        return now - max(self.last_token_at, self.asked_at) >= max(least_s, 5 * gap_s)
 
     def enter(self, fleet: Fleet) -> None:
         """Enter it in the books of the engines that it runs on, and of no others."""
@@ -170,7 +171,7 @@ class Generation:
     def arrived(self, now: float) -> None:
         """Note that tokens have come from an engine."""
         self._arrivals.append(now)
-        self._last_token_at = now
+        self.last_token_at = now
 
     def take_arrivals(self) -> list[float]:
         """When tokens arrived since the last call, whenever the reader takes them."""

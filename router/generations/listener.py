@@ -181,6 +181,8 @@ class Listener(Driver):
         for message in messages:
             try:
                 if isinstance(message, Tokens):
+                    if message is messages[0]:
+                        self._note_gap(name, message, now)
                     self._take_tokens(name, message, now)
                 else:
                     self._take(name, message, now)

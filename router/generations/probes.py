@@ -14,20 +14,20 @@ from pdkv.wire.messages import PROBE_SALT
 PROBE_TIMEOUT_S = 5.0
 """Seconds after which an unanswered probe has failed."""
 
-RETRY_S = 2.0
-"""Seconds from a failed probe to the next."""
+MAX_AT_ONCE = 8
+"""Probes that run at the same time."""
 
 _MAX_PAIRS = 4096
 """Pairs that are known by when they were probed last."""
 
-_NUM_TOKENS = 8
-"""Tokens of a probe's prompt. Less than a hash block, so that no cache or index ever holds it."""
+_NUM_TOKENS, _NUM_OUTPUT = 8, 4
+"""Tokens of a probe's prompt: less than a hash block, so that no cache or index ever holds it. And of its output: a few
+steps show how long decode takes for one.
+"""
 
 
 class Prober:
-    """Chooses the next route to probe, and records the result. At most one probe starts per tick, and one runs at a
-    time.
-    """
+    """Chooses the next route to probe, and records the result. At most one probe starts per tick."""
 
     def __init__(self, fleet: Fleet, orders: Sequence[Order], interval_s: float) -> None:
         """`interval_s`: how long an engine may be idle before it is probed; 0: never."""
@@ -38,19 +38,20 @@ class Prober:
         self._interval_s = interval_s
         self._since: dict[tuple[str, str], float] = {}  # (engine, epoch) -> when it was first seen
         self._probed: dict[tuple[str, str], float] = {}  # pair -> when it was last probed
-        self._under_way: tuple[Route, float] | None = None
+        self._under_way: dict[tuple[str, str], float] = {}  # pair -> when its probe began
 
     def due(self, now: float) -> Route | None:
         """The next route to probe, if any; it counts as running until `ended`."""
-        if not self._interval_s or self._under_way is not None:
+        if not self._interval_s or len(self._under_way) >= MAX_AT_ONCE:
             return None
         ready = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.is_silent and not e.draining]
         self._since = {key: self._since.get(key, now) for key in map(_incarnation, ready)}
-        due = sorted((e for e in ready if self._is_due(e, now)), key=_probed_at)  # one that hangs takes no other's turn
-        routes = (route for e in due if (route := self._route(e, ready, now)) is not None)
-        route = self._half_open_pair(ready, now) or next(routes, None)
+        probed = {name for pair in self._under_way for name in pair}
+        due = sorted((e for e in ready if e.name not in probed and self._is_due(e, now)), key=_probed_at)
+        routes = (route for e in due if (route := self._route(e, ready)) is not None)
+        route = self._bad_pair(ready, now) or next(routes, None)
         if route is not None:
-            self._under_way = (route, now)
+            self._under_way[route[:2]] = now
             self._probed.pop(route[:2], None)
             self._probed[route[:2]] = now
             if len(self._probed) > _MAX_PAIRS:
@@ -59,14 +60,13 @@ class Prober:
 
     def ended(self, flow: RequestFlow, now: float) -> None:
         """Record that the probe is over."""
-        assert self._under_way is not None
-        (route, began), self._under_way = self._under_way, None
-        seconds = round(now - began, 3)
+        route = flow.route
+        seconds = round(now - self._under_way.pop(route[:2], now), 3)
         if flow.failure is None:
             self.num_ok += 1
             for name in set(route[:2]):
                 if self._fleet.is_ready(name):
-                    self._fleet.engines[name].succeeded(now)
+                    self._fleet.succeeded(name, now)
                     self._fleet.engines[name].health.last_probe = ProbeResult(now, seconds)
             return
         if isinstance(flow.failure, RequestAborted | EngineDied) or not self._fleet.engines.keys() >= set(route[:2]):
@@ -84,30 +84,24 @@ class Prober:
         if engine.life == "ready":
             fault = f"no answer within {PROBE_TIMEOUT_S:g} s" if late else str(flow.failure)
             engine.health.last_probe = ProbeResult(now, seconds, fault)
-            engine.breaker.failed(now)
+            engine.score.eject(now)
 
     def _is_due(self, engine: EngineState, now: float) -> bool:
         last = engine.health.last_probe
-        if last is not None and last.fault:
-            return now - last.at >= RETRY_S
-        if engine.breaker.state(now) == "half_open":
-            return engine.breaker.passes(now)
+        if engine.score.is_ejected:
+            return engine.score.awaits_trial(now)
         if engine.books.requests or (engine.load is not None and engine.load.running + engine.load.waiting):
             return False
         since = max(self._since[_incarnation(engine)], engine.health.last_good, last.at if last is not None else 0.0)
         return now - since >= self._interval_s
 
-    def _half_open_pair(self, ready: Sequence[EngineState], now: float) -> Route | None:
-        names = {e.name for e in ready}
-        for (prefill, decode), state in self._fleet.pairs.states(now).items():
-            if state == "half_open" and {prefill, decode} <= names and (prefill, decode) not in self._avoided(now):
-                return self._pair(prefill, decode)
-        return None
+    def _bad_pair(self, ready: Sequence[EngineState], now: float) -> Route | None:
+        """A pair that is no longer avoided, whose next load decides."""
+        names, avoided = {e.name for e in ready}, self._fleet.pairs.avoided(now)
+        due = (p for p in self._fleet.pairs if names.issuperset(p) and p not in avoided and p not in self._under_way)
+        return next((route for pair in due if (route := self._pair(*pair)) is not None), None)
 
-    def _avoided(self, now: float) -> frozenset[tuple[str, str]]:
-        return self._fleet.pairs.avoided(now)
-
-    def _route(self, engine: EngineState, ready: Sequence[EngineState], now: float) -> Route | None:
+    def _route(self, engine: EngineState, ready: Sequence[EngineState]) -> Route | None:
         """The engine with the partner that was probed with it longest ago; suspects are not partners."""
         if engine.role == "any":
             return Route(engine.name, engine.name)
@@ -134,8 +128,8 @@ def _probed_at(engine: EngineState) -> float:
 
 
 def probe_request(route: Route) -> GenerateRequest:
-    """The request of a probe: one token from each side."""
-    params = SamplingParams(max_tokens=1 if route.aggregated else 2, temperature=0.0, seed=0, ignore_eos=True)
+    """The request of a probe, with tokens from each side."""
+    params = SamplingParams(max_tokens=_NUM_OUTPUT, temperature=0.0, seed=0, ignore_eos=True)
     return GenerateRequest(
         prompt_token_ids=list(range(_NUM_TOKENS)),
         params=params,

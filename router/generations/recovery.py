@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pdkv.config import RecoveryConfig
 from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError
 from pdkv.router.engines.candidate import Side
+from pdkv.router.engines.faults import fault_of
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import Sends
@@ -75,6 +76,8 @@ class Recovery:
         """Keep what can be kept and let the flow await other engines, or end it."""
         flow = generation.flow
         error = self._refuse(generation)
+        if (failure := error or flow.failure) is not None and not flow.request.probe:
+            self._counters.faults[fault_of(failure)] += 1
         if error is not None:
             flow.failure = error
             return flow.give_up()
@@ -99,6 +102,7 @@ class Recovery:
             if number >= most:
                 text = f"{number} engines died while they ran this request {how}; it is given up"
                 return KillsEngines(text, request_id=flow.request_id)
+        num_tokens = len(flow.output_token_ids)
         if is_final(flow.failure) and failures.doubted:
             text = f"{flow.failure} (tried twice: on {failures.doubted} and on {flow.failed_engine})"
             twice = type(flow.failure)(text, request_id=flow.request_id)
@@ -107,8 +111,8 @@ class Recovery:
         if not self.may_go_on(generation):
             return flow.failure
         if is_final(flow.failure):
-            failures.doubted, failures.doubted_at = flow.failed_engine or "", len(flow.output_token_ids)
-        migrates, spared = bool(flow.output_token_ids), failures.spared
+            failures.doubted, failures.doubted_at = flow.failed_engine or "", num_tokens
+        migrates, spared = num_tokens > 0, failures.spared
         failures.num_migrations += migrates and not spared
         failures.num_retries += not (migrates or spared)
         failures.spared = False
@@ -120,9 +124,7 @@ class Recovery:
             failures.failed[flow.failed_engine] = epoch
         self._counters.migrated += migrates
         self._counters.retried += not migrates
-        logger.info(
-            "request %s continues elsewhere after %d tokens: %s", flow.name, len(flow.output_token_ids), flow.failure
-        )
+        logger.info("request %s continues elsewhere after %d tokens: %s", flow.name, num_tokens, flow.failure)
         return None
 
     def excluded(self, generation: Generation) -> Collection[str]:

@@ -12,8 +12,7 @@ from pdkv.router.generations.probes import Prober
 def snapshot_health(fleet: Fleet, prober: Prober, num_moved: int, now: float) -> HealthSnapshot:
     """The router's current judgement of its engines."""
     return HealthSnapshot(
-        [name for name, engine in fleet.engines.items() if engine.breaker.state(now) != "closed"],
-        num_pairs_open=len(fleet.pairs.states(now)),
+        num_bad_pairs=len(fleet.pairs),
         probes_ok=prober.num_ok,
         probes_failed=prober.num_failed,
         num_moved=num_moved,
@@ -26,11 +25,10 @@ def describe_engine(engine: EngineState, num_requests: int, now: float) -> dict[
 
 
 def describe_fleet(fleet: Fleet, num_requests: Mapping[str, int], now: float) -> dict[str, Any]:
-    """The fleet, JSON-ready: {"engines": [each], "pairs": [those whose breaker is not closed]}. `num_requests`: of each
+    """The fleet, JSON-ready: {"engines": [each], "pairs": [those whose KV loads fail]}. `num_requests`: of each
     engine.
     """
-    states = fleet.pairs.states(now)
     return {
         "engines": [describe_engine(e, num_requests.get(e.name, 0), now) for e in fleet.engines.values()],
-        "pairs": [{"prefill": p, "decode": d, "breaker": state} for (p, d), state in states.items()],
+        "pairs": [{"prefill": prefill, "decode": decode} for prefill, decode in fleet.pairs],
     }

@@ -163,15 +163,14 @@ def _vllm(loads: list[tuple[EngineState, LoadReport]], model_name: str) -> Itera
 
 
 def _judgement(dispatcher: "Dispatcher", engines: list[EngineState]) -> Iterator[Metric]:
-    """The router's judgement of its engines: suspects, breakers, probes, moves."""
+    """The router's judgement of its engines: suspects, outliers, probes, moves."""
     health, named = dispatcher.health(), [([engine.name, engine.role], engine) for engine in engines]
     text = "Whether the engine seems to be stopped or stuck."
     yield gauges("pdkv_engine_suspect", text, _OF_ENGINE, ((names, bool(e.suspicion)) for names, e in named))
-    text = "Whether other engines are preferred because it fails too often."
-    is_open = ((names, e.name in health.open_breakers) for names, e in named)
-    yield gauges("pdkv_engine_breaker_open", text, _OF_ENGINE, is_open)
-    text = "Pairs of a prefill and a decode engine whose KV loads fail too often."
-    yield gauge("pdkv_pair_breakers_open", text, health.num_pairs_open)
+    text = "Whether other engines are preferred because it does much worse than its peers."
+    yield gauges("pdkv_engine_ejected", text, _OF_ENGINE, ((names, e.score.is_ejected) for names, e in named))
+    text = "Pairs of a prefill and a decode engine whose latest KV load failed."
+    yield gauge("pdkv_bad_pairs", text, health.num_bad_pairs)
     outcomes = {"ok": health.probes_ok, "failed": health.probes_failed}
     yield counters("pdkv_probes", "Probes of idle engines, by result.", "outcome", outcomes)
     yield counter("pdkv_moves", "Requests moved off suspect engines.", health.num_moved)

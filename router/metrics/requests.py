@@ -142,6 +142,8 @@ class Metrics:
         yield counter("pdkv_generations_started", "Choices given to engines.", dispatched.started)
         ended = {"finished": dispatched.finished, "aborted": dispatched.aborted, **dispatched.failed}
         yield counters("pdkv_generations", "Choices by outcome.", "outcome", ended)
+        faults = "Attempts that failed, by whose fault it was."
+        yield counters("pdkv_failed_attempts", faults, "fault", dispatched.faults)
         yield counter(
             "pdkv_duplicate_tokens", "Tokens computed by two engines and shown once.", dispatched.duplicate_tokens
         )

@@ -127,4 +127,4 @@ def test_an_engine_that_fails_everything_costs_no_request(fleet: Running) -> Non
     answers = asyncio.run(send())
     assert [answer.error for answer in answers if answer.error is not None] == []
     engines = fleet.get("/topology").json()["engines"]
-    assert [engine["name"] for engine in engines if engine["breaker"] != "closed"] == ["prefill-0"]
+    assert [engine["name"] for engine in engines if engine["ejected"]] == ["prefill-0"]

@@ -10,6 +10,7 @@ from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.router.engines.books import Books
 from pdkv.router.engines.fleet import EngineState
 from pdkv.router.engines.health import EngineHealth, HealthSnapshot
+from pdkv.router.engines.outliers import OutlierScore
 from pdkv.router.generations.dispatch import Counters
 from pdkv.router.generations.timeline import Delays
 from pdkv.router.request import Delta, GenerateRequest
@@ -176,7 +177,7 @@ class FakeDispatcher:
         return {"engines": [{"name": "decode-1", "role": "decode", "state": "ready"}]}
 
     def health(self) -> HealthSnapshot:
-        return HealthSnapshot(["prefill-0"], num_pairs_open=4, probes_ok=5, probes_failed=6, num_moved=7)
+        return HealthSnapshot(num_bad_pairs=4, probes_ok=5, probes_failed=6, num_moved=7)
 
     def num_malformed(self, name: str) -> int:
         return 21 if name == "prefill-0" else 0
@@ -199,9 +200,11 @@ class FakeDispatcher:
                 "multi/1-store/0-host": ConnectorStats(tier_hits=22, held=TierHeld(18, 19 << 20, 20 << 20, 21)),
             },
         )
+        ejected = OutlierScore()
+        ejected.eject(0.0)
         return [
             EngineState("decode-1", "decode", "ready", load=load, health=EngineHealth(silent=True, busy_s=1.5)),
-            EngineState("prefill-0", "prefill", "dead", books=Books(requests=3), num_deaths=1),
+            EngineState("prefill-0", "prefill", "dead", books=Books(requests=3), num_deaths=1, score=ejected),
         ]
 
 

@@ -281,7 +281,7 @@ class Allocated(Message, frozen=True):
 
 
 class Loaded(Message, frozen=True):
-    """Decode's remote load ended, with the sources of the tokens, for counters and the pair's breaker."""
+    """Decode's remote load ended, with the sources of the tokens, for counters and the judgement of the pair."""
 
     request_id: Id
     attempt: Attempt

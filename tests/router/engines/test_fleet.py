@@ -1,4 +1,4 @@
-"""Engines as the router sees them: loads, breakers, marks, compatibility, legal orders."""
+"""Engines as the router sees them: loads, outliers, bad pairs, compatibility, legal orders."""
 
 from pathlib import Path
 from typing import Any
@@ -8,10 +8,9 @@ from scripted_engine import make_card
 
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines.books import CONTEXT_WEIGHT, Books, Entry
-from pdkv.router.engines.breakers import CRASHES, MIN_EVENTS, OPEN_S
 from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.fleet import ORDERS, Fleet
-from pdkv.router.request import Route
+from pdkv.router.engines.outliers import HOLD_S
 from pdkv.wire.kv import KVLayout
 from pdkv.wire.messages import Beat
 from pdkv.wire.refusal_note import RefusalNote
@@ -72,7 +71,7 @@ def test_description_is_the_topology_entry() -> None:
         "serves": True,
         "suspect": False,
         "suspicion": None,
-        "breaker": "closed",
+        "ejected": False,
         "last_probe": None,
         "draining": False,
         "drained": False,
@@ -103,46 +102,49 @@ def test_dead_engine_is_no_candidate_until_it_is_back() -> None:
     assert names(fleet, "decode") == ["decode-0", "decode-1"]
 
 
-def opened(fleet: Fleet, *engines: str, now: float = 0.0) -> None:
-    for name in engines:
-        for _ in range(MIN_EVENTS):
-            fleet.engines[name].breaker.failed(now)
+def eject(fleet: Fleet, *engines: str, now: float = 0.0) -> None:
+    """They fail, and nothing else happens."""
+    for _ in range(10):
+        for name in engines:
+            fleet.failed(name, now)
 
 
-def test_an_engine_whose_breaker_is_open_comes_last_and_gets_one_trial_then() -> None:
+def test_an_ejected_engine_comes_last_and_gets_one_trial_after_its_hold() -> None:
     fleet = make_fleet()
-    opened(fleet, "prefill-0")
+    eject(fleet, "prefill-0")
     assert names(fleet, "prefill") == ["prefill-1"]
-    assert names(fleet, "prefill", now=OPEN_S) == ["prefill-0", "prefill-1"]
-    fleet.begin_trial("prefill-0", Route("prefill-0", "decode-0"), OPEN_S)
-    assert names(fleet, "prefill", now=OPEN_S) == ["prefill-1"]
-    fleet.engines["prefill-0"].succeeded(OPEN_S)
-    assert names(fleet, "prefill", now=OPEN_S) == ["prefill-0", "prefill-1"]
+    assert names(fleet, "prefill", now=HOLD_S) == ["prefill-0", "prefill-1"]
+    fleet.engines["prefill-0"].score.begin_trial(HOLD_S)
+    assert names(fleet, "prefill", now=HOLD_S) == ["prefill-1"]
+    fleet.succeeded("prefill-0", HOLD_S)
+    assert names(fleet, "prefill", now=HOLD_S) == ["prefill-0", "prefill-1"]
 
 
-def test_breakers_fail_open_when_all_are_open() -> None:
-    fleet = make_fleet()
-    opened(fleet, "prefill-0", "prefill-1")
-    assert names(fleet, "prefill") == ["prefill-0", "prefill-1"]
+@pytest.mark.parametrize(("ejected", "left"), [("0", "123"), ("01", "23"), ("012", "03"), ("0123", "0123")])
+def test_at_most_half_of_a_role_is_left_out(ejected: str, left: str) -> None:
+    """Those ejected first come back first. If all are ejected, all are as good."""
+    fleet = Fleet()
+    for i in "0123":
+        fleet.add(f"any-{i}", "any")
+        fleet.came_up(f"any-{i}", make_card(f"any-{i}", "any"))
+    for now, i in enumerate(ejected):
+        fleet.engines[f"any-{i}"].score.eject(float(now))
+    assert sorted(name[-1] for name in names(fleet, "prefill", 4.0)) == list(left)
 
 
-def test_a_breaker_outlives_its_engine() -> None:
+def test_a_score_outlives_its_engine() -> None:
     """Router 20: an engine came up with a clean record, so that a crash loop never ended it."""
     fleet = make_fleet()
-    opened(fleet, "decode-0")
+    eject(fleet, "decode-0")
     fleet.went_down("decode-0", 1.0)
     fleet.came_up("decode-0", make_card("decode-0", "decode", epoch="e1"))
     assert names(fleet, "decode", now=1.0) == ["decode-1"]
-    assert fleet.engines["decode-0"].describe(1.0)["breaker"] == "open"
-    for death in range(CRASHES):
-        fleet.went_down("decode-1", 20.0 + death)
-        fleet.came_up("decode-1", make_card("decode-1", "decode", epoch=f"e{death}"))
-    assert names(fleet, "decode", now=22.0) == ["decode-0"]
+    assert fleet.engines["decode-0"].describe(1.0)["ejected"]
 
 
-def test_suspects_come_behind_open_breakers() -> None:
+def test_suspects_come_behind_ejected_engines() -> None:
     fleet = make_fleet()
-    opened(fleet, "prefill-0")
+    eject(fleet, "prefill-0")
     fleet.engines["prefill-1"].health.beat(Beat("e0", 1.0, 0.01))
     assert names(fleet, "prefill") == ["prefill-0"]
     assert "should take 0.01 s" in fleet.engines["prefill-1"].describe(0.0)["suspicion"]
@@ -155,7 +157,7 @@ def test_unwanted_engines_are_left_out_if_others_are_left() -> None:
 
 
 def test_a_bad_decode_engine_marks_no_healthy_prefill() -> None:
-    """Router 20. A pair that fails is passed over as a pair; what several have in common, too, comes last."""
+    """Router 20. A pair that fails is passed over as a pair; an engine without any other comes last."""
     fleet = make_fleet()
     fleet.pairs.loaded("prefill-0", "decode-0", False, 0.0)
     assert names(fleet, "prefill") == ["prefill-0", "prefill-1"]
@@ -167,7 +169,12 @@ def test_a_bad_decode_engine_marks_no_healthy_prefill() -> None:
     assert names(fleet, "prefill") == ["prefill-1"]
     fleet.pairs.loaded("prefill-1", "decode-1", False, 0.0)
     assert names(fleet, "prefill") == ["prefill-0", "prefill-1"], "nothing else is left"
-    assert fleet.pairs.avoided(OPEN_S) == frozenset()
+    assert fleet.pairs.avoided(HOLD_S) == frozenset()
+    fleet.pairs.loaded("prefill-1", "decode-1", False, HOLD_S)
+    assert fleet.pairs.avoided(2 * HOLD_S) == {("prefill-1", "decode-1")}, "for longer than the first time"
+    fleet.pairs.loaded("prefill-1", "decode-1", True, 2 * HOLD_S)
+    fleet.remove("decode-0")
+    assert set(fleet.pairs) == {("prefill-0", "decode-1")}
 
 
 def test_an_engine_without_another_partner_comes_last_when_its_pair_fails() -> None:

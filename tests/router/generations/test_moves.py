@@ -53,7 +53,7 @@ async def test_requests_of_a_stopped_engine_go_on_on_another(kind: str, stopped:
         for generation, request in zip(generations, requests, strict=True):
             assert (await collect(generation))[0] == expected_output(request)
         assert system.dispatcher.health().num_moved >= 2
-        assert [e["breaker"] for e in system.dispatcher.topology()["engines"]] == ["closed"] * 4
+        assert not any(e["ejected"] for e in system.dispatcher.topology()["engines"])
         system.backends[stopped].release()
         await settle()
 

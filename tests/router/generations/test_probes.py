@@ -1,6 +1,7 @@
-"""Probes: idle engines and pairs generate a token now and then; what comes of it opens breakers and heals suspects."""
+"""Probes: idle engines and pairs generate a token now and then; what comes of it ejects engines and heals them."""
 
 import asyncio
+from itertools import pairwise
 
 import pytest
 from dispatch_rig import System, check_right, live
@@ -8,9 +9,8 @@ from scripted_engine import make_request
 
 from pdkv.config import HealthConfig
 from pdkv.errors import ConfigError
-from pdkv.router.engines.breakers import CRASHES, OPEN_S
 from pdkv.router.engines.health import TICK_S
-from pdkv.router.generations.probes import RETRY_S
+from pdkv.router.engines.outliers import HOLD_S
 from pdkv.wire.messages import PROBE_SALT, Failed, Submit
 from pdkv.wire.reports import BlockCounts, LoadReport
 
@@ -47,10 +47,11 @@ class Rig(System):
         return probe
 
     def expire_probe(self) -> None:
-        (generation,) = self.dispatcher._generations.values()
-        assert generation.flow.request.probe
-        self.now = generation.expires_at
-        self.dispatcher._expire(generation)
+        generations = list(self.dispatcher._generations.values())
+        self.now = max(generation.expires_at for generation in generations)
+        for generation in generations:
+            assert generation.flow.request.probe
+            self.dispatcher._expire(generation)
 
 
 async def test_idle_engines_generate_a_token_and_every_pair_is_visited() -> None:
@@ -114,7 +115,7 @@ async def test_an_engine_that_does_not_answer_its_probe_is_a_suspect_until_it_an
         for n in range(4):
             assert (await check_right(rig, make_request(20 + n))).decode_engine == "any-1"
         rig.backends["any-0"].release()
-        await rig.after(RETRY_S)
+        await rig.after(HOLD_S)
         assert rig.dispatcher.topology()["engines"][0]["suspicion"] is None
         assert rig.probe_of("any-0")["ok"]  # type: ignore[index]
 
@@ -150,32 +151,53 @@ async def test_the_side_that_did_not_answer_is_at_fault(silent: str) -> None:
         rig.backends[silent].release()
 
 
-async def test_a_half_open_breaker_is_tried_by_a_probe_at_once() -> None:
+async def test_an_ejected_engine_is_tried_by_a_probe_when_its_hold_is_over() -> None:
     async with live(Rig(0, 2)) as rig:
-        breaker = rig.dispatcher.fleet.engines["any-0"].breaker
-        for _ in range(5):
-            breaker.failed(rig.now)
-        await rig.after(OPEN_S - 2 * TICK_S)
-        assert breaker.state(rig.now) == "open"
-        num = len(rig.probes("any-0"))
+        score = rig.dispatcher.fleet.engines["any-0"].score
+        score.eject(rig.now)
+        await rig.after(HOLD_S - 2 * TICK_S)
+        assert not rig.probes("any-0")
         await rig.after(4 * TICK_S)
-        assert len(rig.probes("any-0")) == num + 1
-        assert breaker.state(rig.now) == "closed"
+        assert len(rig.probes("any-0")) == 1
+        assert not score.is_ejected
 
 
-async def test_a_half_open_pair_is_tried_by_a_probe() -> None:
+async def test_a_bad_pair_is_tried_by_a_probe() -> None:
     async with live(Rig(1, 2)) as rig:
         pairs = rig.dispatcher.fleet.pairs
         pairs.loaded("prefill-0", "decode-1", False, rig.now)
-        await rig.after(OPEN_S + 4 * TICK_S)
-        assert pairs.states(rig.now) == {}
+        await rig.after(HOLD_S + 4 * TICK_S)
+        assert not pairs
 
 
-async def test_a_probe_does_not_close_the_breaker_of_a_crash_loop() -> None:
+async def test_a_probe_does_not_end_the_ejection_of_a_crash_loop() -> None:
     async with live(Rig(0, 2)) as rig:
-        for crash in range(CRASHES):
+        for crash in range(3):
             rig.backends["any-0"].die()
             rig.backends["any-0"].start(rig.card("any-0", epoch=f"e{crash}"))
-        await rig.after(2 * OPEN_S + 1.0)
+        await rig.after(2 * HOLD_S)
         assert rig.probes("any-0")
-        assert rig.dispatcher.topology()["engines"][0]["breaker"] == "open"
+        assert rig.dispatcher.topology()["engines"][0]["ejected"]
+        await rig.after(60.0)
+        assert not rig.dispatcher.topology()["engines"][0]["ejected"]
+
+
+async def test_several_engines_are_probed_at_once_and_those_that_hang_ever_more_rarely() -> None:
+    async with live(Rig(0, 3)) as rig:
+        for name in ("any-0", "any-1"):
+            rig.backends[name].held = True
+        await rig.after(A_WHILE + TICK_S)
+        assert [len(rig.probes(name)) for name in rig.backends] == [1, 1, 1]
+        asked = []
+        for _ in range(120):
+            before = len(rig.probes("any-0"))
+            await rig.after(1.0)
+            for generation in list(rig.dispatcher._generations.values()):
+                if rig.now >= generation.expires_at:
+                    rig.dispatcher._expire(generation)
+            asked += [rig.now] * (len(rig.probes("any-0")) - before)
+        pauses = [after - before for before, after in pairwise(asked)]
+        assert len(pauses) >= 2
+        assert pauses == sorted(pauses)
+        for backend in rig.backends.values():
+            backend.release()

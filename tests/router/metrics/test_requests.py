@@ -196,9 +196,9 @@ def test_what_the_router_thinks_of_its_engines() -> None:
     samples = run(scrape(make_app(FakeDispatcher())))
     assert samples[("pdkv_engine_suspect", "decode-1", "decode")] == 1
     assert samples[("pdkv_engine_suspect", "prefill-0", "prefill")] == 0
-    assert samples[("pdkv_engine_breaker_open", "decode-1", "decode")] == 0
-    assert samples[("pdkv_engine_breaker_open", "prefill-0", "prefill")] == 1
-    assert samples[("pdkv_pair_breakers_open",)] == 4
+    assert samples[("pdkv_engine_ejected", "decode-1", "decode")] == 0
+    assert samples[("pdkv_engine_ejected", "prefill-0", "prefill")] == 1
+    assert samples[("pdkv_bad_pairs",)] == 4
     assert (samples[("pdkv_probes_total", "ok")], samples[("pdkv_probes_total", "failed")]) == (5, 6)
     assert samples[("pdkv_moves_total",)] == 7
 
