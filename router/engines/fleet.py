@@ -12,9 +12,8 @@ import msgspec
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines.books import CONTEXT_WEIGHT, Books
 from pdkv.router.engines.candidate import EngineView, Side
-from pdkv.router.engines.faults import Fault
 from pdkv.router.engines.health import EngineHealth
-from pdkv.router.engines.outliers import MIN_PACES, BadPairs, OutlierScore, Usual, typical
+from pdkv.router.engines.outliers import GAP_SHARE, MIN_PACES, PROMPT_SHARE, BadPairs, OutlierScore, Usual, typical
 from pdkv.router.engines.speeds import Speeds
 from pdkv.router.request import GenerateRequest
 from pdkv.wire.kv import EngineCard, Order
@@ -167,7 +166,7 @@ class Counters:
         self.retried = 0  # started again on other engines before the first token
         self.migrated = 0  # continued on other engines after the first token
         self.failed: Counter[str] = Counter()  # by error code
-        self.faults: Counter[Fault] = Counter()  # failed attempts, by whose fault they were
+        self.faults: Counter[str] = Counter()  # failed attempts, by whose fault they were
         self.dropped_messages = 0  # about requests or attempts that had ended or are unknown
         self.duplicate_tokens = 0
         self.load_failures = 0
@@ -364,7 +363,8 @@ class Fleet:
         end of a prompt, or requests beside a token.
         """
         engine = self.engines[name]
-        engine.score.paced(self._usual[engine.role].relate(work, seconds))
+        share = PROMPT_SHARE if engine.role == "prefill" else GAP_SHARE
+        engine.score.paced(self._usual[engine.role].relate(work, seconds), share)
 
     def review(self, now: float) -> None:
         """Compare all engines with their peers, once per REVIEW_S."""

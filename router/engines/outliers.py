@@ -21,7 +21,10 @@ LEAST_S = 0.01
 NOT_SLOW = 2.0
 """How many times as long as at its peers answers may take on trial: an engine on trial has less to do."""
 
-MIN_PACES, TRIAL_PACES = 5, 3
+GAP_SHARE, PROMPT_SHARE = 0.05, 0.2
+"""Share of the latest answer in the average of paces: several chunks of one long prompt make no engine slow."""
+
+MIN_PACES, TRIAL_PACES = 10, 3
 """Times of answers after which an engine can be called slow, and after which a trial is decided before its end."""
 
 HOLD_S, MAX_HOLD_S = 5.0, 300.0
@@ -90,8 +93,8 @@ class OutlierScore:
     def value(self, now: float, usual_pace: float) -> float:
         """Its score, at least 0; from 1 on it is an outlier among peers that have none. `usual_pace`: of its peers."""
         slowness = self.pace / usual_pace if self.num_paces >= MIN_PACES and usual_pace else 1.0
-        failures = self._failing / FAILING + self._deaths / DEATHS
-        return self._fading(now) * failures + max(slowness - 1.0, 0.0) / (SLOW - 1.0)
+        failures = self._fading(now) * max(self._failing / FAILING, self._deaths / DEATHS)
+        return max(failures, (slowness - 1.0) / (SLOW - 1.0))
 
     def held_until(self, now: float) -> float:
         """Until when others are preferred; 0: not now. It is not ejected, or nothing tries it yet."""
@@ -106,10 +109,10 @@ class OutlierScore:
         if self.awaits_trial(now):
             self._is_on_trial, self._held_until, self.num_paces = True, now + TRIAL_S, 0
 
-    def paced(self, pace: float) -> None:
+    def paced(self, pace: float, share: float = PROMPT_SHARE) -> None:
         """Note how long an answer took, divided by what is expected of its role."""
         self.num_paces += 1
-        self.pace += (min(pace, 2 * SLOW) - self.pace) / min(self.num_paces, MIN_PACES)
+        self.pace += (min(pace, 2 * SLOW) - self.pace) * max(share, 1.0 / self.num_paces)
 
     def succeeded(self, now: float, usual_pace: float) -> None:
         """Note a success. On trial, it has recovered, unless it is still slow, or has died too often lately."""
@@ -145,7 +148,7 @@ class OutlierScore:
         return self._is_on_trial and self.num_paces >= TRIAL_PACES
 
     def _fading(self, now: float) -> float:
-        return 0.5 ** ((now - self._at) / HALF_LIFE_S)
+        return math.pow(2.0, (self._at - now) / HALF_LIFE_S)
 
     def _bear(self, now: float, failing: float, deaths: float) -> None:
         fading = self._fading(now)
