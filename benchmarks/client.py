@@ -1,8 +1,6 @@
 """Streams of exact lengths, by the client of `pd bench`."""
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from pdkv.bench.client import Client, Reply
 
@@ -14,26 +12,24 @@ async def complete(
     prompt: list[int],
     max_tokens: int,
     reply: Reply | None = None,
-    shape: Mapping[str, Any] | None = None,
     token_ids: bool = False,
 ) -> Reply:
     """Stream one greedy completion of exactly `max_tokens` tokens. Never raises: the reply says what went wrong.
 
     Args:
         reply: is filled in while the answer comes, for callers that cancel this before its end.
-        shape: `structured_outputs`; the answer may end early then.
         token_ids: store the answer's token ids in the reply; for clients whose time does not matter.
     """
     body = json.dumps({
         "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True,
         "stream_options": {"include_usage": True},
-        **({"ignore_eos": True} if shape is None else {"structured_outputs": shape}),
+        "ignore_eos": True,
         **({"return_token_ids": True} if token_ids else {}),
     }).encode()  # fmt: skip
     reply = Reply() if reply is None else reply
     reply.keep_text = token_ids
     with Client(url) as client:
         await client.stream("/v1/completions", body, reply)
-    if reply.ok and shape is None and reply.num_tokens != max_tokens:
+    if reply.ok and reply.num_tokens != max_tokens:
         reply.error = f"{reply.num_tokens} tokens instead of {max_tokens}"
     return reply

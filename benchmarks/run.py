@@ -18,20 +18,16 @@ import torch
 
 from benchmarks import (
     busy_steps,
-    checksums,
     connectors,
-    cpu_step,
     dtypes,
     front,
     host_gap,
-    hosts,
     identity,
     inside_vllm,
     interference,
     kv_codecs,
     kv_hierarchy,
     linears,
-    look_ahead,
     many,
     pd_balance,
     peers,
@@ -39,8 +35,6 @@ from benchmarks import (
     startup,
     step_thread,
     step_transfer,
-    stopped_store,
-    structured,
     swap,
     ttft,
     versus,
@@ -83,22 +77,15 @@ BENCHMARKS: dict[str, Benchmark] = {
     "connector_store_redis": connectors.run_store_redis,
     "kv_hits": kv_hierarchy.run_hits,
     "kv_turns": kv_hierarchy.run_turns,
-    "kv_look_ahead": look_ahead.run,
     "kv_busy_steps": busy_steps.run,
     "kv_inside_vllm": inside_vllm.run,
-    "store_checksums": checksums.run,
-    "stopped_store": stopped_store.run_all,
     "swap": swap.run,
-    "hosts": hosts.run,
     "sampler": sampler.run,
     "dtypes": dtypes.run,
     "linears": linears.run,
-    "cpu_step": cpu_step.run,
-    "structured": structured.run,
     "kv_codecs": kv_codecs.run,
 }
 NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny", "kv_inside_vllm")
-USES_PEER = (*NEEDS_PEER, "structured")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -110,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--before", type=Path, help="virtual environment with an earlier pdkv, for `front` and `connector_p2p`"
     )
-    parser.add_argument("--threads", type=int, help="of torch in this process, for `cpu_step` and `linears`")
+    parser.add_argument("--threads", type=int, help="of torch in this process, for `linears`")
     parser.add_argument("--cpu-time", action="store_true", help="of this thread, for the same: with --threads 1 only")
     parser.add_argument("--out", type=Path, help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="smoke run; nothing is written without --out")
@@ -152,7 +139,7 @@ def _run(name: str, context: Context) -> Outcome:
 
 
 def _find_peer(folder: Path, names: Sequence[str]) -> Path | None:
-    if not set(names) & set(USES_PEER):
+    if not set(names) & set(NEEDS_PEER):
         return None
     try:
         peers.check(folder)

@@ -8,29 +8,22 @@ from pathlib import Path
 from shutil import which
 
 import pytest
-from hosts import hosts_or_skip
 from nixl_rig import needs_nixl
 
 from benchmarks import (
     busy_steps,
-    checksums,
     connectors,
-    cpu_step,
     dtypes,
     front,
     host_gap,
-    hosts,
     identity,
     kv_hierarchy,
     layerwise,
     linears,
-    look_ahead,
     sampler,
     startup,
     step_thread,
     step_transfer,
-    stopped_store,
-    structured,
     ttft,
 )
 from benchmarks.report import Claim, Context
@@ -84,21 +77,6 @@ def test_linear_layers_are_compared_with_the_machines_limits(tmp_path: Path) -> 
     assert len(claims) == len(linears.KINDS) * 2
 
 
-@pytest.mark.skipif(not available(), reason="no compiler, or a processor without avx2")
-def test_fused_passes_are_compared_with_torchs(tmp_path: Path, tiny_model_dir: Path) -> None:
-    (tmp_path / "tiny").symlink_to(tiny_model_dir)
-    claims = cpu_step.run(Context(tmp_path, None, quick=True))
-    check(claims)
-    assert len(claims) >= len(cpu_step.SEQUENCES)
-
-
-@pytest.mark.slow
-def test_answers_with_a_shape_are_compared_with_free_ones(tmp_path: Path) -> None:
-    claims = structured.run(Context(tmp_path, None, quick=True))
-    check(claims)
-    assert [claim.better for claim in claims] == ["lower"] * 4 + ["higher"]
-
-
 @pytest.mark.slow
 def test_dtypes_are_compared_as_older_processors_compute_them(tmp_path: Path) -> None:
     check(dtypes.run(Context(tmp_path, None, quick=True)))
@@ -118,13 +96,6 @@ def test_connectors_are_compared_with_what_lies_below_them(
     run: Callable[[Context], list[Claim]], tmp_path: Path
 ) -> None:
     check(run(Context(tmp_path, None, quick=True)))
-
-
-@pytest.mark.slow
-def test_transfers_between_hosts_are_compared_with_a_bare_socket(tmp_path: Path) -> None:
-    with hosts_or_skip():
-        pass
-    check(hosts.run(Context(tmp_path, None, quick=True)))
 
 
 def test_two_installations_take_turns_and_either_form_of_their_rates_is_read(
@@ -185,34 +156,8 @@ def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@needs_redis
-def test_hits_whose_values_are_verified_are_compared_with_hits_whose_values_are_believed(tmp_path: Path) -> None:
-    claims = checksums.run(Context(tmp_path, None, quick=True))
-    check(claims)
-    assert all(set(claim.figures) == {"checked ms", "unchecked ms", "signed ms"} for claim in claims)
-
-
-@pytest.mark.slow
-@needs_redis
-def test_load_goes_on_over_a_redis_that_is_stopped(tmp_path: Path) -> None:
-    claims = stopped_store.run_all(Context(tmp_path, None, quick=True))
-    check(claims)
-    assert all(not claim.figures.get(name) for claim in claims for name in ("failed", "blocks held"))
-
-
-@pytest.mark.slow
 def test_conversations_that_overflow_the_pool_are_played_with_a_host_tier_and_without(tmp_path: Path) -> None:
     check(kv_hierarchy.run_turns(Context(tmp_path, None, quick=True)))
-
-
-def test_looking_ahead_finds_as_much_in_host_memory_as_lru_at_every_size(tmp_path: Path) -> None:
-    [claim] = look_ahead.run(Context(tmp_path, None, quick=True))
-    check([claim])
-    assert claim.met
-    for share in look_ahead.SHARES:
-        rates = [claim.figures[f"{name} {share:.0%}"] for name in ("LRU", "spare", "spare and fetch")]
-        assert rates == sorted(rates)
-    assert claim.figures["LRU 10%"] < claim.figures["LRU 75%"]
 
 
 @pytest.mark.slow
