@@ -34,7 +34,6 @@ from benchmarks import (
     sampler,
     startup,
     step_thread,
-    step_transfer,
     swap,
     ttft,
     versus,
@@ -55,7 +54,6 @@ def _of(module_run: Callable[[Context, str], list[Claim]], size: str) -> Benchma
 BENCHMARKS: dict[str, Benchmark] = {
     "startup": startup.run,
     "step_thread": step_thread.run,
-    "step_transfer": step_transfer.run,
     "host_gap": host_gap.run,
     "identity_mid": _of(identity.run, "mid"),
     "identity_large": _of(identity.run, "large"),

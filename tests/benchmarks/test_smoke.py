@@ -23,7 +23,6 @@ from benchmarks import (
     sampler,
     startup,
     step_thread,
-    step_transfer,
     ttft,
 )
 from benchmarks.report import Claim, Context
@@ -57,12 +56,6 @@ def test_the_step_thread_is_measured_under_each_connector(tmp_path: Path) -> Non
 
 def test_the_device_that_waits_for_its_host_is_measured(tmp_path: Path) -> None:
     check(host_gap.run(Context(tmp_path, None, quick=True)))
-
-
-def test_what_a_transfer_costs_the_step_threads_is_measured_under_each_connector(tmp_path: Path) -> None:
-    claims = step_transfer.run(Context(tmp_path, None, quick=True))
-    check(claims)
-    assert len(claims) >= len([name for name in step_thread.CONNECTORS if "nixl" not in name]) - 1
 
 
 @pytest.mark.skipif(not host.can_draw(), reason="no compiler when pdkv was installed")
