@@ -1,13 +1,7 @@
 """Connectors against memcpy and against the bare transport below them, as `pd connector bench` measures them."""
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -23,7 +17,7 @@ from pdkv.connector_kit.bench.measure import Row, measure, measure_in_turns
 from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES, Plan, make_plan
 from pdkv.connector_kit.bench.tail import PACE, measure_push_tail
 from pdkv.connector_kit.bench.tail import TOKENS as TAIL_TOKENS
-from pdkv.connector_kit.bench.turns import Spread, take_turns
+from pdkv.connector_kit.bench.turns import Spread
 from pdkv.wire.kv import ChecksumMode
 
 TOKENS = 4096
@@ -41,8 +35,6 @@ STEP_THREAD_MS = 0.3
 DIGEST_LIMIT = 1.10
 SLOWDOWN_LIMIT = 0.10
 SCHEDULER_LIMIT = 1.5
-ROUNDS_BEFORE = 7
-BEFORE_S = 300.0
 QUICK_REGION_BYTES = 1 << 22
 
 
@@ -79,7 +71,7 @@ def run_nixl(context: Context) -> list[Claim]:
 
 
 def run_p2p(context: Context) -> list[Claim]:
-    """Large pieces and small ones over both kinds of sockets, against a bare message and against an earlier version."""
+    """Large pieces and small ones over both kinds of sockets, against a bare message."""
     claims = []
     for sockets, options in list(SOCKETS.items())[: 1 if context.quick else None]:
         rows = _large_and_small(context, "p2p", options)
@@ -91,8 +83,6 @@ def run_p2p(context: Context) -> list[Claim]:
         claims.append(_digests(context, "p2p", options))
         if sockets == "unix":
             claims.append(_step_thread("p2p", rows[0]))
-    if context.before is not None:
-        claims += _against_before(context, "p2p", context.before)
     return [*claims, *_tails(context, "p2p", {}), *_effects(context, "p2p", {})]
 
 
@@ -167,41 +157,6 @@ def _digests(context: Context, connector: str, options: Mapping[str, str]) -> Cl
     figures = {f"{mode} ms": median(took[mode]) for mode in modes}
     title = f"{' '.join([connector, *options.values()])}: {tokens} tokens with digests / without"
     return Claim.of(title, Spread.of_ratios(took["on"], took["off"]), DIGEST_LIMIT, "lower", figures)
-
-
-def _against_before(context: Context, connector: str, before: Path) -> list[Claim]:
-    """GB/s of this version and of that in another virtual environment, each in its own processes, by turns."""
-    claims = []
-    pythons = {"now": Path(sys.executable), "before": before / "bin" / "python"}
-    for piece, layout, tokens in zip(PIECES, ("mid", SCATTERED), (TOKENS, SCATTERED_TOKENS), strict=True):
-        length = 256 if context.quick else tokens
-        repeats, rounds = (1, 1) if context.quick else (7, ROUNDS_BEFORE)
-        rates = take_turns(
-            {
-                name: partial(_bench_gb_s, python, connector, layout, length, repeats)
-                for name, python in pythons.items()
-            },
-            rounds,
-            warm=0,
-        )
-        ratio = Spread.of_ratios(rates["now"], rates["before"])
-        figures = {f"{name} GB/s": median(each) for name, each in rates.items()}
-        claims.append(Claim.of(f"{piece} pieces, now / before", ratio, 2.0, "higher", figures))
-    return claims
-
-
-def _bench_gb_s(python: Path, connector: str, layout: str, tokens: int, repeats: int) -> float:
-    """As an installation's own `pd connector bench` says. Raises RuntimeError."""
-    command = [
-        str(python), "-m", "pdkv.cli", "connector", "bench", connector, "--model-layout", layout,
-        "--tokens", str(tokens), "--repeats", str(repeats), "--pattern", "aged", "--no-throttle", "--json",
-    ]  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as folder:  # not in the repository: see servers.py
-        ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=BEFORE_S, check=False)
-    if ended.returncode:
-        raise RuntimeError(f"{python} cannot measure {connector}: {ended.stderr.strip()[-400:]}")
-    rate = json.loads(ended.stdout)["rows"][0]["gb_s"]
-    return float(rate["median"] if isinstance(rate, dict) else rate)  # before 2026-11-23 it was a number
 
 
 def _tails(context: Context, connector: str, options: Mapping[str, str]) -> list[Claim]:

@@ -92,9 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; {', '.join(BENCHMARKS)}")
     parser.add_argument("--models", type=Path, default=WORK / "models", help="where random models are, or are made")
     parser.add_argument("--vllm", type=Path, default=WORK / "vllm", help="virtual environment with vLLM's CPU build")
-    parser.add_argument(
-        "--before", type=Path, help="virtual environment with an earlier pdkv, for `front` and `connector_p2p`"
-    )
+    parser.add_argument("--before", type=Path, help="virtual environment with an earlier pdkv, for `front`")
     parser.add_argument("--threads", type=int, help="of torch in this process, for `linears`")
     parser.add_argument("--cpu-time", action="store_true", help="of this thread, for the same: with --threads 1 only")
     parser.add_argument("--out", type=Path, help="folder of the results")

@@ -91,28 +91,6 @@ def test_connectors_are_compared_with_what_lies_below_them(
     check(run(Context(tmp_path, None, quick=True)))
 
 
-def test_two_installations_take_turns_and_either_form_of_their_rates_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The one before said a number, this one says quartiles; here a script in its place does."""
-    before = tmp_path / "bin" / "python"
-    before.parent.mkdir()
-    is_command = '[ "$1 $2" = "-m pdkv.cli" ] || exit 0'  # other modules of pdkv.cli say nothing, and succeed
-    before.write_text(f"""#!/bin/sh\n{is_command}\necho '{{"rows": [{{"gb_s": 2.0}}]}}'\n""")
-    before.chmod(0o755)
-    now = tmp_path / "now"
-    rows = '{"rows": [{"gb_s": {"low": 4.0, "median": 5.0, "high": 6.0}}]}'
-    now.write_text(f"#!/bin/sh\n{is_command}\necho '{rows}'\n")
-    now.chmod(0o755)
-    monkeypatch.setattr("sys.executable", str(now))
-    claims = connectors._against_before(Context(tmp_path, None, quick=True), "p2p", tmp_path)
-    assert [claim.ratio for claim in claims] == [2.5, 2.5]
-    assert claims[0].figures == {"now GB/s": 5.0, "before GB/s": 2.0}
-    before.write_text("#!/bin/sh\necho no such connector >&2\nexit 2\n")
-    with pytest.raises(RuntimeError, match="cannot measure p2p: no such connector"):
-        connectors._against_before(Context(tmp_path, None, quick=True), "p2p", tmp_path)
-
-
 @pytest.mark.slow
 def test_the_price_of_a_hand_off_is_measured(tmp_path: Path) -> None:
     claims = ttft.run(Context(tmp_path, None, quick=True), "tiny")
