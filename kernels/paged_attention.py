@@ -4,6 +4,9 @@ import torch
 
 from pdkv.kernels.kv_copy import FP8, NO_SCALES, Scales, raw
 
+_MAX_QUERIES = 128
+"""Queries of the reference at a time, so that a chunk of a long prompt does not take memory for all its scores."""
+
 
 def paged_attention(
     q: torch.Tensor,
@@ -65,8 +68,7 @@ def paged_attention_reference(
 ) -> torch.Tensor:
     """What `paged_attention` computes, sequence by sequence in torch; float32 inside, or float64 for float64 inputs."""
     precision = torch.promote_types(q.dtype, torch.float32)
-    group_size = q.shape[1] // kv_pool.shape[3]
-    block_size = kv_pool.shape[4]
+    kv_heads, block_size, head_size = kv_pool.shape[3:]
     out = torch.zeros_like(q)
     starts = cu_seqlens_q.tolist()
     for i, (start, stop, seq_len) in enumerate(zip(starts[:-1], starts[1:], seq_lens.tolist(), strict=True)):
@@ -74,19 +76,28 @@ def paged_attention_reference(
             continue
         blocks = block_tables[i, : -(-seq_len // block_size)].long()
         kv = raw(kv_pool)[blocks, layer].view(kv_pool.dtype)  # (blocks, 2, num_kv_heads, block_size, head_size)
-        kv = kv.to(precision).permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].repeat_interleave(group_size, dim=1)
-        queries = q[start:stop].to(precision).transpose(0, 1)  # (num_heads, queries, head_size)
-        logits = queries @ kv[0].transpose(1, 2) * (scale * kv_scales[0])
+        keys, values = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].to(precision)
+        bad = ~values.isfinite()  # even a weight of 0 would bring them to queries that do not see them
+        is_bad = bool(bad.any())
+        values = values.masked_fill(bad, 0.0) if is_bad else values
         positions = torch.arange(seq_len, device=q.device)
-        own = positions[seq_len - (stop - start) :, None]
-        hidden = positions > own  # (queries, tokens)
-        if window is not None:
-            hidden |= positions <= own - window
-        logits.masked_fill_(hidden, -torch.inf)
-        bad = ~kv[1].isfinite()  # even a weight of 0 would bring them to queries that do not see them
-        result = logits.softmax(dim=-1) @ kv[1].masked_fill(bad, 0.0)
-        result.masked_fill_((~hidden).to(precision) @ bad.to(precision) > 0, torch.nan)
-        out[start:stop] = (result * kv_scales[1]).transpose(0, 1).to(q.dtype)
+        for first in range(start, stop, _MAX_QUERIES):
+            queries = q[first : min(first + _MAX_QUERIES, stop)].to(precision)
+            seen = seq_len - (stop - first) + len(queries)
+            own = positions[seen - len(queries) : seen, None]
+            hidden = positions[:seen] > own  # (queries, tokens)
+            if window is not None:
+                hidden |= positions[:seen] <= own - window
+            grouped = queries.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+            logits = (grouped @ keys[:, :seen].transpose(1, 2) * (scale * kv_scales[0])).unflatten(
+                1, (-1, len(queries))
+            )
+            weights = logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1)  # (kv_heads, group, queries, tokens)
+            result = (weights.flatten(1, 2) @ values[:, :seen]).unflatten(1, (-1, len(queries)))
+            if is_bad:
+                result.masked_fill_(((~hidden).to(precision) @ bad[:, :seen].to(precision) > 0)[:, None], torch.nan)
+            result = (result * kv_scales[1]).permute(2, 0, 1, 3).reshape(len(queries), -1, head_size)
+            out[first : first + len(queries)] = result.to(q.dtype)
     return out
 
 

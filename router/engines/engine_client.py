@@ -372,7 +372,7 @@ class EngineClient:
         self.num_dropped += 1
         if self._log_limit.passes():
             versions = protocol, OLDEST_PROTOCOL, PROTOCOL
-            logger.error("%s stays out: it speaks protocol %d, and this router %d to %d", self.name, *versions)
+            logger.error("%s is refused: it speaks protocol %d, and this router %d to %d", self.name, *versions)
         return True
 
     def _listen(self, card: EngineCard) -> None:

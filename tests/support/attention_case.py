@@ -7,7 +7,7 @@ import torch
 
 from pdkv.engine.plan import NewRequest, ScheduledRequest
 from pdkv.engine.worker.attention.backend import AttentionBackend, Layer
-from pdkv.engine.worker.attention.cpu import CpuAttention
+from pdkv.engine.worker.attention.cpu import CpuAttention, TorchQueries
 from pdkv.engine.worker.batch import PersistentBatch, StepInputs
 from pdkv.sampling.params import SamplingParams
 
@@ -128,5 +128,5 @@ def layers_of(windows: Sequence[int | None]) -> list[Layer]:
 def without_compiled_kernel(kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> CpuAttention:
     """The CPU backend of a machine without a compiler."""
     backend = CpuAttention(kv_pool, num_heads, layers)
-    backend._singles = backend._prompts = None
+    backend._singles = backend._prompts = TorchQueries(kv_pool, num_heads)
     return backend

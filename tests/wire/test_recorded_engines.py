@@ -132,4 +132,4 @@ def test_an_engine_of_version_1_is_refused_with_both_numbers(
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(main())
-    assert caplog.text.count(f"decode-0 stays out: it speaks protocol 1, and this router 2 to {PROTOCOL}") == 1
+    assert caplog.text.count(f"decode-0 is refused: it speaks protocol 1, and this router 2 to {PROTOCOL}") == 1

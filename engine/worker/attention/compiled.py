@@ -7,8 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.runs import Prompts
-from pdkv.engine.worker.attention.tiles import Singles
+from pdkv.engine.worker.attention.runs import Prompts, Singles
 from pdkv.engine.worker.batch import IntArray
 from pdkv.kernels import host, prompts
 

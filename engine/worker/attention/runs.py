@@ -1,10 +1,9 @@
-"""Dividing a step for the compiled kernels: runs of prompts' tokens, and single tokens of outputs. Pure numpy."""
+"""Dividing a step on a CPU: runs of prompts' tokens, and single tokens of outputs. Pure numpy."""
 
 from typing import NamedTuple
 
 import numpy as np
 
-from pdkv.engine.worker.attention.tiles import Singles
 from pdkv.engine.worker.batch import IntArray, StepInputs
 
 
@@ -17,6 +16,29 @@ class Prompts(NamedTuple):
     positions: IntArray  # its position
     counts: IntArray  # number of queries
     window: int  # number of keys that each query sees, including its own; 0: all up to its own
+
+
+class Singles(NamedTuple):
+    """Single queries of outputs; one entry each."""
+
+    slots: IntArray
+    qkv_rows: IntArray  # of each query in the step
+    out_rows: IntArray  # row of its output
+    first_blocks: IntArray  # blocks of the request that it does not see
+    seq_lens: IntArray  # keys from there on, up to its own
+    hidden: IntArray  # number of the first of those that it does not see, either; less than a block
+
+    @classmethod
+    def at(
+        cls, slots: IntArray, rows: IntArray, outs: IntArray, positions: IntArray, block_size: int, window: int | None
+    ) -> "Singles":
+        """Singles for queries in the step's rows `rows` at `positions`; `outs` are the rows of their outputs."""
+        if window is None:
+            nothing = np.zeros_like(positions)
+            return cls(slots, rows, outs, nothing, positions + 1, nothing)
+        skipped = np.maximum(positions + 1 - window, 0) // block_size
+        seen = positions + 1 - skipped * block_size
+        return cls(slots, rows, outs, skipped, seen, np.maximum(seen - window, 0))
 
 
 class RunPlan(NamedTuple):
@@ -37,7 +59,7 @@ def plan_runs(inputs: StepInputs, rows: IntArray | None, block_size: int, *, win
     A token of a prompt is in a run and one of an output is single, whatever else the step holds. So when it is computed
     again, as after a death or a preemption, the result is the same.
 
-    Args: window: as in `plan_tiles`.
+    Args: window: keys that each query sees, including its own; None: all up to its own.
     """
     outs = np.arange(len(inputs.positions) if rows is None else len(rows))
     rows = outs if rows is None else rows

@@ -7,11 +7,9 @@ import pytest
 import torch
 from attention_case import MIXES, Case, Shape, layers_of, without_compiled_kernel
 
-from pdkv.engine.worker.attention import tiles as attention_tiles
 from pdkv.engine.worker.attention.backend import AttentionBackend
-from pdkv.engine.worker.attention.cpu import CpuAttention
+from pdkv.engine.worker.attention.cpu import CpuAttention, TorchQueries
 from pdkv.engine.worker.attention.select import make_backend
-from pdkv.engine.worker.attention.tiles import AttentionLimits, plan_tiles
 from pdkv.kernels import host
 
 torch.set_num_threads(1)
@@ -35,7 +33,7 @@ def test_single_queries_equal_attention_written_out(
         for mix in ([(0, 1)], [(40, 1)], MIXES[4]):
             case = Case(mix, dtype, shape=Shape(heads, kv_heads, head_size))
             backend = CpuAttention(case.pool, heads, case.layers)
-            assert backend._singles is not None
+            assert not isinstance(backend._singles, TorchQueries)
             close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
             torch.testing.assert_close(case.run(backend, 1).double(), case.expected(1), **close)
     finally:
@@ -114,8 +112,8 @@ def test_large_scores_do_not_overflow() -> None:
 
 @needs_compiled_kernel
 def test_head_sizes_that_the_kernel_does_not_take_are_left_to_torch() -> None:
-    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 8), 1, layers_of([None]))._singles is None
-    assert CpuAttention(torch.zeros(2, 1, 2, 1, 16, 16, dtype=torch.float64), 1, layers_of([None]))._singles is None
+    for pool in (torch.zeros(2, 1, 2, 1, 16, 8), torch.zeros(2, 1, 2, 1, 16, 16, dtype=torch.float64)):
+        assert isinstance(CpuAttention(pool, 1, layers_of([None]))._singles, TorchQueries)
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=len)
@@ -164,18 +162,6 @@ def test_windows_of_single_queries(heads: int, kv_heads: int, head_size: int, dt
         torch.testing.assert_close(result.double(), case.expected(1, window), **close)
 
 
-def test_a_window_gathers_no_more_than_it_needs() -> None:
-    """A chunk far into a prompt, and a decode: the blocks before their windows are not looked at."""
-    case = Case([(2000, 40), (3000, 1)])
-    limits = AttentionLimits(SHAPE.heads, SHAPE.kv_heads, SHAPE.head_size, 4)
-    plan = plan_tiles(case.inputs, None, SHAPE.block_size, limits, window=64)
-    for bucket in plan.buckets:
-        assert bucket.num_blocks <= (64 + 40) // SHAPE.block_size + 2
-    apart = plan_tiles(case.inputs, None, SHAPE.block_size, limits, window=64, singles_apart=True).singles
-    assert apart.first_blocks.tolist() == [(3000 + 1 - 64) // 16]
-    assert apart.seq_lens[0] - apart.hidden[0] == 64
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision(dtype: torch.dtype) -> None:
     case = Case(MIXES[3], dtype)
@@ -186,16 +172,6 @@ def test_low_precision(dtype: torch.dtype) -> None:
         rtol=0.05,
         atol=0.05,
     )
-
-
-def test_small_buckets_and_tiles_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_tiles, "_BUCKET_BYTES", 20_000)
-    monkeypatch.setattr(attention_tiles, "_WASTE_BYTES", 0)
-    for window in (None, 30):
-        case = Case(MIXES[3])
-        expected = case.expected(0, window)
-        backend = CpuAttention(case.pool, SHAPE.heads, layers_of([window] * SHAPE.layers))
-        torch.testing.assert_close(case.run(backend, 0).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_only_the_scheduled_slots_are_written() -> None:
@@ -209,15 +185,3 @@ def test_only_the_scheduled_slots_are_written() -> None:
     )  # (blocks, offsets, layers, sides * heads)
     assert changed[:, :, 1].all(-1).eq(written).all()
     assert not changed[:, :, 0].any()
-
-
-def test_tiles_cover_every_query_once() -> None:
-    case = Case([(length * 3, 1 + length * 11 % 290) for length in range(30)])
-    plan = plan_tiles(
-        case.inputs, None, SHAPE.block_size, AttentionLimits(SHAPE.heads, SHAPE.kv_heads, SHAPE.head_size, 4)
-    )
-    rows = np.concatenate([bucket.qkv_rows[bucket.real] for bucket in plan.buckets])
-    assert sorted(rows.tolist()) == list(range(len(case.inputs.positions)))
-    for bucket in plan.buckets:
-        assert (bucket.positions == case.inputs.positions[bucket.qkv_rows]).all()
-        assert (bucket.seq_lens <= bucket.num_blocks * SHAPE.block_size).all()

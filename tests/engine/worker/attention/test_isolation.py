@@ -4,11 +4,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attention_case import MIXES, Case, Shape, layers_of, without_compiled_kernel
+from attention_case import Case, Shape, layers_of, without_compiled_kernel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdkv.engine.worker.attention import tiles as attention_tiles
 from pdkv.engine.worker.attention.backend import AttentionBackend
 from pdkv.engine.worker.attention.cpu import CpuAttention
 from tests.conftest import EXAMPLES
@@ -91,15 +90,6 @@ def test_only_owned_kv_counts(
     windows: Windows,
 ) -> None:
     check(make, requests, dtype, shape, data.draw(st.sampled_from(poisons(dtype))), windows)
-
-
-@PATHS
-@pytest.mark.parametrize("mix", MIXES[:5], ids=len)
-def test_in_many_small_buckets(mix: list[tuple[int, int]], make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of 8 queries and their padding, one after the other."""
-    monkeypatch.setattr(attention_tiles, "_BUCKET_BYTES", 20_000)
-    monkeypatch.setattr(attention_tiles, "_WASTE_BYTES", 0)
-    check(make, mix, torch.float32, Shape(), float("nan"))
 
 
 @PATHS
