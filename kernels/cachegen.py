@@ -213,7 +213,7 @@ def _encode_reference(images: Bytes, shape: Shape, factors: Floats, model: Model
             factor = factors[layer, int(plane >= shape.planes // 2)]
             if not _quantise(rows, factor, (layer, plane), parts, model, symbols[plane]):
                 return None
-        coded = rans.encode_reference(symbols.reshape(-1, shape.head_size), parts.contexts[layer], model.tables)
+        coded = rans.encode(symbols.reshape(-1, shape.head_size), parts.contexts[layer], model.tables)
         parts.states[layer], parts.num_words[layer] = coded.states, coded.words.size
         words.append(coded.words)
     return parts._replace(words=np.concatenate(words))
@@ -266,7 +266,7 @@ def _decode_reference(parts: Parts, shape: Shape, model: Model, out: Bytes) -> b
         symbols = np.empty((shape.planes * shape.num_tokens, shape.head_size), np.uint8)
         coded = rans.Coded(parts.states[layer], parts.words[first : first + num_words])
         first += num_words
-        if not rans.decode_reference(coded, parts.contexts[layer], model.tables, symbols):
+        if not rans.decode(coded, parts.contexts[layer], model.tables, symbols):
             return False
         anchors = parts.anchors[layer] * parts.anchor_steps[layer, :, None]
         steps = parts.steps[layer, :, None] * (1 << (parts.contexts[layer] >> 4).astype(np.int32)).astype(np.float32)

@@ -2,17 +2,14 @@
 
 Symbols are (rows, columns) bytes. Column c belongs to state c % LANES, and its context, which stays for a number of
 rows, chooses one of the tables. States have 32 bits, in [2^16, 2^32), and give or take at most one 16-bit word for each
-symbol; words of all states share one sequence, in the order in which the decoder takes them. rans.c has the same bytes.
+symbol; words of all states share one sequence, in the order in which the decoder takes them. rans.c, which cachegen.c
+calls, has the same bytes some hundred times faster.
 """
 
-import ctypes
-from functools import cache
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from pdkv.kernels.compiled import NUMBER, POINTER, load_library
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint16]
@@ -27,15 +24,6 @@ MAX_TABLES: Final = 16
 _LOW = 1 << 16
 _SHIFT = 44
 _SYMBOL = np.dtype([("reciprocal", "<u8"), ("frequency", "<u4"), ("start", "<u4")])
-
-
-class RowsArgs(ctypes.Structure):
-    """rans.h's `rans_rows`."""
-
-    _fields_ = (
-        ("contexts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("rows", "columns", "rows_per_context")),
-    )
 
 
 class Tables:
@@ -77,85 +65,16 @@ class Coded(NamedTuple):
     words: Words  # at most one a symbol
 
 
-@cache
-def _library() -> ctypes.CDLL | None:
-    rows = ctypes.POINTER(RowsArgs)
-    functions = {
-        "pdkv_rans_encode": (NUMBER, [POINTER, NUMBER, POINTER, POINTER, rows, POINTER]),
-        "pdkv_rans_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, rows, POINTER]),
-    }
-    return load_library("_codec", functions)
-
-
-def available() -> bool:
-    """Whether the compiled coder is there; numpy, some hundred times slower, serves without it."""
-    return _library() is not None
-
-
 def encode(symbols: Bytes, contexts: Bytes, tables: Tables) -> Coded:
-    """Code symbols. Releases the GIL.
+    """Code symbols, all lanes of a step at once.
 
     Args:
-        symbols: (rows, columns), contiguous.
-        contexts: (groups, columns), contiguous: of rows / groups rows each; the low 4 bits say which table.
+        symbols: (rows, columns).
+        contexts: (groups, columns): of rows / groups rows each; the low 4 bits say which table.
 
     Raises:
-        ValueError: a symbol that its table does not have, or other shapes.
+        ValueError: a symbol that its table does not have.
     """
-    rows_per_context = _check(symbols, contexts)
-    if (library := _library()) is None:
-        return encode_reference(symbols, contexts, tables)
-    buffer = np.empty(symbols.size + 1, dtype=np.uint16)
-    states = np.empty(LANES, dtype=np.uint32)
-    args = RowsArgs(contexts.ctypes.data, *symbols.shape, rows_per_context)
-    num_words = library.pdkv_rans_encode(
-        buffer.ctypes.data, buffer.size, states.ctypes.data, symbols.ctypes.data, args, tables.symbols.ctypes.data
-    )
-    if num_words < 0:
-        raise ValueError("a symbol is not in its table")
-    return Coded(states, buffer[buffer.size - num_words :])
-
-
-def decode(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes) -> bool:
-    """Decode symbols. Releases the GIL. Never reads or writes outside the arrays, whatever has been coded.
-
-    Args:
-        contexts: as for `encode`.
-        out: (rows, columns), contiguous; written.
-
-    Returns:
-        Whether all words were taken and every state is where the encoder began. If not, `out` is undefined.
-
-    Raises:
-        ValueError: other shapes.
-    """
-    rows_per_context = _check(out, contexts)
-    if coded.states.shape != (LANES,) or coded.words.ndim != 1 or not coded.words.flags.c_contiguous:
-        raise ValueError(f"expected {LANES} states with adjacent words")
-    if (library := _library()) is None:
-        return decode_reference(coded, contexts, tables, out)
-    states = coded.states.copy()
-    args = RowsArgs(contexts.ctypes.data, *out.shape, rows_per_context)
-    damaged: int = library.pdkv_rans_decode(
-        out.ctypes.data, states.ctypes.data, coded.words.ctypes.data, coded.words.size, args, tables.slots.ctypes.data
-    )
-    return not damaged
-
-
-def _check(symbols: Bytes, contexts: Bytes) -> int:
-    """How many rows have the same contexts."""
-    if symbols.ndim != 2 or contexts.ndim != 2 or not symbols.size or symbols.shape[1] != contexts.shape[1]:
-        raise ValueError(f"symbols {symbols.shape} do not fit contexts {contexts.shape}")
-    if not symbols.flags.c_contiguous or not contexts.flags.c_contiguous:
-        raise ValueError("symbols and contexts must be contiguous")
-    rows_per_context, rest = divmod(len(symbols), len(contexts))
-    if rest:
-        raise ValueError(f"{len(symbols)} rows of symbols do not fit {len(contexts)} of contexts")
-    return rows_per_context
-
-
-def encode_reference(symbols: Bytes, contexts: Bytes, tables: Tables) -> Coded:
-    """`encode` in numpy: all lanes of a step at once."""
     states = np.full(LANES, _LOW, dtype=np.uint64)
     taken: list[Words] = []
     rows_per_context = len(symbols) // len(contexts)
@@ -174,8 +93,16 @@ def encode_reference(symbols: Bytes, contexts: Bytes, tables: Tables) -> Coded:
     return Coded(states.astype(np.uint32), np.concatenate(taken[::-1]))
 
 
-def decode_reference(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes) -> bool:
-    """`decode` in numpy: all lanes of a step at once."""
+def decode(coded: Coded, contexts: Bytes, tables: Tables, out: Bytes) -> bool:
+    """Decode symbols, all lanes of a step at once.
+
+    Args:
+        contexts: as for `encode`.
+        out: (rows, columns); written.
+
+    Returns:
+        Whether all words were taken and every state is where the encoder began. If not, `out` is undefined.
+    """
     states, word = coded.states.astype(np.uint64), 0
     rows_per_context = len(out) // len(contexts)
     for row in range(len(out)):

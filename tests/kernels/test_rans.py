@@ -6,10 +6,11 @@ import mmap
 import numpy as np
 import pytest
 
-from pdkv.kernels import rans
-from pdkv.kernels.rans import LANES, SLOTS, Bytes, Coded, Tables
+from pdkv.kernels import cachegen
+from pdkv.kernels.compiled import NUMBER, POINTER, load_library
+from pdkv.kernels.rans import LANES, SLOTS, Bytes, Coded, Tables, decode, encode
 
-compiled = pytest.mark.skipif(not rans.available(), reason="no compiler when pdkv was installed")
+compiled = pytest.mark.skipif(not cachegen.available(), reason="no compiler when pdkv was installed")
 
 WIDTHS = (1, 3, 9, 30)  # of the tables' symbols, around 128
 
@@ -34,6 +35,44 @@ def draw(rows: int, columns: int, groups: int = 2, seed: int = 0) -> tuple[Bytes
     return symbols.astype(np.uint8), contexts
 
 
+class Rows(ctypes.Structure):
+    """rans.h's `rans_rows`."""
+
+    _fields_ = (("contexts", POINTER), *((name, NUMBER) for name in ("rows", "columns", "rows_per_context")))
+
+    @classmethod
+    def of(cls, symbols: Bytes, contexts: Bytes) -> "Rows":
+        return cls(contexts.ctypes.data, *symbols.shape, len(symbols) // len(contexts))
+
+
+def coder() -> ctypes.CDLL:
+    rows = ctypes.POINTER(Rows)
+    library = load_library("_codec", {
+        "pdkv_rans_encode": (NUMBER, [POINTER, NUMBER, POINTER, POINTER, rows, POINTER]),
+        "pdkv_rans_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, rows, POINTER]),
+    })  # fmt: skip
+    assert library is not None
+    return library
+
+
+def encode_compiled(symbols: Bytes, contexts: Bytes) -> Coded | None:
+    """What the compiled coder makes of it; None: a symbol is not in its table."""
+    buffer, states = np.empty(symbols.size + 1, np.uint16), np.empty(LANES, np.uint32)
+    num_words = coder().pdkv_rans_encode(
+        buffer.ctypes.data, buffer.size, states.ctypes.data, symbols.ctypes.data, Rows.of(symbols, contexts),
+        TABLES.symbols.ctypes.data,
+    )  # fmt: skip
+    return None if num_words < 0 else Coded(states, buffer[buffer.size - num_words :])
+
+
+def decode_compiled(coded: Coded, contexts: Bytes, out: Bytes) -> bool:
+    states, words = coded.states.copy(), coded.words
+    return not coder().pdkv_rans_decode(
+        out.ctypes.data, states.ctypes.data, words.ctypes.data, words.size, Rows.of(out, contexts),
+        TABLES.slots.ctypes.data,
+    )  # fmt: skip
+
+
 def guarded(data: bytes) -> tuple[mmap.mmap, int]:
     """A copy that ends where the next page cannot be read or written; the caller keeps the map."""
     size = -(-len(data) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -51,33 +90,31 @@ def guarded(data: bytes) -> tuple[mmap.mmap, int]:
 @pytest.mark.parametrize("columns", [1, 7, 16, 24, 32, 80, 128])
 def test_compiled_and_numpy_have_the_same_bytes(isa: str, columns: int) -> None:
     symbols, contexts = draw(12, columns)
-    coded, reference = rans.encode(symbols, contexts, TABLES), rans.encode_reference(symbols, contexts, TABLES)
+    coded, reference = encode_compiled(symbols, contexts), encode(symbols, contexts, TABLES)
+    assert coded is not None
     assert coded.states.tolist() == reference.states.tolist()
     assert coded.words.tolist() == reference.words.tolist()
-    for decode in (
-        lambda out: rans.decode(coded, contexts, TABLES, out),
-        lambda out: rans.decode_reference(coded, contexts, TABLES, out),
-    ):
-        out = np.zeros_like(symbols)
-        assert decode(out)
-        assert (out == symbols).all()
+    outs = np.zeros((2, *symbols.shape), np.uint8)
+    assert decode_compiled(coded, contexts, outs[0])
+    assert decode(coded, contexts, TABLES, outs[1])
+    assert (outs == symbols).all()
 
 
 def test_size_is_the_cross_entropy_of_the_tables() -> None:
     symbols, contexts = draw(400, 64)
-    coded = rans.encode(symbols, contexts, TABLES)
+    coded = encode(symbols, contexts, TABLES)
     frequencies = TABLES.symbols["frequency"][contexts.repeat(200, axis=0) & 15, symbols]
     bits = float(-np.log2(frequencies / SLOTS).sum())
     assert bits <= 16 * coded.words.size + 32 * LANES <= 1.001 * bits + 64 * LANES
 
 
-def test_a_symbol_that_its_table_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@compiled
+def test_a_symbol_that_its_table_lacks_is_refused() -> None:
     symbols, contexts = draw(4, 16)
     symbols[2, 5], contexts[1, 5] = 128 + WIDTHS[0] + 1, 0
-    for library in (rans._library(), None):
-        monkeypatch.setattr(rans, "_library", lambda library=library: library)
-        with pytest.raises(ValueError, match="table"):
-            rans.encode(symbols, contexts, TABLES)
+    assert encode_compiled(symbols, contexts) is None
+    with pytest.raises(ValueError, match="table"):
+        encode(symbols, contexts, TABLES)
 
 
 @pytest.mark.parametrize("frequencies", [np.full((1, 256), 15), np.full((17, 256), 16), np.eye(1, 256) * SLOTS])
@@ -94,7 +131,7 @@ def test_damaged_words_are_found_and_nothing_else_is_touched(isa: str, columns: 
     A flipped bit may be a symbol's alone. Nothing but that remains unseen here; stored values have checksums, too.
     """
     symbols, contexts = draw(16, columns)
-    sound = rans.encode(symbols, contexts, TABLES)
+    sound = encode(symbols, contexts, TABLES)
     out_pages, out_start = guarded(bytes(symbols.size))
     out = np.frombuffer(out_pages, np.uint8, symbols.size, out_start).reshape(symbols.shape)
     rng = np.random.default_rng(1)
@@ -114,8 +151,8 @@ def test_damaged_words_are_found_and_nothing_else_is_touched(isa: str, columns: 
         pages, start = guarded(bytes(data))
         words = np.frombuffer(pages, np.uint16, len(data) // 2, start)
         results = {
-            rans.decode(Coded(states, words), contexts, TABLES, out),
-            rans.decode_reference(Coded(states, words), contexts, TABLES, np.empty_like(symbols)),
+            decode_compiled(Coded(states, words), contexts, out),
+            decode(Coded(states, words), contexts, TABLES, np.empty_like(symbols)),
         }
         assert len(results) == 1
         if results == {True}:
