@@ -83,21 +83,21 @@ def paged_attention_reference(
         positions = torch.arange(seq_len, device=q.device)
         for first in range(start, stop, _MAX_QUERIES):
             queries = q[first : min(first + _MAX_QUERIES, stop)].to(precision)
-            seen = seq_len - (stop - first) + len(queries)
-            own = positions[seen - len(queries) : seen, None]
+            count = len(queries)
+            seen = seq_len - (stop - first) + count
+            own = positions[seen - count : seen, None]
             hidden = positions[:seen] > own  # (queries, tokens)
             if window is not None:
                 hidden |= positions[:seen] <= own - window
-            grouped = queries.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-            logits = (grouped @ keys[:, :seen].transpose(1, 2) * (scale * kv_scales[0])).unflatten(
-                1, (-1, len(queries))
-            )
-            weights = logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1)  # (kv_heads, group, queries, tokens)
-            result = (weights.flatten(1, 2) @ values[:, :seen]).unflatten(1, (-1, len(queries)))
+            grouped = queries.reshape(count, kv_heads, -1, head_size).permute(1, 2, 0, 3).flatten(1, 2)
+            logits = (grouped @ keys[:, :seen].transpose(1, 2)).view(kv_heads, -1, count, seen)
+            logits = logits.mul_(scale * kv_scales[0]).masked_fill_(hidden, -torch.inf)
+            weights = logits.softmax(dim=-1).flatten(1, 2)
+            result = (weights @ values[:, :seen]).view(kv_heads, -1, count, head_size)
             if is_bad:
                 result.masked_fill_(((~hidden).to(precision) @ bad[:, :seen].to(precision) > 0)[:, None], torch.nan)
-            result = (result * kv_scales[1]).permute(2, 0, 1, 3).reshape(len(queries), -1, head_size)
-            out[first : first + len(queries)] = result.to(q.dtype)
+            result = (result * kv_scales[1]).permute(2, 0, 1, 3).reshape(count, -1, head_size)
+            out[first : first + count] = result.to(q.dtype)
     return out
 
 
