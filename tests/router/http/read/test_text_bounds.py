@@ -6,7 +6,7 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -60,81 +60,81 @@ def no_tokenizing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tokenizer, "render_chat", fail)
 
 
+def chat(messages: bytes) -> bytes:
+    return b'{"model": "small", "messages": %s}' % messages
+
+
+def shown(field: bytes) -> bytes:
+    """Eight prompts of 127 tokens, all of which the reply would show."""
+    prompts = b"[" + b",".join([b"[5" + b",5" * 126 + b"]"] * 8) + b"]"
+    return completion(prompts, b', "n": 128, "%s": true' % field)
+
+
+TOO_MUCH: Sequence[tuple[str, Callable[[], bytes], str]] = [
+    (COMPLETIONS, lambda: completion(many(b"[5]")), "lists and objects"),
+    (COMPLETIONS, lambda: completion(b'"["', b', "prompt": ' + many(b"[5]")), "lists and objects"),
+    (COMPLETIONS, lambda: completion(many(b'"a"')), "strings and field names"),
+    (COMPLETIONS, lambda: completion(many(b'"\\\\"')), "strings and field names"),
+    (COMPLETIONS, lambda: completion(b"[" + b",".join([b'"a"'] * 1025) + b"]"), "1024, got 1025 * 1"),
+    (COMPLETIONS, lambda: completion(b"[" + b",".join([b"[5]"] * 9) + b"]", b', "n": 128'), "1024, got 9 * 128"),
+    (COMPLETIONS, lambda: completion(many(b"5")), "1048576 values"),
+    (COMPLETIONS, lambda: completion(many(b"12345")), "tokens, but the model's length is 128"),
+    (
+        COMPLETIONS,
+        lambda: completion(b'["x", "' + b"x" * (3 << 20) + b'"]'),
+        "characters, but the model's length is 128",
+    ),
+    (
+        COMPLETIONS,
+        lambda: completion(
+            b"[" + b",".join([b"[5" + b",5" * 99 + b"]"] * 8) + b"]", b', "n": 128, "echo": true, "logprobs": 20'
+        ),
+        "800 tokens, 20 + 1 of each, 128 times",
+    ),
+    (
+        COMPLETIONS,
+        lambda: shown(b"return_token_ids"),
+        "return_token_ids: the reply would show more than 100000 prompt tokens: 1016 * 128",
+    ),
+    (COMPLETIONS, lambda: shown(b"echo"), "echo: the reply would show more than 100000 prompt tokens: 1016 * 128"),
+    (COMPLETIONS, lambda: completion(b'"x"', b', "stop": ' + many(b'"a"')), "strings and field names"),
+    (COMPLETIONS, lambda: completion(b'"x"', b', "stop": ["' + b"a" * (3 << 20) + b'"]'), "at most 4096 bytes"),
+    (COMPLETIONS, lambda: completion(b'"x"', b', "stop_token_ids": ' + many(b"12345")), "65536 values beside"),
+    (
+        COMPLETIONS,
+        lambda: completion(b'"x"', b', "stop_token_ids": [' + b"5," * 9999 + b"5]"),
+        "at most 256 entries",
+    ),
+    (COMPLETIONS, lambda: completion(b'"x"', b', "cache_salt": "%s"' % (b"s" * (3 << 20))), "at most 256 bytes"),
+    (COMPLETIONS, lambda: completion(b'"x"', b', "%s": 1' % (b"f" * (3 << 20))), "is not a known field"),
+    (
+        COMPLETIONS,
+        lambda: b'{"model": "%s", "prompt": "x"}' % (b"m" * (3 << 20)),
+        "does not exist; this server has 'small'",
+    ),
+    (CHAT, lambda: chat(many(b'{"role":"user","content":"x"}')), "strings and field names"),
+    (
+        CHAT,
+        lambda: chat(b'[{"role": "user", "content": ' + many(b'{"type":"text","text":""}') + b"}]"),
+        "strings and field names",
+    ),
+    (CHAT, lambda: chat(b"[" + b",".join([b'{"role":"user","content":""}'] * 8193) + b"]"), "8192 turns"),
+    (
+        CHAT,
+        lambda: chat(b'[{"role": "user", "content": "' + b"x" * (3 << 20) + b'"}]'),
+        "characters, but the model's length is 128",
+    ),
+]
+"""Path, body (made when its test runs: they are of megabytes), and what the error says."""
+
+
 @pytest.mark.usefixtures("no_tokenizing")
-@pytest.mark.parametrize(
-    ("path", "body", "words"),
-    [
-        (COMPLETIONS, completion(many(b"[5]")), "lists and objects"),
-        (COMPLETIONS, completion(b'"["', b', "prompt": ' + many(b"[5]")), "lists and objects"),
-        (COMPLETIONS, completion(many(b'"a"')), "strings and field names"),
-        (COMPLETIONS, completion(many(b'"\\\\"')), "strings and field names"),
-        (COMPLETIONS, completion(b"[" + b",".join([b'"a"'] * 1025) + b"]"), "1024, got 1025 * 1"),
-        (COMPLETIONS, completion(b"[" + b",".join([b"[5]"] * 9) + b"]", b', "n": 128'), "1024, got 9 * 128"),
-        (COMPLETIONS, completion(many(b"5")), "1048576 values"),
-        (COMPLETIONS, completion(many(b"12345")), "tokens, but the model's length is 128"),
-        (COMPLETIONS, completion(b'["x", "' + b"x" * (3 << 20) + b'"]'), "characters, but the model's length is 128"),
-        (
-            COMPLETIONS,
-            completion(
-                b"[" + b",".join([b"[5" + b",5" * 99 + b"]"] * 8) + b"]", b', "n": 128, "echo": true, "logprobs": 20'
-            ),
-            "800 tokens, 20 + 1 of each, 128 times",
-        ),
-        *(
-            (
-                COMPLETIONS,
-                completion(
-                    b"[" + b",".join([b"[5" + b",5" * 126 + b"]"] * 8) + b"]", b', "n": 128, "%s": true' % shown
-                ),
-                f"{shown.decode()}: the reply would show more than 100000 prompt tokens: 1016 * 128",
-            )
-            for shown in (b"return_token_ids", b"echo")
-        ),
-        (COMPLETIONS, completion(b'"x"', b', "stop": ' + many(b'"a"')), "strings and field names"),
-        (COMPLETIONS, completion(b'"x"', b', "stop": ["' + b"a" * (3 << 20) + b'"]'), "at most 4096 bytes"),
-        (
-            COMPLETIONS,
-            completion(b'"x"', b', "stop_token_ids": ' + many(b"12345")),
-            "65536 values beside",
-        ),
-        (COMPLETIONS, completion(b'"x"', b', "stop_token_ids": [' + b"5," * 9999 + b"5]"), "at most 256 entries"),
-        (COMPLETIONS, completion(b'"x"', b', "cache_salt": "%s"' % (b"s" * (3 << 20))), "at most 256 bytes"),
-        (COMPLETIONS, completion(b'"x"', b', "%s": 1' % (b"f" * (3 << 20))), "is not a known field"),
-        (
-            COMPLETIONS,
-            b'{"model": "%s", "prompt": "x"}' % (b"m" * (3 << 20)),
-            "does not exist; this server has 'small'",
-        ),
-        (
-            CHAT,
-            b'{"model": "small", "messages": ' + many(b'{"role":"user","content":"x"}') + b"}",
-            "strings and field names",
-        ),
-        (
-            CHAT,
-            b'{"model": "small", "messages": [{"role": "user", "content": '
-            + many(b'{"type":"text","text":""}')
-            + b"}]}",
-            "strings and field names",
-        ),
-        (
-            CHAT,
-            b'{"model": "small", "messages": [' + b",".join([b'{"role":"user","content":""}'] * 8193) + b"]}",
-            "8192 turns",
-        ),
-        (
-            CHAT,
-            b'{"model": "small", "messages": [{"role": "user", "content": "' + b"x" * (3 << 20) + b'"}]}',
-            "characters, but the model's length is 128",
-        ),
-    ],
-)
-def test_too_much_is_refused_before_it_is_worked_on(
-    monkeypatch: pytest.MonkeyPatch, path: str, body: bytes, words: str
-) -> None:
+@pytest.mark.parametrize("number", range(len(TOO_MUCH)))
+def test_too_much_is_refused_before_it_is_worked_on(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """F29."""
     monkeypatch.setattr(openai, "MAX_SHOWN_PROMPT_TOKENS", 100_000)
-    assert words in refuse(path, body)["message"]
+    path, body, words = TOO_MUCH[number]
+    assert words in refuse(path, body())["message"]
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
