@@ -32,9 +32,6 @@ def test_its_store_is_a_scheme_of_urls_and_a_tier_behind_host_memory(
     with deployed(workload, "--prefill", "1", "--decode", "1", "--connector", "shared_memory", *tiers) as deployment:
         run_all(deployment, workload)
     assert num_values(tmp_path / "kv.db")
-    store = ["--connector", "store", "--connector-config", f"url=sqlite://{tmp_path}/kv.db"]
-    with deployed(workload, "--prefill", "1", "--decode", "1", *store) as deployment:
-        check_decode_computed_nothing(run_all(deployment, workload))
 
 
 def num_values(path: Path) -> int:
@@ -48,7 +45,7 @@ def test_its_entry_point_serves_engines_and_unknown_options_are_refused(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(installed))
     workload = greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path)
-    flags = ["--prefill", "2", "--decode", "2", "--connector", "sqlite"]
+    flags = ["--prefill", "1", "--decode", "1", "--connector", "sqlite"]
     with deployed(workload, *flags, "--connector-config", f"path={tmp_path}/kv.db") as deployment:
         for _ in range(2):
             check_decode_computed_nothing(run_all(deployment, workload))

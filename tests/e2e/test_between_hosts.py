@@ -68,8 +68,9 @@ def test_p2p_from_two_ranks(hosts: Hosts, workloads: Sequence[Workload], ranks: 
         check_tokens_and_cuts(hosts, launch, engine, workloads)
 
 
+@pytest.mark.slow  # tests/connectors/test_between_hosts.py has these transports on a bad wire in every run
 @needs_nixl
-@pytest.mark.parametrize(("mode", "ranks"), [("pull", "2"), pytest.param("push", "1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("mode", "ranks"), [("pull", "2"), ("push", "1")])
 def test_nixl(hosts: Hosts, workloads: Sequence[Workload], mode: str, ranks: str) -> None:
     """The same over UCX's TCP."""
     with deployed_between(

@@ -18,7 +18,7 @@ def answers(deployment: Running, model: str) -> list[Any]:
     return [(choice["token_ids"], choice["text"]) for choice in found]
 
 
-@pytest.mark.parametrize("name", [REPO, f"{REPO}@v1"])
+@pytest.mark.parametrize("name", [pytest.param(REPO, marks=pytest.mark.slow), f"{REPO}@v1"])
 def test_a_hub_name_is_served_as_its_directory_is_also_offline(
     launch: Launch, served_model: Path, tmp_path: Path, name: str
 ) -> None:

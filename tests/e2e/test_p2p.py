@@ -33,7 +33,8 @@ def check_both_passes(workload: Workload, *flags: str) -> None:
         run_twice(deployment, workload)
 
 
-@pytest.mark.parametrize("order", ["needs_peer_first", pytest.param("concurrent", marks=pytest.mark.slow)])
+@pytest.mark.slow  # preemptions over pushes are in every run of the state machine
+@pytest.mark.parametrize("order", ["needs_peer_first", "concurrent"])
 def test_small_pools_on_both_sides(workload: Workload, order: str) -> None:
     """Neither pool waits for the other for ever, and preemption on decode takes no KV back to prefill."""
     small = (*SMALL_PREFILL_POOL, *SMALL_DECODE_POOL)

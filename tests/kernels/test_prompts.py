@@ -128,13 +128,18 @@ def make(
     [((4, 4), 16, 16), ((6, 2), 32, 48), ((4, 2), 64, 16), ((3, 1), 80, 4), ((2, 1), 128, 32), ((40, 1), 16, 256),
      ((2, 2), 256, 16), ((1, 1), 112, 100)],
 )  # fmt: skip
-@pytest.mark.parametrize("window", [None, 1, 50, 128, 200])
-def test_equals_the_reference(
-    isa: str, dtype: torch.dtype, heads: tuple[int, int], head_size: int, block_size: int, window: int | None
+def test_equals_the_reference_at_every_level(
+    dtype: torch.dtype, heads: tuple[int, int], head_size: int, block_size: int
 ) -> None:
     step = make(dtype=dtype, heads=heads, head_size=head_size, block_size=block_size)
-    result = step.run(window, threads=2)
-    torch.testing.assert_close(result.double(), step.exact(window), **CLOSE[dtype])
+    for window in (None, 1, 50, 128, 200):
+        exact = step.exact(window)
+        for isa in levels():
+            with kernels_of(isa):
+                result = step.run(window, threads=2)
+            torch.testing.assert_close(
+                result.double(), exact, **CLOSE[dtype], msg=lambda text, isa=isa, w=window: f"{isa}, window {w}: {text}"
+            )
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

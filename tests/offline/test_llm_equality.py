@@ -19,7 +19,7 @@ CHUNKS = {"max_num_batched_tokens": 48, "max_num_seqs": 48, "long_prefill_token_
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
 FEWER = ("llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:]))
-"""Chunks and preemption of every family are in `test_first_pass_and_replay` and `test_logprobs_…`."""
+"""Chunks and preemption of every family are in `test_logprobs_in_chunks_and_under_preemption`."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def family(
     return Family(greedy_workload(directory, tmp_path_factory.mktemp(request.param)), oracle(directory))
 
 
+@pytest.mark.parametrize("family", FEWER, indirect=True)
 @pytest.mark.parametrize("chunks", [pytest.param({}, marks=pytest.mark.slow), CHUNKS], ids=["whole", "chunked"])
 def test_first_pass_and_replay(family: Family, chunks: dict[str, int]) -> None:
     with family.llm(**chunks) as llm:

@@ -572,8 +572,8 @@ def test_an_error_that_nobody_expects_ends_no_thread(world: World) -> None:
 
 def test_garbage_is_counted_and_dropped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """F2, F17: from agents that nobody knows and from those that everybody does."""
+    prefill, decode = world.pair("push", BY_UCX)  # prefill may greet before it is known
     monkeypatch.setattr("pdkv.connectors.nixl.inbox._EARLY_S", 0.0)  # who is not known by now never will be
-    prefill, decode = world.pair("push", BY_UCX)
     endpoint = decode.workers[0].endpoint
     stranger = Listening("stranger", 4096, 0)
     posing = Listening("p/1/0", 4096, 0)

@@ -1,16 +1,19 @@
 """The backends against attention written out, over random mixes of chunks and decodes."""
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 from attention_case import MIXES, Case, Shape, layers_of, without_compiled_kernel
+from isas import kernels_of
 
 from pdkv.engine.worker.attention.backend import AttentionBackend
 from pdkv.engine.worker.attention.cpu import CpuAttention, TorchQueries
 from pdkv.engine.worker.attention.select import make_backend
 from pdkv.kernels import host
+from pdkv.kernels.compiled import levels
 
 torch.set_num_threads(1)
 
@@ -20,24 +23,29 @@ needs_compiled_kernel = pytest.mark.skipif(not host.available(), reason="no comp
 
 
 @needs_compiled_kernel
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_size"), [(6, 2, 16), (4, 4, 32), (8, 2, 64), (3, 1, 128), (2, 2, 80)]
 )
-def test_single_queries_equal_attention_written_out(
-    isa: str, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, threads: int
+def test_single_queries_equal_attention_written_out_at_every_level(
+    heads: int, kv_heads: int, head_size: int, dtype: torch.dtype
 ) -> None:
-    torch.set_num_threads(threads)
-    try:
-        for mix in ([(0, 1)], [(40, 1)], MIXES[4]):
-            case = Case(mix, dtype, shape=Shape(heads, kv_heads, head_size))
-            backend = CpuAttention(case.pool, heads, case.layers)
-            assert not isinstance(backend._singles, TorchQueries)
-            close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
-            torch.testing.assert_close(case.run(backend, 1).double(), case.expected(1), **close)
-    finally:
-        torch.set_num_threads(1)
+    close = {"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for mix in ([(0, 1)], [(40, 1)], MIXES[4]):
+        expected = Case(mix, dtype, shape=Shape(heads, kv_heads, head_size)).expected(1)
+        for isa, threads in itertools.product(levels(), (1, 2)):
+            torch.set_num_threads(threads)
+            try:
+                with kernels_of(isa):
+                    case = Case(mix, dtype, shape=Shape(heads, kv_heads, head_size))
+                    backend = CpuAttention(case.pool, heads, case.layers)
+                    assert not isinstance(backend._singles, TorchQueries)
+                    result = case.run(backend, 1).double()
+            finally:
+                torch.set_num_threads(1)
+            torch.testing.assert_close(
+                result, expected, **close, msg=lambda text, isa=isa, n=threads: f"{isa}, {n} threads: {text}"
+            )
 
 
 @needs_compiled_kernel
