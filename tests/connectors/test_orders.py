@@ -121,7 +121,8 @@ def test_what_a_peer_gathers_is_what_the_step_has_computed() -> None:
             decode.meet(prefill.card)
             with recorded.compute.on():
                 prefill.fill_seeded(theirs, 100, 1)
-            prefill.workers[0].source.after = queued_step(recorded)
+            prefill.earlier_steps = queued_step(recorded)
+            prefill.step()
             decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
             return not decode.ended("t").code and not decode.wrong_tokens(ours, 0, 100, 1)
 

@@ -1,4 +1,7 @@
-"""Readers of computed KV wait for the step that computes it: what they read before its end is another owner's."""
+"""Readers of computed KV wait for the step that computes it: what they read before its end is another owner's.
+
+Which waits each way of KV needs: test_orders.py, and p2p/test_gpus.py for pushes.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +18,7 @@ from nixl_rig import needs_nixl
 from push_rig import PushEngine, full_kv, make_layout
 from push_rig import view as push_view
 from recorded_streams import RecordedStreams, check_every_call, use_recorded
-from store_rig import engines, random_kv, scattered
+from store_rig import engines, scattered
 from store_rig import view as store_view
 
 from pdkv.connectors.base import KVConnectorMetadata, ScheduledRange, SchedulerView, TransferKey
@@ -39,26 +42,6 @@ def late_step() -> Iterator[LateStep]:
 
 
 # --- stores ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_store_is_given_what_the_step_computes_and_not_what_lay_there_before(late: LateStep) -> None:
-    with engines() as (store, make):
-        source, decode = make("p"), make("d")
-        kv, blocks = random_kv(100), scattered(100, 16)
-        source.fill(blocks, torch.full_like(kv, POISON))
-        source.earlier_steps = late
-        request = store_view("t", kv="handoff", num_tokens=101)
-        source.confirm(request, blocks, 100, last=True)
-        late.wait_asked()
-        assert not store.count("put")
-        source.fill(blocks, kv)
-        late.end()
-        assert not source.wait(request.transfer_key).code
-        handoff = source.handoff(request, 100)
-        reader = store_view("t", kv="await_peer", num_tokens=101, handoff=handoff, kv_ready=True)
-        assert decode.ask(reader) == 100
-        assert not decode.load(reader, blocks, 100).code
-        assert torch.equal(decode.tokens(blocks, 100), kv)
 
 
 def test_a_step_that_does_not_end_fails_its_saves_and_publishes_nothing(late: LateStep) -> None:
@@ -88,20 +71,6 @@ def p2p_pair() -> Iterator[tuple[PushEngine, PushEngine]]:
             engine.close()
 
 
-def test_a_confirmed_batch_is_pushed_when_its_step_is_over(late: LateStep) -> None:
-    with p2p_pair() as (prefill, decode):
-        kv, source, target = full_kv(40, prefill.layout, seed=1), [9, 3, 1], [0, 1, 2]
-        ticket = decode.want(push_view("t", kv="await_peer", num_tokens=40), target)
-        prefill.fill(source, torch.full_like(kv, POISON))
-        prefill.earlier_steps = late
-        prefill.give(push_view("t", kv="handoff", num_tokens=40, ticket=ticket), source, 40)
-        late.wait_asked()
-        prefill.fill(source, kv)
-        late.end()
-        assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
-        decode.check(target, kv)
-
-
 def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(late: LateStep) -> None:
     """There a step's batch goes when the next step begins; its KV may come later still."""
     with p2p_pair() as (prefill, decode):
@@ -126,63 +95,7 @@ def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(late: LateS
 
 # --- NIXL -----------------------------------------------------------------------------------------------------------
 
-OFFERED = {"mode": "push"}
 GATHERED = {"path": "ucx", "gather_below": str(1 << 30), "gather_min_pieces": "1"}
-
-
-def poison(engine: NixlEngine) -> list[torch.Tensor]:
-    """What the ranks' pools hold is gone; returns it."""
-    content = [kv.clone() for kv in engine.pools]
-    for pool in engine.pools:
-        pool.fill_(POISON)
-    return content
-
-
-def restore(engine: NixlEngine, content: list[torch.Tensor]) -> None:
-    for pool, kv in zip(engine.pools, content, strict=True):
-        pool.copy_(kv)
-
-
-@needs_nixl
-@pytest.mark.parametrize("options", [OFFERED, OFFERED | GATHERED])
-def test_blocks_are_offered_when_their_step_is_over(late: LateStep, options: dict[str, str]) -> None:
-    with closing() as make:
-        prefill, decode = make(NixlEngine, "p", options=options), make(NixlEngine, "d", options=options)
-        prefill.meet(decode.card)
-        decode.meet(prefill.card)
-        theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
-        prefill.fill_seeded(theirs, 100, 1)
-        content = poison(prefill)
-        ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
-        prefill.earlier_steps = late
-        prefill.push("t", ticket, theirs, 0, 100, last=True)
-        late.wait_asked()
-        restore(prefill, content)
-        late.end()
-        assert decode.ended("t").code == ""
-        assert decode.wrong_tokens(ours, 0, 100, 1) == []
-
-
-@needs_nixl
-def test_leased_blocks_are_gathered_behind_the_steps_that_were_known_to_have_ended(late: LateStep) -> None:
-    options = {"mode": "pull", **GATHERED}
-    with closing() as make:
-        prefill, decode = make(NixlEngine, "p", options=options), make(NixlEngine, "d", options=options)
-        prefill.meet(decode.card)
-        decode.meet(prefill.card)
-        theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
-        prefill.fill_seeded(theirs, 100, 1)
-        content = poison(prefill)
-        worker = prefill.workers[0]
-        meta = prefill.scheduler.build_connector_meta(SchedulerView(1, [], [], [], [], [], []))
-        meta.earlier_steps = late
-        worker.start_load_kv(meta)
-        decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
-        late.wait_asked()
-        restore(prefill, content)
-        late.end()
-        assert decode.ended("t").code == ""
-        assert decode.wrong_tokens(ours, 0, 100, 1) == []
 
 
 @needs_nixl
@@ -213,37 +126,6 @@ def test_a_step_that_does_not_end_holds_up_no_other_peer(late: LateStep) -> None
 # A step of whoever had the blocks before may be at it still: what it writes must not lie over what is loaded.
 
 
-def test_a_load_from_a_store_comes_behind_the_step_that_used_its_blocks_last(late: LateStep) -> None:
-    with engines() as (_, make):
-        source, decode = make("p"), make("d")
-        kv, blocks = random_kv(64), scattered(64, 16)
-        source.fill(blocks, kv)
-        source.save(store_view("t", num_tokens=65), blocks, 64)
-        decode.earlier_steps = late
-        reader = store_view("u", num_tokens=65)
-        assert decode.ask(reader) == 64
-        decode.start_load(reader, blocks, 64)
-        late.wait_asked()
-        decode.fill(blocks, torch.full_like(kv, POISON))
-        late.end()
-        assert not decode.wait(reader.transfer_key).code
-        assert torch.equal(decode.tokens(blocks, 64), kv)
-
-
-def test_a_push_lands_behind_the_step_that_used_its_blocks_last(late: LateStep) -> None:
-    with p2p_pair() as (prefill, decode):
-        kv, source, target = full_kv(40, prefill.layout, seed=1), [9, 3, 1], [0, 1, 2]
-        decode.earlier_steps = late
-        ticket = decode.want(push_view("t", kv="await_peer", num_tokens=40), target)
-        prefill.fill(source, kv)
-        prefill.give(push_view("t", kv="handoff", num_tokens=40, ticket=ticket), source, 40)
-        late.wait_asked()
-        decode.fill(target, torch.full_like(kv, POISON))
-        late.end()
-        assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
-        decode.check(target, kv)
-
-
 @needs_nixl
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_a_load_by_nixl_comes_behind_the_step_that_used_its_blocks_last(late: LateStep, mode: str) -> None:
@@ -260,7 +142,8 @@ def test_a_load_by_nixl_comes_behind_the_step_that_used_its_blocks_last(late: La
             ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
             prefill.push("t", ticket, theirs, 0, 100, last=True)
         late.wait_asked()
-        poison(decode)
+        for pool in decode.pools:
+            pool.fill_(POISON)
         late.end()
         assert decode.ended("t").code == ""
         assert decode.wrong_tokens(ours, 0, 100, 1) == []
