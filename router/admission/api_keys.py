@@ -46,6 +46,7 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     max_requests: _Count = 0
     max_streams: _Count = 0
+    requests_per_minute: _Count = 0
     tokens_per_minute: _Count = 0
     salt: Annotated[str, Meta(max_length=256)] = ""
     admin: bool = False
@@ -70,6 +71,7 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             best_priority=self.priority,
             max_requests=self.max_requests,
             max_streams=self.max_streams,
+            requests_per_minute=self.requests_per_minute,
             tokens_per_minute=self.tokens_per_minute,
             salt=_digest_text(f"pdkv kv_ttl_s {self.kv_ttl_s} {salt}") if self.kv_ttl_s else salt,
             admin=self.admin,

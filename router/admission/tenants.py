@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     best_priority: int = 0  # most urgent priority that it may ask for; lower is more urgent
     max_requests: int = 0  # requests at the same time
     max_streams: int = 0  # streams among those
+    requests_per_minute: int = 0
     tokens_per_minute: int = 0  # tokens of prompts and outputs
     salt: str = ""  # added to every cache salt; "": it shares its cache with other tenants that have none
     admin: bool = False  # may use /admin, and /metrics and /topology where they are protected
@@ -62,6 +63,12 @@ class TokenBucket:
         self.tokens -= charged
         return charged
 
+    def describe(self, now: float) -> tuple[int, int, str]:
+        """The limit, what is left of it, and after which time all of it is there again, such as 1m2.5s."""
+        minutes, seconds = divmod(round(self.wait_s(self.per_minute, now), 3), 60)
+        reset = f"{minutes:.0f}m{seconds:g}s" if minutes else f"{seconds:g}s"
+        return self.per_minute, max(int(self.tokens), 0), reset
+
 
 class Tenant:
     """One tenant: its grant and its usage. Belongs to one event loop at a time."""
@@ -77,8 +84,10 @@ class Tenant:
         self.digest = "" if name == ANONYMOUS else hashlib.sha256(name.encode()).hexdigest()[:16]
         """Name for engines, whose logs must not contain key names."""
         self._clock = clock
-        self._bucket = TokenBucket(grant.tokens_per_minute, float(grant.tokens_per_minute), clock())
-        self.grant = grant
+        self._requests = TokenBucket(0, 0.0, clock())
+        self._bucket = TokenBucket(0, 0.0, clock())
+        self.grant = Grant()
+        self.change(grant)
 
     @property
     def keeper(self) -> str:
@@ -87,15 +96,20 @@ class Tenant:
 
     def change(self, grant: Grant) -> None:
         """Apply other limits from now on; running requests continue."""
-        if grant.tokens_per_minute != self.grant.tokens_per_minute:
+        before, self.grant = self.grant, grant
+        if grant.tokens_per_minute != before.tokens_per_minute:
             self._bucket = TokenBucket(grant.tokens_per_minute, float(grant.tokens_per_minute), self._clock())
-        self.grant = grant
+        if grant.requests_per_minute != before.requests_per_minute:
+            self._requests = TokenBucket(grant.requests_per_minute, float(grant.requests_per_minute), self._clock())
 
     def enter(self) -> None:
         """Count a request that arrives. Raises TooManyRequests."""
         limit = self.grant.max_requests
         if limit and self.num_requests >= limit:
             self._refuse(f"{_number_of(limit, 'request')} at a time", 1.0)
+        if wait_s := self._requests.wait_s(1, self._clock()):
+            self._refuse(f"{_number_of(self.grant.requests_per_minute, 'request')} a minute", wait_s)
+        self._requests.tokens -= 1
         self.num_requests += 1
 
     def leave(self) -> None:
@@ -146,6 +160,13 @@ class Tenant:
         """Give back what was charged but not used, once a request is over."""
         self.num_tokens += num_used
         self._bucket.tokens += max(num_charged - num_used, 0.0)
+
+    def rate_headers(self) -> Iterator[tuple[bytes, bytes]]:
+        """OpenAI's headers about the limits a minute that it has."""
+        for what, bucket in ((b"requests", self._requests), (b"tokens", self._bucket)):
+            if bucket.per_minute:
+                for name, value in zip(("limit", "remaining", "reset"), bucket.describe(self._clock()), strict=True):
+                    yield b"x-ratelimit-%b-%b" % (name.encode(), what), str(value).encode()
 
     def check_priority(self, priority: int) -> None:
         """Raise InvalidRequest for a priority more urgent than the tenant may ask for."""

@@ -64,10 +64,12 @@ class GenerateEndpoint:
         span = tracer.begin(trace, metrics.began) if tracer is not None else None
         if span is not None:
             trace = _context_of(span)
-        exchange = Exchange(send, scope.get(SERVER_SEND, send), headers.get("x-request-id"), trace or new_trace())
+        tenant: Tenant | None = scope.get(TENANT)
+        send_body, label = scope.get(SERVER_SEND, send), headers.get("x-request-id")
+        exchange = Exchange(send, send_body, label, trace or new_trace(), tenant)
         outcome, param = "internal_error", None
         try:
-            with self._admission.arrive(scope.get(TENANT, self._admission.anonymous)) as visit:
+            with self._admission.arrive(tenant or self._admission.anonymous) as visit:
                 outcome = await self._serve(scope, receive, exchange, metrics, visit)
         except Disconnected:
             outcome = "disconnected"
@@ -119,10 +121,11 @@ class GenerateEndpoint:
         )
         gone.add_done_callback(lambda _: fanout.abort())
         try:
-            await fanout.begin()
+            shared = self._shared
             await send_reply(
-                self._forms, fanout, model, exchange, self._shared.pool, self._shared.answers, payer(scope)
-            )
+                self._forms, fanout, model, exchange, shared.pool, shared.answers, payer(scope),
+                shared.limits.stream_ping_s,
+            )  # fmt: skip
         except PdkvError as error:
             if fanout.aborted:
                 raise Disconnected from error

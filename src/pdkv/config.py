@@ -366,6 +366,11 @@ class HttpLimits(Options):
     send_timeout_s: Seconds = option(
         30.0, "how long a client may read nothing of what is there for it: it is dropped, and what it asked for ends"
     )
+    stream_ping_s: Annotated[float, Meta(ge=1, le=MAX_SECONDS)] = option(
+        15.0,
+        "how long a stream may be silent, at least 1: then it begins without its first token, and has a comment after "
+        "each such time, lest proxies cut it",
+    )
     min_send_rate: Annotated[Bytes, Meta(ge=0)] = option(
         4 << 10,
         "average bytes per second that a client must read while there is something to read; slower clients are "

@@ -1,8 +1,11 @@
 """One response of an endpoint that generates: its id, its headers, and whether it has begun."""
 
+import asyncio
+import contextlib
 import math
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
 
 import msgspec
 from starlette.types import Send
@@ -11,6 +14,7 @@ from pdkv.base.clock import unix_time
 from pdkv.base.log_fields import RequestName
 from pdkv.base.trace_context import TraceContext
 from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.router.admission.tenants import Tenant
 from pdkv.router.http.answer.fanout import Fanout
 from pdkv.router.http.server.errors import describe_error
 
@@ -19,6 +23,9 @@ RawHeaders = list[tuple[bytes, bytes]]
 _PIECE_BYTES = 256 << 10
 """Bytes of an answer that are given to its connection at a time."""
 
+_PING = b": ping\n\n"
+"""A comment, which clients skip."""
+
 MAX_LABEL = 256
 """The most characters of a client's x-request-id."""
 
@@ -26,16 +33,20 @@ MAX_LABEL = 256
 class Exchange:
     """One HTTP response: its id, its headers, and whether it has begun."""
 
-    def __init__(self, send: Send, send_body: Send, label: str | None, trace: TraceContext) -> None:
-        """`send_body`: used for what follows a response's start."""
+    def __init__(
+        self, send: Send, send_body: Send, label: str | None, trace: TraceContext, tenant: Tenant | None = None
+    ) -> None:
+        """`send_body`: used for what follows a response's start. `tenant`: told what is left of its limits."""
         self.trace = trace
         self.status = 0
         """Status of the response; 0: nothing was sent."""
         self.fanout: Fanout | None = None
+        self._tenant = tenant
         self._send = send
         self._send_body = send_body
         self._label = label or None
         self._encode_failure: Callable[[PdkvError], bytes] | None = None  # of a stream that has begun
+        self._is_silent = True  # no events were sent since the last ping was due
         self.body_is_here = False
         """False if the connection must end with the response, since what is still to come is not a next request."""
         self.reply_id = secrets.token_hex(12)
@@ -74,15 +85,41 @@ class Exchange:
             await self._send_body({"type": "http.response.body", "body": data[begin:end], "more_body": end < len(data)})
 
     async def begin_events(self, engines: tuple[str, str], fail: Callable[[PdkvError], bytes]) -> None:
-        """Send the head of a stream; `fail` makes its last events, should it fail."""
+        """Send the head of a stream, unless it was sent; `fail` makes its last events, should it fail."""
+        if self._encode_failure is not None:
+            return
         headers = self._headers(b"text/event-stream; charset=utf-8", engines)
         headers.append((b"cache-control", b"no-cache"))
-        self.status = 200
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self._encode_failure = fail
+        self.status, self._encode_failure = 200, fail
+
+    @contextlib.contextmanager
+    def pinging(self, ping_s: float, fail: Callable[[PdkvError], bytes]) -> Iterator[None]:
+        """Within the block, a stream that is silent for `ping_s` seconds, twice as many at most, gets a comment, and
+        before that its head; `fail` as for `begin_events`. It costs a stream a timer, and an event nothing.
+        """
+        loop = asyncio.get_running_loop()
+
+        def look() -> None:
+            nonlocal timer
+            timer = loop.call_later(ping_s, look)
+            if self._is_silent:
+                _send_now(self._ping(fail))
+            self._is_silent = True
+
+        timer = loop.call_later(ping_s, look)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    async def _ping(self, fail: Callable[[PdkvError], bytes]) -> None:
+        await self.begin_events(self.fanout.engines if self.fanout is not None else ("", ""), fail)
+        await self.send_events(_PING)
 
     def send_events(self, data: bytes) -> Awaitable[None]:
         """Send a part of a stream that has begun."""
+        self._is_silent = False
         return self._send_body({"type": "http.response.body", "body": data, "more_body": True})
 
     def end_events(self, data: bytes) -> Awaitable[None]:
@@ -103,7 +140,18 @@ class Exchange:
         for name, engine in zip((b"x-pd-prefill-engine", b"x-pd-decode-engine"), engines, strict=True):
             if engine:
                 headers.append((name, engine.encode("latin-1")))
+        if self._tenant is not None:
+            headers += self._tenant.rate_headers()
         return headers
+
+
+def _send_now(sending: Coroutine[Any, Any, None]) -> None:
+    """Send at once, or not at all: where sending has to wait, the client has yet to read what was sent before."""
+    try:
+        sending.send(None)
+    except StopIteration:
+        return
+    sending.close()
 
 
 def _is_plain(label: str) -> bool:

@@ -81,12 +81,21 @@ async def send_reply(
     pool: TextPool,
     answers: ByteBudget,
     key: str,
+    ping_s: float,
 ) -> None:
-    """Send the reply in the requested form. Raises what `Fanout.take` raises, or Disconnected."""
+    """Begin the generations and send the reply in the requested form. `ping_s`: of `Exchange.pinging`.
+
+    Raises:
+        Disconnected, and what `Fanout.begin` and `Fanout.take` raise.
+    """
     asked = Asked(fanout.job, fanout.choices, model, exchange.reply_id, exchange.created)
     if fanout.job.stream:
-        await _stream(forms.events(asked), fanout, exchange, pool)
+        encoder = forms.events(asked)
+        with exchange.pinging(ping_s, encoder.fail):
+            await fanout.begin()
+            await _stream(encoder, fanout, exchange, pool)
     else:
+        await fanout.begin()
         held = Held(key)
         try:
             data = await _whole(forms.whole(asked), fanout, pool, answers, held)

@@ -62,6 +62,8 @@ OPERATIONS = (
     _generates("/v1/responses", "Answer a conversation of items", ResponsesBody, *_RESPONSE),
     _of_tokens("/tokenize", "Tokens of a text or of a conversation", TokenizeReply, TokenizeTextBody, TokenizeChatBody),
     _of_tokens("/detokenize", "The text of tokens", DetokenizeReply, DetokenizeBody),
+    Operation("get", "/live", "Whether the router runs", reply=reply.Health),
+    Operation("get", "/ready", "As /health", reply=reply.Health, errors=("503",)),
     Operation("get", "/health", "Whether requests can be served", reply=reply.Health, errors=("503",)),
     Operation("get", "/ping", "As /health", reply=reply.Health, errors=("503",)),
     Operation("post", "/ping", "As /health", reply=reply.Health, errors=("503",)),

@@ -18,6 +18,7 @@ from pdkv.errors import InvalidRequest, PdkvError
 from pdkv.router.http.server.access_log import CLIENT_GONE
 from pdkv.router.http.server.auth import RESET_PATH
 from pdkv.router.http.server.errors import describe_error, error_body, json_response
+from pdkv.router.http.server.request_body import read_coding
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
@@ -48,8 +49,9 @@ class Page(APIRoute):
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
+            body = await read_body(request, MAX_BODY_BYTES)
             request = Request({**request.scope, "headers": [(b"content-type", b"application/json")]}, request.receive)
-            request._body = await read_body(request, MAX_BODY_BYTES)
+            request._body = body
             return await handle(request)
 
         return handle if self.body_field is None else bounded
@@ -76,7 +78,8 @@ def freshened(dispatcher: "Dispatcher") -> list[params.Depends]:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """A page's body of at most so many bytes. Raises InvalidRequest (408, 413) and ClientDisconnect."""
+    """A page's body of at most so many bytes. Raises InvalidRequest (408, 413, 415) and ClientDisconnect."""
+    read_coding(request.headers)
     data = bytearray()
     try:
         async with asyncio.timeout(BODY_S):

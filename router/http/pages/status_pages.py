@@ -77,6 +77,8 @@ class StatusPages:
         """All status pages; those that monitors poll are bare."""
         told: dict[str, Any] = {"tags": ["server"], "dependencies": freshened(self._dispatcher), "response_model": None}
         return [
+            Route("/live", self._live),
+            Route("/ready", self._health),
             Route("/health", self._health),
             Route("/ping", self._health, methods=["GET", "POST"]),
             Page("/v1/models", self._models, tags=["models"]),
@@ -87,6 +89,9 @@ class StatusPages:
             Page("/topology", self._topology, response_class=JSONResponse, **told),
             Page("/server_info", self._server_info, tags=["server"]),
         ]
+
+    async def _live(self, request: Request) -> Response:
+        return json_response({"status": "ok"})
 
     async def _health(self, request: Request) -> Response:
         if self._drain.draining:

@@ -22,7 +22,7 @@ logger = logging.getLogger("pdkv.access")
 CLIENT_GONE = 499
 """The status of a request whose client left before there was one, as in nginx."""
 
-QUIET_PATHS = frozenset({"/health", "/metrics", "/ping", "/load"})
+QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/ping", "/load"})
 """Paths that monitors request every few seconds: logged only if they fail."""
 
 _MAX_CLIENT = 64

@@ -13,7 +13,7 @@ from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.server.errors import describe_error, json_response
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/version", "/docs", "/openapi.json"})
 """Paths that need no key. All others do."""
 
 OBSERVED_PATHS = frozenset({"/metrics", "/topology"})

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import httptools
 import msgspec
+from starlette.types import ASGIApp
 from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -25,10 +26,11 @@ from pdkv.router.admission.tenants import payer
 from pdkv.router.http.server.budget import SMALL_BYTES, ByteBudget, Held
 from pdkv.router.http.server.connections import Connections
 from pdkv.router.http.server.errors import error_body
-from pdkv.router.http.server.paused_body import PAUSE_BODY, PausedBody
-from pdkv.router.http.server.request_size import PARSED_BYTES, Refusal, RequestSize
+from pdkv.router.http.server.paused_body import CLOSED, PAUSE_BODY, PausedBody
+from pdkv.router.http.server.request_size import PARSED_BYTES, Refusal, RequestSize, host_refusal
 from pdkv.router.http.server.response_transport import ResponseTransport
 from pdkv.router.http.server.turnstile import Turnstile
+from pdkv.router.http.server.unframed import unframed
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +40,11 @@ _LINGER_BYTES = 256 << 20
 end.
 """
 
-_URGENT_PATHS = frozenset({"/health", "/ping"})
+_URGENT_PATHS = frozenset({"/live", "/ready", "/health", "/ping"})
 """Paths requested by monitors that take a late answer for a dead router; cheap, so they bypass the turnstile."""
+
+
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class _Phase(enum.Enum):
@@ -146,6 +151,22 @@ class LimitedProtocol(HttpToolsProtocol):
             self._served.disconnected = True
             self._served.message_event.set()
         self._served = None
+
+    def eof_received(self) -> bool:
+        """Answer a whole request whose client sends nothing more, which is no reason for it not to read. Whether it has
+        closed instead, its host says as soon as anything is sent: to ask, an interim response goes out that every
+        client skips. HTTP/1.0 has none and TLS no half-close: there, the client has left.
+        """
+        cycle = self.cycle
+        is_whole = self._phase is _Phase.IDLE and self._responding and not (self._rest or self.pipeline)
+        if not is_whole or self.underlying is not None or self.scope["http_version"] == "1.0":
+            return False
+        if self._ahead is None:  # else this is told again, as reading was resumed
+            cycle.keep_alive = False
+            if not cycle.response_started:
+                self.transport.write(_CONTINUE)
+            self._watch_ahead(CLOSED)
+        return True
 
     @property
     def num_unsent(self) -> int:
@@ -352,10 +373,10 @@ class LimitedProtocol(HttpToolsProtocol):
         self.flow.pause_reading()
         self._watch_ahead()
 
-    def _watch_ahead(self) -> None:
+    def _watch_ahead(self, *signs: int) -> None:
         """Watch for the client leaving: nothing is read until a response is complete."""
         if self._ahead is None:
-            self._ahead = PausedBody(self._connection, 0, lambda: None)
+            self._ahead = PausedBody(self._connection, 0, lambda: None, *signs)
 
     def _stop_watching_ahead(self) -> None:
         if self._ahead is not None:
@@ -399,6 +420,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._refusal is None and not _has_path(self.url):
             self._refusal = 400, "the request is not valid HTTP/1.1: its URL cannot be parsed"
         if self._refusal is None:
+            self._refusal = host_refusal(self.headers, self.parser.get_http_version())
+        if self._refusal is None:
             if self._responding:  # it waits for its turn
                 self._room.leave(self)
                 self._watch_ahead()
@@ -412,6 +435,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if isinstance(self.transport, ResponseTransport):
             self.transport.begin_response()
         self._served = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = cast(ASGI3Application, unframed(cycle, cast(ASGIApp, app)))
         start = functools.partial(super()._start_asgi_task, cycle, app)
         if cycle.scope["path"] in _URGENT_PATHS:
             start()

@@ -33,6 +33,16 @@ class Disconnected(Exception):
     """The client is gone, so no reply is needed."""
 
 
+def read_coding(headers: Headers, *known: str) -> bool:
+    """Whether a body is in the one coding that is `known` by these names. Raises InvalidRequest (415) for others."""
+    values = ",".join(headers.getlist("content-encoding")).lower().split(",")
+    codings = [value.strip() for value in values if value.strip() not in ("", "identity")]
+    if not codings or (len(codings) == 1 and codings[0] in known):
+        return bool(codings)
+    wanted = f"{known[0]} or absent" if known else "absent"
+    raise InvalidRequest(f"content-encoding must be {wanted}, got {clip(', '.join(codings))!r}", status=415)
+
+
 class BodyReader:
     """Receives one body and holds its bytes of the budget until closed. A context manager."""
 
@@ -72,10 +82,8 @@ class BodyReader:
         content_type = self._headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if content_type != "application/json":
             raise InvalidRequest(f"content-type must be application/json, got {clip(content_type)!r}", status=415)
-        coding = self._headers.get("content-encoding", "identity").strip().lower()
-        if coding not in ("identity", "gzip"):
-            raise InvalidRequest(f"content-encoding must be gzip or absent, got {clip(coding)!r}", status=415)
-        self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 16) if coding == "gzip" else None
+        is_packed = read_coding(self._headers, "gzip", "x-gzip")
+        self._inflater = zlib.decompressobj(zlib.MAX_WBITS | 16) if is_packed else None
         announced = self._headers.get("content-length", "0")
         size = int(announced[:19]) if announced.isdecimal() else 0
         if size > self._limits.max_body_bytes:

@@ -1,4 +1,7 @@
-"""Counts the input of a request as it is parsed, and says what exceeds a limit."""
+"""Counts the input of a request as it is parsed, and says what exceeds a limit or lacks a host."""
+
+import re
+from collections.abc import Sequence
 
 from pdkv.config import HttpLimits
 
@@ -80,3 +83,16 @@ class RequestSize:
             f"the headers must have at most {limits.max_header_bytes} bytes (--max-header-bytes) and be at most "
             f"{limits.max_headers} (--max-headers)"
         )
+
+
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
+
+
+def host_refusal(headers: Sequence[tuple[bytes, bytes]], version: str) -> Refusal | None:
+    """The error for a request that does not name its host as RFC 9112, section 3.2, demands, else None."""
+    hosts = [value.strip() for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (not hosts and version != "1.0"):
+        return 400, f"the request must have one Host header, got {len(hosts)}"
+    if hosts and not _HOST.fullmatch(hosts[0]):
+        return 400, "the Host header is not a host, with or without a port"
+    return None

@@ -63,11 +63,12 @@ def test_whatever_is_sent_as_a_key_is_unknown(key: str, tmp_path: Path) -> None:
 
 def test_all_fields_of_a_key_are_its_tenants_grant(tmp_path: Path) -> None:
     fields = {"weight": 2.5, "priority": -4, "max_requests": 7, "max_streams": 3, "tokens_per_minute": 900}
+    fields["requests_per_minute"] = 60
     ring = KeyRing(write(tmp_path / "keys", entry(salt='"own"', admin="true", **fields)))
     [tenant] = ring.tenants
     grant = tenant.grant
     assert (grant.weight, grant.best_priority, grant.max_requests, grant.max_streams) == (2.5, -4, 7, 3)
-    assert (grant.tokens_per_minute, grant.salt, grant.admin) == (900, "own", True)
+    assert (grant.requests_per_minute, grant.tokens_per_minute, grant.salt, grant.admin) == (60, 900, "own", True)
 
 
 def terms_of(path: Path, **fields: Any) -> tuple[KVTerms | None, str]:

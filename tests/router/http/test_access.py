@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import unquote
@@ -246,6 +247,23 @@ def test_a_key_has_its_tokens_a_minute(tmp_path: Path) -> None:
     lines = run(call(rig.app, "GET", "/metrics")).body.decode().splitlines()
     for line in ('tokens_total{key="a"} 20.0', 'refused_total{key="a"} 2.0', 'requests_in_flight{key="root"} 0.0'):
         assert f"pdkv_key_{line}" in lines
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_key_has_its_requests_a_minute_and_is_told_what_is_left(stream: bool, tmp_path: Path) -> None:
+    rig = Rig(tmp_path, say(ids("ok")), limits="requests_per_minute = 2\ntokens_per_minute = 600000\n")
+    replies = [run(rig.post("a", stream=stream)) for _ in range(3)]
+    assert [reply.status for reply in replies] == [200, 200, 429]
+    assert "2 requests a minute" in replies[2].json()["error"]["message"]
+    assert run(rig.post("b")).status == 200
+    told = [{k: v for k, v in reply.headers.items() if k.startswith("x-ratelimit-")} for reply in replies]
+    assert [each["x-ratelimit-remaining-requests"] for each in told] == ["1", "0", "0"]
+    assert all(each["x-ratelimit-limit-requests"] == "2" for each in told)
+    assert all(each["x-ratelimit-limit-tokens"] == "600000" for each in told)
+    assert int(told[0]["x-ratelimit-remaining-tokens"]) < 600_000
+    for each in told:
+        assert re.fullmatch(r"([01]m)?[0-9.]+s", each["x-ratelimit-reset-requests"])
+        assert re.fullmatch(r"[0-9.]+s", each["x-ratelimit-reset-tokens"])
 
 
 async def test_a_key_in_debt_is_refused_before_its_body_is_read(tmp_path: Path) -> None:

@@ -38,16 +38,18 @@ def get(dispatcher: FakeDispatcher, path: str, method: str = "GET") -> tuple[int
     return reply.status, reply.json()
 
 
-def test_health_is_503_until_the_engines_are_ready() -> None:
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_a_router_is_alive_before_its_engines_are_ready(path: str) -> None:
     dispatcher = FakeDispatcher()
     dispatcher.ready = False
-    status, body = get(dispatcher, "/health")
+    status, body = get(dispatcher, path)
     assert (status, body["error"]["code"]) == (503, "not_ready")
+    assert get(dispatcher, "/live") == (200, {"status": "ok"})
     dispatcher.ready = True
-    assert get(dispatcher, "/health") == (200, {"status": "ok"})
+    assert get(dispatcher, path) == (200, {"status": "ok"})
     dispatcher.connector_problems = {"decode-0": "no answer"}
     degraded = {"status": "degraded", "connector_problems": {"decode-0": "no answer"}}
-    assert get(dispatcher, "/health") == (200, degraded)  # they serve all the same
+    assert get(dispatcher, path) == (200, degraded)  # they serve all the same
 
 
 def test_models() -> None:

@@ -51,6 +51,7 @@ def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> No
         assert (await ask("POST", "/decode-1/resume")).json()["draining"] is False
         assert (await ask("POST", "/decode-1/role", {"role": "prefill"})).json()["role"] == "prefill"
         assert (await ask("POST", "/decode-1/role", {"role": "x" * (64 << 10)})).status == 413
+        assert (await ask("POST", "/decode-1/role", {}, root | {"content-encoding": "br"})).status == 415
         for method in ("PUT", "DELETE"):
             assert (await ask(method, "/decode-1", {"role": "any", "endpoint": "tcp://192.0.2.1:1"})).status == 405
         assert (await ask("POST", "/decode-1/drain", headers=other)).status == 403

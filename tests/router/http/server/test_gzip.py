@@ -52,6 +52,7 @@ def test_a_compressed_body_is_read(pieces: int) -> None:
     assert exchange.status == 200, exchange.body
     assert pieces == 1 or worst > 100_000, "what it stands for counts"
     assert ask(gzip.compress(BODY), "GZIP", pieces)[0].status == 200
+    assert ask(gzip.compress(BODY), ", identity, x-gzip", pieces)[0].status == 200
     assert ask(BODY, "identity", pieces)[0].status == 200
 
 

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from pdkv.config import HttpLimits
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, EngineDied
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.server import connections as http_connections
@@ -75,7 +75,9 @@ async def begun(state: ServerState) -> None:
         b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000,
         get("/health", *(f"x{i}: y" for i in range(101))),
         get("/health", *(f"x{i}: {'y' * 1000}" for i in range(50))),
-        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: " + b"y" * 40_000 + b"\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
+        + b"y" * 40_000
+        + b"\r\n\r\n",
     ],
     ids=["long", "endless", "many", "large together", "trailers"],
 )
@@ -102,8 +104,8 @@ def test_a_url_that_is_too_long_is_414(url: bytes) -> None:
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),
         b"GET / HTTP/1.1\r\nbad header\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\ncontent-length: x\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 20_000,
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 20_000,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     ],
     ids=["nonsense", "tls", "header", "length", "chunk", "tiny chunks", "h2"],
@@ -125,7 +127,7 @@ def test_a_large_body_gets_its_413_and_no_reset() -> None:
 
 def test_a_chunked_body_that_is_too_large_gets_its_413_and_no_reset() -> None:
     chunk = b"100000\r\n" + bytes(1 << 20) + b"\r\n"
-    head = b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
     assert exchange(head + chunk * 24 + b"0\r\n\r\n").status == 413
 
 
@@ -133,7 +135,7 @@ def test_a_chunked_body_that_is_too_large_gets_its_413_and_no_reset() -> None:
 async def test_a_body_that_nobody_asked_for_does_not_keep_the_connection(length: int) -> None:
     limits = HttpLimits(max_body_bytes=50_000)
     async with serving(make_app(FakeDispatcher()), limits) as server, connected(server.port) as client:
-        await client.send(f"POST /nowhere HTTP/1.1\r\ncontent-length: {length}\r\n\r\nx".encode())
+        await client.send(f"POST /nowhere HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\nx".encode())
         assert (await client.reply()).status == 404
         assert await (client.at_end() if length == 100_000 else clock().passing(client.at_end()))
 
@@ -159,7 +161,7 @@ async def test_a_body_that_comes_behind_its_answer_takes_no_later_request_along(
 UPGRADE = "connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAA"
 """What clients offer that would rather speak HTTP/2, as those on the JDK's own client do."""
 
-CHUNKED = f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\n{UPGRADE}\r\n\r\n".encode()
+CHUNKED = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n{UPGRADE}\r\n\r\n".encode()
 
 
 @pytest.mark.parametrize("size", [1, 100, 100_000], ids=lambda size: f"{size} bytes at once")
@@ -169,7 +171,8 @@ async def test_a_request_that_offers_another_protocol_is_served_as_if_it_did_not
     if chunked:
         half = len(PROMPT) // 2
         parts = [b"%x\r\n%s\r\n" % (len(part), part) for part in (PROMPT[:half], PROMPT[half:], b"")]
-        head = f"POST {COMPLETIONS} HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-type: application/json\r\n"
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
+        head += "content-type: application/json\r\n"
         request = b"".join([head.encode(), UPGRADE.encode(), b"\r\n\r\n", *parts])
     async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
         for start in range(0, len(request), size):
@@ -280,7 +283,7 @@ async def test_an_idle_connection_is_closed_after_its_time() -> None:
 
 
 def test_a_body_that_does_not_come_is_408() -> None:
-    request = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 10\r\n\r\n{"
+    request = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
     reply = exchange(request, late=True)
     assert reply.status == 408
     assert "--body-timeout-s" in reply.error()["message"]
@@ -465,7 +468,7 @@ async def test_an_idle_connection_makes_room(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_body_that_does_not_come_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow senders hold all connections: the oldest one goes. What is being served never does."""
     monkeypatch.setattr(http_connections, "_SLOW_BODY_S", 0.0)
-    half = b"POST /v1/completions HTTP/1.1\r\ncontent-length: 100\r\n\r\n" + b" " * 40
+    half = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n" + b" " * 40
     dispatcher, bodies = FakeDispatcher(), ByteBudget(64 << 20, "bytes")
     app = make_app(dispatcher, bodies=bodies)
     async with (
@@ -598,3 +601,111 @@ async def test_a_client_has_the_address_that_it_has_and_not_the_one_that_it_says
         await client.send(get("/", f"x-forwarded-for: {'192.0.2.1' * 999}", "x-forwarded-proto: https"))
         assert (await client.reply()).status == 200
     assert seen == [("127.0.0.1", "http")]
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"HTTP/1.1\r\n", 400),
+        (b"HTTP/1.1\r\nhost: a\r\nHost: a\r\n", 400),
+        (b"HTTP/1.0\r\nhost: a\r\nhost: b\r\n", 400),
+        (b"HTTP/1.1\r\nhost: a/b\r\n", 400),
+        (b"HTTP/1.1\r\nhost: a, b c\r\n", 400),
+        (b"HTTP/1.1\r\nhost:\r\n", 200),
+        (b"HTTP/1.1\r\nhost: [::1]:80\r\n", 200),
+        (b"HTTP/1.0\r\n", 200),
+    ],
+)
+def test_a_request_names_its_host_once(head: bytes, status: int) -> None:
+    assert exchange(b"GET /health " + head + b"connection: close\r\n\r\n").status == status
+
+
+STREAM = PROMPT[:-1] + b', "stream": true}'
+
+
+def test_an_http_1_0_client_gets_no_chunks_and_no_interim_response() -> None:
+    async def main() -> bytes:
+        async with serving(make_app(FakeDispatcher(say(ids("ab"))))) as server, connected(server.port) as client:
+            request = post(COMPLETIONS, STREAM, "connection: keep-alive", "expect: 100-continue")
+            await client.send(request.replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+            return await client.reader.read()
+
+    head, _, body = run(main(), event_loop).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200")
+    assert b"connection: close" in head
+    assert b"transfer-encoding" not in head
+    assert body.startswith(b"data: ")
+    assert body.endswith(b"}\n\ndata: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("body", [PROMPT, STREAM], ids=["whole", "stream"])
+async def test_a_client_that_half_closes_gets_its_answer(body: bytes) -> None:
+    dispatcher = FakeDispatcher()
+    async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
+        await client.send(post(COMPLETIONS, body))
+        client.writer.write_eof()
+        generation = await dispatcher.next_generation(0)
+        assert await client.reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        for _ in range(3):
+            clock().advance(1.0)
+            await asyncio.sleep(0)
+        generation.put(tokens(*ids("ab"), end="stop"))
+        reply = await client.reply()
+        assert (reply.status, reply.headers["connection"]) == (200, "close")
+        assert b"ab" in reply.body
+        assert await client.at_end()
+
+
+async def test_a_client_that_closes_is_told_from_one_that_half_closes() -> None:
+    dispatcher = FakeDispatcher()
+    async with serving(make_app(dispatcher)) as server:
+        async with connected(server.port) as client:
+            await client.send(post(COMPLETIONS, PROMPT))
+            generation = await dispatcher.next_generation(0)
+        await clock().passing(generation.over.wait())
+        assert generation.aborted
+        await ends(server.state)
+
+
+async def after_ping(client: Client) -> bytes:
+    """What comes until a ping, which time brings."""
+    return await clock().passing(client.reader.readuntil(b": ping\n\n\r\n"))
+
+
+@pytest.mark.parametrize("queued", [True, False])
+async def test_a_stream_that_waits_begins_and_has_comments(queued: bool) -> None:
+    dispatcher = FakeDispatcher()
+    dispatcher.num_slots = 1 - queued
+    async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
+        await client.send(post(COMPLETIONS, STREAM))
+        assert b"200 OK" in await after_ping(client)
+        assert await after_ping(client) == b"8\r\n: ping\n\n\r\n"
+        dispatcher.give_room(1)
+        generation = await dispatcher.next_generation(0)
+        generation.put(tokens(*ids("a")))
+        assert b"HTTP/1.1" not in await client.reader.readuntil(b"\n\n\r\n")
+        await after_ping(client)
+        generation.put(EngineDied("gone", request_id="r"))
+        assert b'"code":"engine_died"' in await client.reader.readuntil(b"0\r\n\r\n")
+
+
+async def test_a_ping_waits_for_no_client_and_a_whole_answer_has_none() -> None:
+    dispatcher = FakeDispatcher()
+    async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
+        await client.send(post(COMPLETIONS, PROMPT))
+        generation = await dispatcher.next_generation(0)
+        for _ in range(4):
+            clock().advance(20.0)
+            await asyncio.sleep(0)
+        generation.put(EngineDied("gone", request_id="r"))
+        assert (await client.reply()).status == 503
+        await client.send(post(COMPLETIONS, STREAM))
+        generation = await dispatcher.next_generation(1)
+        [connection] = server.state.connections
+        connection.pause_writing()
+        for _ in range(4):
+            clock().advance(20.0)
+            await asyncio.sleep(0)
+        connection.resume_writing()
+        generation.put(tokens(*ids("ab"), end="stop"))
+        assert b"ping" not in (await client.reply()).body

@@ -24,7 +24,7 @@ PATIENT = HttpLimits(max_body_bytes=LARGE, max_body_memory=4 * LARGE, body_timeo
 FULL = LARGE * 3 // 2
 """What large requests may have of that: less than room for the exempt one, for what is unread, and for small ones."""
 
-HEAD = b"POST /v1/completions HTTP/1.1\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 
 def budget(limits: HttpLimits = LIMITS) -> ByteBudget:
