@@ -67,6 +67,7 @@ class Speeds:
         self._loads = Line()  # bytes
         self._answers = Line()  # questions, 1 each
         self._prefills: dict[str, Line] = {}  # tokens, by engine
+        self._steps: dict[str, Line] = {}  # requests that decode together, by engine
         self._tiers: dict[str, Line] = {}  # bytes, by name as in LoadReport.connectors
         self._reads: dict[str, dict[str, tuple[int, float]]] = {}  # by engine and tier: the part already counted
         self._lost_s = 0.0  # per loan, on average
@@ -114,9 +115,22 @@ class Speeds:
         self._prefills.setdefault(engine, Line()).add(num_tokens, seconds)
         self._lost_s *= FADING
 
+    def decoded(self, engine: str, num_requests: int, seconds: float) -> None:
+        """Record the average time between two tokens of a request that has ended, among so many."""
+        self._steps.setdefault(engine, Line()).add(num_requests, seconds)
+
+    def step_s(self, engine: str, num_requests: int) -> float | None:
+        """Seconds between two tokens of each of so many requests; None: not known."""
+        line = self._steps.get(engine)
+        if line is None or not line.known:
+            return None
+        at_rest, per_request = line.fit()
+        return at_rest + per_request * num_requests
+
     def forget(self, engine: str) -> None:
         """Forget an engine that is gone; its next incarnation may run elsewhere, and counts from zero."""
         self._prefills.pop(engine, None)
+        self._steps.pop(engine, None)
         self._reads.pop(engine, None)
 
     def load_s(self, num_bytes: int) -> float:

@@ -318,3 +318,8 @@ class Dispatcher(Listener):
     def num_local_turns(self) -> int:
         """Generations that began on a decode engine because it had nearly all of the prompt."""
         return self._routes.num_local_turns
+
+    @property
+    def num_policy_failures(self) -> int:
+        """Choices that the default policy made because the chosen one failed."""
+        return self._routes.num_policy_failures

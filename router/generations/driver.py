@@ -373,6 +373,7 @@ class Driver:
             if flow.is_cut:
                 self._cut.extend((flow.request_id, flow.transfer_id, flow.loan_id))
             self.delays.finished(generation.timeline)
+            self._note_step(generation)
             for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
                 if name != flow.route.decode or not flow.is_new_on(name):
                     self.fleet.succeeded(name, self._clock())
@@ -382,6 +383,15 @@ class Driver:
             counters.failed[flow.failure.code] += 1
             if isinstance(flow.failure, GrammarGivenUp) and flow.request.params.grammar is not None:
                 self.given_up.add(flow.request.params.grammar, flow.failure, self._clock())
+
+    def _note_step(self, generation: Generation) -> None:
+        """Note how long the tokens of a generation took that ended well where it began to decode."""
+        flow, times = generation.flow, generation.timeline
+        decode, num_steps = self.fleet.engines.get(flow.route.decode), len(flow.output_token_ids) - 1
+        if decode is None or flow.attempt or num_steps <= 0 or times.first_token is None or times.ended is None:
+            return
+        seconds = (times.ended - times.first_token) / num_steps
+        self.fleet.speeds.decoded(decode.name, decode.books.requests + 1, seconds)
 
     def _place_parked_soon(self) -> None:
         """Place waiting generations, in order, in a later turn: an engine came up or became free."""

@@ -151,6 +151,8 @@ class Metrics:
         yield counters("pdkv_kv_loans", loans, "outcome", dispatched.loans)
         turns = "Choices that a decode engine ran alone because it had nearly all of the prompt."
         yield counter("pdkv_local_turns", turns, self._dispatcher.num_local_turns)
+        text = "Choices of engines by the default policy because --policy failed."
+        yield counter("pdkv_policy_failures", text, self._dispatcher.num_policy_failures)
         yield counter("pdkv_kv_load_failures", "Failed KV loads from peers.", dispatched.load_failures)
 
     def _queue(self, admission: "Admission") -> Iterator[Metric]:

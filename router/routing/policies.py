@@ -1,16 +1,15 @@
 """Routing policies: functions from a snapshot of one side's candidates to the chosen engine.
 
 They read no clock and keep no state, so that the same functions run under a simulated clock. Prefill and decode are
-chosen separately: decode may be chosen long after prefill.
+chosen separately: decode may be chosen long after prefill. Others' are found by entry point (docs/policies.md).
 """
 
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from pdkv.base.options import did_you_mean
-from pdkv.errors import ConfigError
-from pdkv.router.engines.candidate import EngineView
+from pdkv.base.registry import Registry
+from pdkv.router.engines.candidate import EngineView, Side
 
 
 class Snapshot(NamedTuple):
@@ -20,6 +19,10 @@ class Snapshot(NamedTuple):
     turn: int  # rises by one per choice: spreads ties
     rng: random.Random
     match: Callable[[], Mapping[str, int]]  # cached tokens of this prompt by engine; computed on demand
+    side: Side = "prefill"  # of an aggregated engine, which is both: prefill
+    num_tokens: int = 0  # of the prompt
+    # Seconds to the first token that each engine would take (decode: for each further one), as far as measured.
+    predict: Callable[[], Mapping[str, float]] = dict
 
 
 Policy = Callable[[Snapshot], EngineView]
@@ -74,13 +77,16 @@ POLICIES: dict[str, Policy] = {
 DEFAULT_POLICY = "prefix_aware"
 
 
+_REGISTRY: Registry[Policy] = Registry(
+    "policy", "pdkv.policies", {name: f"{__name__}:{policy.__name__}" for name, policy in POLICIES.items()}, base=""
+)
+
+
 def find_policy(name: str) -> Policy:
-    """The policy of that name.
+    """The policy of that name: shipped, an entry point in the group "pdkv.policies", or "module:function".
 
     Raises:
-        ConfigError: unknown; the message lists the known ones.
+        ConfigError: unknown; the message lists the known ones. Or it cannot be imported or called.
     """
-    if name not in POLICIES:
-        meant = did_you_mean(name, POLICIES)
-        raise ConfigError(f"unknown policy {name!r}{meant}; known: {', '.join(sorted(POLICIES))}")
-    return POLICIES[name]
+    policy: Policy = POLICIES.get(name) or _REGISTRY.load_function(name)
+    return policy

@@ -1,19 +1,24 @@
 """Chooses the engines of a request: a snapshot per side for the policy, then an order that both engines allow."""
 
+import functools
+import logging
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import xxhash
 
+from pdkv.base.log_limit import LogLimit
 from pdkv.config import LocalTurns
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
 from pdkv.router.engines.candidate import EngineView, Side
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.request import Offer, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
-from pdkv.router.routing.policies import Snapshot, find_policy, prefix_aware
+from pdkv.router.routing.policies import DEFAULT_POLICY, POLICIES, Policy, Snapshot, find_policy, prefix_aware
 from pdkv.wire.kv import Order
+
+logger = logging.getLogger(__name__)
 
 SIDES: tuple[Side, Side] = ("prefill", "decode")
 
@@ -40,6 +45,15 @@ def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
         return engines
     own = max(engines, key=lambda engine: xxhash.xxh3_64_intdigest(f"{engine.name}\0{key}".encode()))
     return [e._replace(load=e.load - AFFINITY_TOKENS) if e is own else e for e in engines]
+
+
+def apply_policy(policy: Policy, snapshot: Snapshot) -> str:
+    """The name of the engine that a policy chooses. Raises what it raises, and ValueError if it is no candidate."""
+    chosen = policy(snapshot)
+    name = chosen.name if isinstance(chosen, EngineView) else None
+    if policy not in POLICIES.values() and all(name != engine.name for engine in snapshot.engines):
+        raise ValueError(f"a policy must return one of the engines of its snapshot, got {chosen!r:.100}")
+    return chosen.name
 
 
 class RouteChooser:
@@ -71,6 +85,8 @@ class RouteChooser:
         self._local_turns = local_turns
         self._prefill_turn = 0
         self._decode_turn = 0
+        self.num_policy_failures = 0  # choices of the default policy, in place of one that raised
+        self._log_limit = LogLimit()
         self.num_local_turns = 0  # requests given to decode engines because they had nearly all of the prompt
         self._num_prefill = 1  # candidates at the last choice
 
@@ -137,7 +153,7 @@ class RouteChooser:
         request = prompt.request
         if request.probe or request.near == prefill:
             return None
-        chosen = self._choose(decode, self._decode_turn, lambda: prompt.cached)
+        chosen = self._choose(prompt, "decode", decode, self._decode_turn, lambda: prompt.cached)
         has_run_it = any(request.near == engine.name for engine in decode)  # for an earlier choice
         if has_run_it:
             chosen = request.near
@@ -196,7 +212,7 @@ class RouteChooser:
         # Without the shift, both sides' turns would advance together: of 2 x 2 pairs only two would ever be used.
         turn = self._decode_turn + self._decode_turn // math.lcm(self._num_prefill, len(engines))
         self._decode_turn += 1
-        return self._choose(engines, turn, lambda: prompt.cached)
+        return self._choose(prompt, "decode", engines, turn, lambda: prompt.cached)
 
     def _order(self, prefill: str, decode: str) -> Order:
         """The hand-off order of the two. Raises EngineUnavailable if they have none in common."""
@@ -214,13 +230,47 @@ class RouteChooser:
         engines = self._fleet.candidates(side, now, without=tuple(without))
         return [engine for engine in engines if engine.name not in without]
 
-    def _choose(self, engines: Sequence[EngineView], turn: int, match: Callable[[], Mapping[str, int]]) -> str:
-        """Choose by policy. `match`: prompt tokens that need not be computed, by engine. (On the decode side there are
-        none: only its own blocks count.)
+    def _choose(
+        self,
+        prompt: PromptKV,
+        side: Side,
+        engines: Sequence[EngineView],
+        turn: int,
+        match: Callable[[], Mapping[str, int]],
+    ) -> str:
+        """Choose by policy; by the default one if that fails, which costs no request. `match`: prompt tokens that need
+        not be computed, by engine. (On the decode side there are none: only its own blocks count.)
         """
-        return self.policy(Snapshot(engines, turn, self._rng, match)).name
+        match = functools.cache(match)
+        predict = functools.cache(lambda: self._predict(prompt, side, engines, match()))
+        num_tokens = len(prompt.request.prompt_token_ids)
+        snapshot = Snapshot(tuple(engines), turn, self._rng, match, side, num_tokens, predict)
+        try:
+            return apply_policy(self.policy, snapshot)
+        except Exception:
+            self.num_policy_failures += 1
+            if self._log_limit.passes():
+                logger.exception("the policy failed, and %s chose in its place", DEFAULT_POLICY)
+            return apply_policy(POLICIES[DEFAULT_POLICY], snapshot)
+
+    def _predict(
+        self, prompt: PromptKV, side: Side, engines: Sequence[EngineView], match: Mapping[str, int]
+    ) -> dict[str, float]:
+        """Seconds that each engine would take to the first token (decode: for each further one), where known."""
+        speeds, num_tokens = self._fleet.speeds, len(prompt.request.prompt_token_ids)
+        predicted: dict[str, float] = {}
+        for name, load in engines:
+            if side == "decode":
+                token_s = speeds.step_s(name, self._fleet.engines[name].books.requests + 1)
+                num_left = 1
+            else:
+                token_s = speeds.token_s(name)
+                num_left = max(load, 0) + max(num_tokens - match.get(name, 0), 1)
+            if token_s:
+                predicted[name] = num_left * token_s
+        return predicted
 
     def _choose_prefill(self, prompt: PromptKV, engines: Sequence[EngineView], now: float) -> str:
         names = [engine.name for engine in engines]
-        turn = self._next_prefill_turn()
-        return self._choose(engines, turn, lambda: self._holdings.worth(prompt, names, now))
+        worth = functools.partial(self._holdings.worth, prompt, names, now)
+        return self._choose(prompt, "prefill", engines, self._next_prefill_turn(), worth)

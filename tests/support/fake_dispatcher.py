@@ -123,7 +123,7 @@ class FakeDispatcher:
         self.on_room: Callable[[], None] = lambda: None
         self.started = asyncio.Event()  # set by every start
         self.counters = Counters()
-        self.num_local_turns = 0
+        self.num_local_turns = self.num_policy_failures = 0
         self.counters.retried, self.counters.migrated, self.counters.dropped_messages = 2, 1, 3
         self.counters.failed["timeout"] = 4
         self.delays = Delays()

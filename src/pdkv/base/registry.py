@@ -1,8 +1,8 @@
-"""Plug points by name: shipped classes in a table, third parties by entry point, or "module:Class" directly."""
+"""Plug points by name: shipped ones in a table, third parties by entry point, or "module:Class" directly."""
 
 from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pdkv.base.options import did_you_mean
 from pdkv.errors import ConfigError
@@ -20,7 +20,7 @@ class Registry(Generic[T]):
         kind: the name of one of them in errors, such as "connector".
         group: the entry points of third parties.
         shipped: name -> "module:Class" of this distribution's own.
-        base: "module:Class" of their common base class. unknown: raised for an unknown name.
+        base: "module:Class" of their common base class; "": they are functions. unknown: raised for an unknown name.
         """
         self.kind = kind
         self.group = group
@@ -51,7 +51,8 @@ class Registry(Generic[T]):
             return targets[name]
         meant = did_you_mean(name, targets)
         known = ", ".join(sorted(targets))
-        raise self._unknown(f'unknown {self.kind} {name!r}{meant}; known: {known}, or "module:Class"')
+        form = "module:Class" if self._base else "module:function"
+        raise self._unknown(f'unknown {self.kind} {name!r}{meant}; known: {known}, or "{form}"')
 
     def load(self, name: str) -> type[T]:
         """Import and return the class behind `name`.
@@ -60,17 +61,27 @@ class Registry(Generic[T]):
             ConfigError: unknown name, its module or class or one of its imports is missing, or it has another base
                 class.
         """
+        loaded = self._import(name)
+        base = EntryPoint("base", self._base, self.group).load()
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
+            raise ConfigError(f"{self.kind} {name!r}: {self.target(name)} is no subclass of {base.__name__}")
+        return loaded
+
+    def load_function(self, name: str) -> Any:
+        """Import and return the function behind `name`. Raises ConfigError as `load`, or if it cannot be called."""
+        loaded = self._import(name)
+        if not callable(loaded):
+            raise ConfigError(f"{self.kind} {name!r}: {self.target(name)} is no function")
+        return loaded
+
+    def _import(self, name: str) -> Any:
         target = self.target(name)
         try:
-            loaded = EntryPoint(name, target, self.group).load()
+            return EntryPoint(name, target, self.group).load()
         except (ImportError, AttributeError) as error:
             exists = isinstance(error, ImportError) and not _is_about(error, target.partition(":")[0])
             raised = ConfigError if exists else self._unknown  # the module exists, but one of its imports does not
             raise raised(f"{self.kind} {name!r} ({target}) cannot be imported: {error}") from error
-        base = EntryPoint("base", self._base, self.group).load()
-        if not (isinstance(loaded, type) and issubclass(loaded, base)):
-            raise ConfigError(f"{self.kind} {name!r}: {target} is no subclass of {base.__name__}")
-        return loaded
 
 
 def _is_about(error: ImportError, module: str) -> bool:
