@@ -39,6 +39,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_terms: KVTerms | None = None  # terms of what engines store of its KV
     tenant: str = ""  # a digest of its tenant; empty: clients need no key
     priority: int = 0
+    slo_ttft_s: float = 0.0  # within which its first token should come; 0: as soon as possible
+    slo_tpot_s: float = 0.0  # that each further token should take; 0: as little as possible
     affinity: str = ""  # requests with the same key prefer the same engine; empty: none
     timeout_s: float  # until its last token; infinite: no total limit
     stall_timeout_s: float = math.inf  # for its turn, for its first token and for each further one; not both infinite

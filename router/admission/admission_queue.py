@@ -75,6 +75,7 @@ class Admission:
         self.pending_tokens = 0  # prompt tokens of those
         self.num_full = 0  # requests refused
         self.observe_wait: Callable[[float], None] = lambda seconds: None
+        self.objectives = self.config.priorities
         self._dispatcher = dispatcher
         self._clock = clock
         self._queue: FairQueue[_Waiter] = FairQueue()
@@ -205,6 +206,7 @@ class Admission:
             priority=request.priority,
             cost=cost_of(request) + PLACE_COST,
             weight=tenant.grant.weight,
+            deadline=waiter.began + request.slo_ttft_s if request.slo_ttft_s and tenant.digest else None,
         )
         timer = asyncio.get_running_loop().call_later(request.patience_s, _expire, waiter)
         visit.waiters[waiter] = waiting

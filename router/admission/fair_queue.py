@@ -19,19 +19,20 @@ T = TypeVar("T")
 class Flow:
     """A tenant's place in one priority, while it has items waiting there."""
 
-    __slots__ = ("clock", "heap", "num_waiting", "virtual")
+    __slots__ = ("clock", "deadlines", "heap", "num_waiting", "virtual")
 
     def __init__(self, virtual: float) -> None:
         self.virtual = virtual
         self.clock = 0.0  # cost of everything taken
         self.num_waiting = 0
-        self.heap: list[tuple[float, int, Waiting[object]]] = []
+        self.heap: list[tuple[tuple[float, int], int, Waiting[object]]] = []  # by place
+        self.deadlines: list[tuple[float, int, Waiting[object]]] = []  # those that have one
 
 
 class Turns:
-    """One request's share of its tenant's flow; its items wait one behind the other."""
+    """The share of one request, or of one fairness id, in its tenant's flow; its items wait one behind the other."""
 
-    __slots__ = ("flow", "tag")
+    __slots__ = ("__weakref__", "flow", "tag")
 
     def __init__(self) -> None:
         self.flow: Flow | None = None
@@ -41,14 +42,25 @@ class Turns:
 class Waiting(Generic[T]):
     """An item that waits; `item` is None once it has been taken or removed."""
 
-    __slots__ = ("cost", "flow", "item", "priority", "weight")
+    __slots__ = ("cost", "deadline", "flow", "item", "place", "priority", "weight")
 
-    def __init__(self, item: T, priority: int, cost: float, weight: float, flow: Flow) -> None:
+    def __init__(
+        self,
+        item: T,
+        priority: int,
+        cost: float,
+        weight: float,
+        flow: Flow,
+        place: tuple[float, int],
+        deadline: float | None,
+    ) -> None:
         self.item: T | None = item
         self.priority = priority
         self.cost = cost
         self.weight = weight
         self.flow = flow
+        self.place = place  # its tag, and a number that orders equal ones
+        self.deadline = deadline
 
 
 class _Class:
@@ -81,9 +93,19 @@ class FairQueue(Generic[T]):
         return self._priorities[0] if self._priorities else None
 
     def push(
-        self, item: T, *, tenant: str, turns: Turns, priority: int, cost: float, weight: float = 1.0
+        self,
+        item: T,
+        *,
+        tenant: str,
+        turns: Turns,
+        priority: int,
+        cost: float,
+        weight: float = 1.0,
+        deadline: float | None = None,
     ) -> Waiting[T]:
-        """Add an item. `cost` is in tokens; `turns` belong to its request."""
+        """Add an item. `cost` is in tokens; `turns` belong to its request. Items of a tenant that have a deadline share
+        their places by it: they never pass those without.
+        """
         assert cost > 0
         level = self._classes.get(priority)
         if level is None:
@@ -96,8 +118,11 @@ class FairQueue(Generic[T]):
             flow.virtual = max(flow.virtual, level.virtual)
         began = turns.tag if turns.flow is flow else 0.0
         turns.flow, turns.tag = flow, max(flow.clock, began) + cost
-        waiting = Waiting(item, priority, cost, weight, flow)
-        heapq.heappush(flow.heap, (turns.tag, next(self._numbers), waiting))  # type: ignore[misc]
+        number = next(self._numbers)
+        waiting = Waiting(item, priority, cost, weight, flow, (turns.tag, number), deadline)
+        heapq.heappush(flow.heap, (waiting.place, number, waiting))  # type: ignore[misc]
+        if deadline is not None:
+            heapq.heappush(flow.deadlines, (deadline, number, waiting))  # type: ignore[misc]
         flow.num_waiting += 1
         level.num_waiting += 1
         self._num_waiting += 1
@@ -115,16 +140,29 @@ class FairQueue(Generic[T]):
         """Take the next item; there must be one."""
         level = self._classes[self._priorities[0]]
         flow = min(self._flows(held_back), key=lambda f: f.virtual)
-        while True:
-            _, _, waiting = heapq.heappop(flow.heap)
-            if waiting.item is not None:
-                break
+        waiting = self._next_of(flow)
         level.virtual = max(level.virtual, flow.virtual)
         flow.virtual += waiting.cost / waiting.weight
         flow.clock += waiting.cost
         item: T = waiting.item  # type: ignore[assignment]
         self._left(waiting)  # type: ignore[arg-type]
         return item
+
+    def _next_of(self, flow: Flow) -> Waiting[object]:
+        """Take the first place of a flow: by tag, and among those with a deadline, by that."""
+        while True:
+            waiting = heapq.heappop(flow.heap)[2]
+            if waiting.item is not None:
+                break
+        if waiting.deadline is None:
+            return waiting
+        while flow.deadlines[0][2].item is None:
+            heapq.heappop(flow.deadlines)
+        urgent = heapq.heappop(flow.deadlines)[2]
+        if urgent is not waiting:  # the two change places
+            waiting.place = urgent.place
+            heapq.heappush(flow.heap, (waiting.place, next(self._numbers), waiting))
+        return urgent
 
     def remove(self, waiting: Waiting[T]) -> None:
         """Remove an item that no longer waits. Idempotent, and harmless once the item has been taken."""
@@ -152,9 +190,11 @@ class FairQueue(Generic[T]):
         assert flow.num_waiting >= 0, "more items left a flow than were waiting in it"
         if not level.num_waiting:
             self._drop_class(waiting.priority)
-        elif len(flow.heap) > 2 * flow.num_waiting + 16:  # removed items must not pile up
+        elif max(len(flow.heap), len(flow.deadlines)) > 2 * flow.num_waiting + 16:  # removed items must not pile up
             flow.heap = [entry for entry in flow.heap if entry[2].item is not None]
+            flow.deadlines = [entry for entry in flow.deadlines if entry[2].item is not None]
             heapq.heapify(flow.heap)
+            heapq.heapify(flow.deadlines)
 
     def _drop_class(self, priority: int) -> None:
         del self._classes[priority]

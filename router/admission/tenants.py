@@ -5,10 +5,12 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from pdkv.errors import InvalidRequest, TooManyRequests
+from pdkv.router.admission.fair_queue import Turns
 from pdkv.wire.kv import KVTerms
 
 TENANT = "pdkv.tenant"
@@ -83,6 +85,7 @@ class Tenant:
         self.num_tokens = 0  # prompt and output tokens of all requests that have ended
         self.digest = "" if name == ANONYMOUS else hashlib.sha256(name.encode()).hexdigest()[:16]
         """Name for engines, whose logs must not contain key names."""
+        self._turns: WeakValueDictionary[str, Turns] = WeakValueDictionary()  # by fairness id
         self._clock = clock
         self._requests = TokenBucket(0, 0.0, clock())
         self._bucket = TokenBucket(0, 0.0, clock())
@@ -168,12 +171,18 @@ class Tenant:
                 for name, value in zip(("limit", "remaining", "reset"), bucket.describe(self._clock()), strict=True):
                     yield b"x-ratelimit-%b-%b" % (name.encode(), what), str(value).encode()
 
-    def check_priority(self, priority: int) -> None:
-        """Raise InvalidRequest for a priority more urgent than the tenant may ask for."""
+    def turns_of(self, fairness_id: str) -> Turns:
+        """The turns of a request; requests of one fairness id share them."""
+        return self._turns.setdefault(fairness_id, Turns()) if fairness_id else Turns()
+
+    def check_priority(self, priority: int, param: str = "priority") -> None:
+        """Raise InvalidRequest for a priority more urgent than the tenant may ask for; `param` names it."""
         best = self.grant.best_priority
         if priority < best:
             raise InvalidRequest(
-                f"priority must be at least {best} (lower is more urgent), got {priority}", param="priority"
+                f"{'' if param == 'priority' else f'{param}: '}priority must be at least {best} "
+                f"(lower is more urgent), got {priority}",
+                param=param,
             )
 
     def salted(self, cache_salt: str) -> str:

@@ -25,6 +25,7 @@ from pdkv.router.http.answer.request_report import RequestReport
 from pdkv.router.http.read.intake import Shared
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
+from pdkv.router.http.read.wishes import Wishes, read_wishes
 from pdkv.router.http.server.access_log import log_access, wants_access_lines
 from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.http.server.request_body import Disconnected
@@ -98,13 +99,14 @@ class GenerateEndpoint:
     ) -> str:
         """Serve one request and report how it ended."""
         exchange.check_label()
+        wishes = self._read_wishes(scope, visit)
         self._admission.check(visit.tenant)
         deadline = Deadline(_client_timeout(Headers(scope=scope)), self._shared.limits.request_timeout_s)
         model = self._shared.model()
         job, gone = await self._receive_job(scope, receive, exchange, model, deadline, visit)
         try:
             self._check_answer(job)
-            job = self._admit(job, visit)
+            job = self._admit(job, visit, wishes)
         except BaseException:
             gone.cancel()
             raise
@@ -155,10 +157,24 @@ class GenerateEndpoint:
                 param="max_tokens",
             )
 
-    def _admit(self, job: Job, visit: Visit) -> Job:
+    def _read_wishes(self, scope: Scope, visit: Visit) -> Wishes:
+        """What its headers ask for. Raises InvalidRequest."""
+        wishes = read_wishes(Headers(scope=scope), self._admission.objectives)
+        visit.turns = visit.tenant.turns_of(wishes.fairness_id)
+        return wishes
+
+    def _admit(self, job: Job, visit: Visit, wishes: Wishes) -> Job:
         """The request within its tenant's limits. Raises InvalidRequest and TooManyRequests."""
         tenant = visit.tenant
         tenant.check_priority(job.priority)
+        if wishes.priority is not None:
+            if job.priority not in (0, wishes.priority):
+                text = f"{wishes.objective_header} has priority {wishes.priority}, and the body {job.priority}"
+                raise InvalidRequest(f"{text}: send one of them", param=wishes.objective_header)
+            tenant.check_priority(wishes.priority, wishes.objective_header)
+            job = msgspec.structs.replace(job, priority=wishes.priority)
+        if wishes.slo_ttft_s or wishes.slo_tpot_s:
+            job = msgspec.structs.replace(job, slo_ttft_s=wishes.slo_ttft_s, slo_tpot_s=wishes.slo_tpot_s)
         if self._admission.config.require_cache_salt and not job.cache_salt:
             raise InvalidRequest(
                 "cache_salt is required here (--require-cache-salt): send a secret common to those who may share the "

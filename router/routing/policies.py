@@ -65,6 +65,25 @@ def prefix_aware(snapshot: Snapshot) -> EngineView:
     return min(rotate(snapshot.engines, snapshot.turn), key=lambda e: e.load - match.get(e.name, 0))
 
 
+MOST_QUEUED_S = 10.0
+"""Seconds of work that an objective for the first token may gather on one engine, however late it lies."""
+
+
+def cheapest_within(snapshot: Snapshot, slo_s: float) -> EngineView | None:
+    """The engine that has fewest tokens of the prompt to compute, or to load, of those predicted to meet an objective;
+    if none is, the soonest. None: not all of them have been measured.
+    """
+    seconds = snapshot.predict()
+    if len(seconds) < len(snapshot.engines):
+        return None
+    engines, most_s = rotate(snapshot.engines, snapshot.turn), min(slo_s, MOST_QUEUED_S)
+    meeting = [engine for engine in engines if seconds[engine.name] <= most_s]
+    if not meeting:
+        return min(engines, key=lambda e: seconds[e.name])
+    match = snapshot.match()
+    return min(meeting, key=lambda e: (-match.get(e.name, 0), e.load))
+
+
 POLICIES: dict[str, Policy] = {
     "round_robin": round_robin,
     "random": uniform,

@@ -15,7 +15,15 @@ from pdkv.router.engines.candidate import EngineView, Side
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.request import Offer, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
-from pdkv.router.routing.policies import DEFAULT_POLICY, POLICIES, Policy, Snapshot, find_policy, prefix_aware
+from pdkv.router.routing.policies import (
+    DEFAULT_POLICY,
+    POLICIES,
+    Policy,
+    Snapshot,
+    cheapest_within,
+    find_policy,
+    prefix_aware,
+)
 from pdkv.wire.kv import Order
 
 logger = logging.getLogger(__name__)
@@ -245,6 +253,9 @@ class RouteChooser:
         predict = functools.cache(lambda: self._predict(prompt, side, engines, match()))
         num_tokens = len(prompt.request.prompt_token_ids)
         snapshot = Snapshot(tuple(engines), turn, self._rng, match, side, num_tokens, predict)
+        slo_s = prompt.request.slo_ttft_s if side == "prefill" else prompt.request.slo_tpot_s
+        if slo_s and (cheapest := cheapest_within(snapshot, slo_s)) is not None:
+            return cheapest.name
         try:
             return apply_policy(self.policy, snapshot)
         except Exception:

@@ -1,5 +1,6 @@
 """Configuration: frozen dataclasses layered by owner. Each field's help text serves the command line and the docs."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import EntryPoint
@@ -407,10 +408,26 @@ class AdmissionConfig(Options):
     )
     max_queued_tokens: Positive = option(1 << 22, "prompt tokens of waiting requests; further requests get 429")
     best_priority: int = option(0, "most urgent priority that clients without a key may ask for; lower is more urgent")
+    objectives: Mapping[str, str] = option(
+        {},
+        "priorities of the objectives that requests may name in the header x-llm-d-inference-objective",
+        metavar="NAME=PRIORITY",
+    )
     require_cache_salt: bool = option(
         False,
         "refuse requests without cache_salt, so that counts of cached tokens reveal nothing about other users' prompts",
     )
+
+    @property
+    def priorities(self) -> dict[str, int]:
+        """The priority of each objective."""
+        return {name: int(text) for name, text in self.objectives.items()}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, text in self.objectives.items():
+            if not re.fullmatch(r"-?[0-9]{1,9}", text):
+                raise ConfigError(f"objectives: {name}: a priority of at most 9 digits was expected, got {text!r}")
 
 
 class AccessConfig(Options):

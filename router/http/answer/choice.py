@@ -159,6 +159,8 @@ class Choice:
             kv_terms=self._job.kv_terms,
             tenant=self._job.tenant,
             priority=self._job.priority,
+            slo_ttft_s=self._job.slo_ttft_s,
+            slo_tpot_s=self._job.slo_tpot_s,
             affinity=self._job.affinity,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,

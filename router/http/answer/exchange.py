@@ -99,6 +99,7 @@ class Exchange:
         before that its head; `fail` as for `begin_events`. It costs a stream a timer, and an event nothing.
         """
         loop = asyncio.get_running_loop()
+        timer: asyncio.TimerHandle
 
         def look() -> None:
             nonlocal timer

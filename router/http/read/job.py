@@ -60,6 +60,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""  # the key's digest; "": clients need no key
     kv_terms: KVTerms | None = None  # from its tenant; no client can ask for terms
     priority: int = 0
+    slo_ttft_s: float = 0.0  # see Wishes
+    slo_tpot_s: float = 0.0
     affinity: str = ""  # requests with the same key prefer the same engine
     answer: AnswerFormat | None = None  # how its calls and reasoning are told apart from its text; None: it is all text
     own_tools: Mapping[str, Any] = {}  # of /v1/responses: the client's names of its functions

@@ -152,7 +152,7 @@ class LimitedProtocol(HttpToolsProtocol):
             self._served.message_event.set()
         self._served = None
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a whole request whose client sends nothing more, which is no reason for it not to read. Whether it has
         closed instead, its host says as soon as anything is sent: to ask, an interim response goes out that every
         client skips. HTTP/1.0 has none and TLS no half-close: there, the client has left.

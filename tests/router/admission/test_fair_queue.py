@@ -199,3 +199,44 @@ def test_a_tenant_that_is_held_back_keeps_its_turn() -> None:
     push(queue, "b2", tenant="b")
     assert drain(queue) == ["a1", "a2", "b2"]
     assert not queue.has_next()
+
+
+def test_items_with_deadlines_share_their_places_by_them_and_pass_no_other() -> None:
+    queue: FairQueue[str] = FairQueue()
+    handles = {}
+    for name, deadline in (
+        ("late", 9.0),
+        ("none", None),
+        ("soon", 1.0),
+        ("none too", None),
+        ("gone", 0.5),
+        ("mid", 5.0),
+    ):
+        handles[name] = push(queue, name, deadline=deadline)
+    push(queue, "other", tenant="b", deadline=0.1)
+    queue.remove(handles["gone"])
+    order = drain(queue)
+    assert [name for name in order if name != "other"] == ["soon", "none", "mid", "none too", "late"]
+    assert order.index("other") == 1, "between tenants, no deadline counts"
+
+
+def test_requests_of_one_fairness_id_take_turns_as_one() -> None:
+    queue: FairQueue[str] = FairQueue()
+    shared = Turns()
+    for _ in range(4):
+        push(queue, "many", turns=shared)
+    push(queue, "one")
+    assert drain(queue).index("one") <= 1
+
+
+def test_deadlines_that_are_taken_or_removed_do_not_pile_up() -> None:
+    queue: FairQueue[int] = FairQueue()
+    rng, live = random.Random(0), {}
+    for i in range(3000):
+        live[i] = push(queue, i, deadline=rng.choice([None, rng.random()]))
+        if len(live) > 20:
+            queue.remove(live.pop(rng.choice(list(live)))) if rng.random() < 0.5 else live.pop(queue.pop())
+    [flow] = queue._classes[0].flows.values()
+    assert len(queue) == len(live)
+    assert max(len(flow.heap), len(flow.deadlines)) <= 2 * len(live) + 18
+    assert set(drain(queue)) == set(live)

@@ -275,3 +275,38 @@ def test_turns_go_to_prefill_where_nobody_measured_or_asked_for_it() -> None:
     params = msgspec.structs.replace(request.params, prompt_logprobs=1)  # all of it is to be computed
     rig, request = measured(local_turns="always")
     assert routes_of(rig, msgspec.structs.replace(request, params=params)).prefill == "prefill-0"
+
+
+def slo_rig() -> tuple[ChooserRig, GenerateRequest]:
+    """prefill-0 has the prompt, and 2 s of work; both compute 1,000 tokens a second."""
+    rig, request = ChooserRig(2, 2, "prefix_aware", local_turns="never"), make_request(1024)
+    for name in ("prefill-0", "prefill-1"):
+        rig.fleet.speeds.computed(name, 1000, 1.0)
+    rig.store("prefill-0", 960, request)
+    rig.occupy("prefill-0", prompts=2000)
+    return rig, request
+
+
+@pytest.mark.parametrize(
+    ("slo_s", "engine"),
+    [(0.0, "prefill-1"), (3.0, "prefill-0"), (1.5, "prefill-1"), (0.001, "prefill-1"), (3600.0, "prefill-0")],
+)
+def test_an_objective_is_met_by_the_engine_that_computes_least(slo_s: float, engine: str) -> None:
+    rig, request = slo_rig()
+    assert rig.choose_prefill(msgspec.structs.replace(request, slo_ttft_s=slo_s)) == engine
+
+
+def test_an_objective_gathers_no_more_than_some_seconds_on_one_engine() -> None:
+    rig, request = slo_rig()
+    rig.occupy("prefill-0", prompts=20_000)
+    assert rig.choose_prefill(msgspec.structs.replace(request, slo_ttft_s=3600.0)) == "prefill-1"
+
+
+@pytest.mark.parametrize(("slo_s", "engine"), [(0.0, "decode-0"), (0.05, "decode-1"), (0.5, "decode-0")])
+def test_an_objective_for_further_tokens_counts_steps(slo_s: float, engine: str) -> None:
+    rig, request = ChooserRig(1, 2, "least_loaded"), make_request(64)
+    rig.occupy("decode-1", kv=10)
+    assert rig.choose_decode(msgspec.structs.replace(request, slo_tpot_s=0.05), "prefill-0") == "decode-0", "unmeasured"
+    for name, step_s in (("decode-0", 0.1), ("decode-1", 0.01)):
+        rig.fleet.speeds.decoded(name, 1, step_s)
+    assert rig.choose_decode(msgspec.structs.replace(request, slo_tpot_s=slo_s), "prefill-0") == engine
