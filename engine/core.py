@@ -288,8 +288,8 @@ class EngineCore:
                 self._book.submit(router_id, message, now, prepared)
             case Abort(request_id=request_id, attempt=attempt):
                 self._book.abort_attempt(router_id, (request_id, attempt))
-            case Peers(cards=cards):
-                self.peers.take_cards(router_id, cards)
+            case Peers(cards=cards, removed=removed):
+                self.peers.take_cards(router_id, cards, removed)
             case Resync():
                 self.reports.resync(router_id)
             case Continue() | KVTicket() | KVHandoff() | KVReady() | Release():

@@ -27,30 +27,30 @@ class PeerTable:
         self.counters = counters
         self._engine = card.engine
         self._connector = connector
-        self._cards: dict[str, Sequence[EngineCard]] = {}  # by router, the latest speaker last
+        self._cards: dict[str, dict[str, EngineCard]] = {}  # by router, the latest speaker last, and name
         self._peers: dict[str, EngineCard] = {}  # by epoch
 
     def router_left(self, router_id: str) -> None:
         """Drop what only that router knew."""
         if self._cards.pop(router_id, None) is not None:
-            self._update()
+            try:
+                self._update()
+            except Exception as error:  # another router's card is refused
+                self.refused((), (), error)
 
-    def take_cards(self, router_id: str, cards: Sequence[EngineCard]) -> None:
-        """Take a router's list of all engines. Raises what the connector raises, and then leaves everything
-        unchanged.
+    def take_cards(self, router_id: str, cards: Sequence[EngineCard], removed: Sequence[str] | None = None) -> None:
+        """Take a router's list of all engines or, with the names of those `removed`, what has changed in it.
+
+        Raises what the connector raises: its peers stay as they were, and the next change repeats this one.
         """
-        before = dict(self._cards)
-        self._cards.pop(router_id, None)
-        self._cards[router_id] = cards
-        try:
-            self._update()
-        except Exception:
-            self._cards = before
-            raise
+        before, gone = self._cards.pop(router_id, {}), set(removed or ())
+        kept = {} if removed is None else {name: card for name, card in before.items() if name not in gone}
+        self._cards[router_id] = kept | {card.engine: card for card in cards}
+        self._update()
 
     def _update(self) -> None:
         """Connect to new incarnations and tear down those that no router knows any more."""
-        cards = [card for known in self._cards.values() for card in known]
+        cards = [card for known in self._cards.values() for card in known.values()]
         peers = {card.epoch: card for card in cards if card.engine != self._engine}
         added = [card for epoch, card in peers.items() if epoch not in self._peers]
         removed = [card for epoch, card in self._peers.items() if epoch not in peers]

@@ -23,6 +23,7 @@ from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.capacity import Capacity
 from pdkv.router.engines.faults import fault_of
 from pdkv.router.engines.fleet import Counters, Fleet
+from pdkv.router.engines.peer_news import PeerNews
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow, Sends
@@ -84,6 +85,7 @@ class Driver:
         self._placing = placing
         self._clock = clock
         self._backends: dict[str, Backend] = {}
+        self._news = PeerNews(fleet.cards)
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
         self._loans: dict[str, Generation] = {}  # by loan_id
@@ -419,12 +421,16 @@ class Driver:
         asyncio.get_running_loop().call_later(LOAN_TIMEOUT_S, self._loan_is_late, generation, attempt)
 
     def _send(self, engine: str, message: RouterToEngine) -> None:
-        """Send a message; a request that fits no frame ends here."""
+        """Send a message, behind the news of peers that it may name; a request that fits no frame ends here."""
         if not self.fleet.is_ready(engine):
             return
+        if engine in self._news.behind:
+            self._send(engine, self._news.take(engine))
         if isinstance(message, Submit) and (generation := self._loans.get(message.request_id)) is not None:
             self._expect_loan(generation, message.attempt)
         elif isinstance(message, Submit) and (generation := self._generations.get(message.request_id)) is not None:
+            for peer in self._news.behind.keys() & generation.flow.route[:2]:
+                self._send(peer, self._news.take(peer))
             now, state = self._clock(), self.fleet.engines[engine]
             state.score.begin_trial(now)
             generation.asked_at = now

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from itertools import islice
 
 from pdkv.errors import IncompatiblePeers, PeerGone
 from pdkv.router.engines.cache_orders import CacheOrders
@@ -27,7 +28,6 @@ from pdkv.wire.messages import (
     KVEvents,
     KVReady,
     Loaded,
-    Peers,
     Release,
     Resync,
     RouterToEngine,
@@ -40,6 +40,9 @@ from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
 
+
+PEERS_PER_TURN, PEERS_PAUSE_S = 64, 0.002
+"""Engines that are told of their peers in one turn of the event loop, and seconds until the next."""
 
 REPORT_TIMEOUT_S = 2.0
 """How long `fresh_reports` waits for engines: one that is stopped, or in a long step, does not answer."""
@@ -69,6 +72,7 @@ class Listener(Driver):
         self.tiers = tiers
         self.cache_orders = CacheOrders(self._send, fleet.is_ready)
         self._report_number = 0
+        self._peers_are_due = False  # more engines are about to be told of their peers
         self._settled = asyncio.Event()  # whether this start succeeds or fails is known
         self._refusal: IncompatiblePeers | None = None  # why it fails
         self.closed = False  # `close` was called
@@ -135,6 +139,7 @@ class Listener(Driver):
         num_needed = keys_needed(card.layout, card.hash_block_size)
         self.index.add_engine(name, card.num_blocks * keys_per_block, num_needed=num_needed)
         self.tiers.add_engine(name)
+        self._news.came_up(card)
         self._send_peers()
         self.on_room()
         self.changes.notify()
@@ -152,6 +157,7 @@ class Listener(Driver):
             return
         logger.warning("%s is gone: %s", name, reason)
         self.fleet.went_down(name, self._clock())
+        self._news.went_down(name)
         self.index.remove_engine(name)
         self.tiers.remove_engine(name)
         self.cache_orders.engine_down(name)
@@ -218,6 +224,17 @@ class Listener(Driver):
                 self.counters.dropped_messages += 1
 
     def _send_peers(self) -> None:
-        peers = Peers(cards=self.fleet.cards())
-        for name in self._backends:
-            self._send(name, peers)
+        """Tell some engines what is new of their peers; the others have their turn soon, and at the latest before a
+        message that may name such a peer.
+        """
+        for name in list(islice(self._news.behind, PEERS_PER_TURN)):
+            if name in self._news.behind:
+                self._send(name, self._news.take(name))
+        if self._news.behind and not self._peers_are_due:
+            self._peers_are_due = True
+            asyncio.get_running_loop().call_later(PEERS_PAUSE_S, self._send_more_peers)
+
+    def _send_more_peers(self) -> None:
+        self._peers_are_due = False
+        if not self.closed:
+            self._send_peers()

@@ -227,6 +227,11 @@ def test_a_peer_is_gone_when_no_router_knows_it_any_more(monkeypatch: pytest.Mon
     assert there[-1] == ["x"]
     core.router_left("other")
     assert there[-1] == ["x"]
+    core.handle("r", Peers([y], removed=[]), 0.0)
+    assert there[-1] == ["x", "y"]
+    core.handle("r", Peers([], removed=["y", "unknown"]), 0.0)
+    assert there[-1] == ["x"]
     core.router_left("r")
     assert there[-1] == []
-    assert [change for change in changes[1:] if change != ([], [])] == [([], ["y"]), ([], ["x"])]
+    turns = [([], ["y"]), (["y"], []), ([], ["y"]), ([], ["x"])]
+    assert [change for change in changes[1:] if change != ([], [])] == turns

@@ -154,7 +154,7 @@ class EngineServer:
             self._heartbeat = Heartbeat(self._context, _second(endpoint), card.epoch, self._watch, self._doorkeeper)
             if self._doorkeeper is not None:
                 self._doorkeeper.start([self.endpoint, self._heartbeat.endpoint])
-            self.card = msgspec.structs.replace(card, beats=self._heartbeat.endpoint)
+            self.card = msgspec.structs.replace(card, beats=self._heartbeat.endpoint, peer_changes=True)
         except zmq.ZMQError as error:
             self.close()
             raise StartupError(f"{card.engine} cannot listen on {endpoint}: {error}") from error

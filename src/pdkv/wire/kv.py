@@ -174,6 +174,7 @@ class EngineCard(Message, frozen=True):
     kv_checksum: ChecksumMode = "off"  # the hand-offs that have digests
     lends: bool = False  # it lends its cached KV, and reads others' (docs/kv-hierarchy.md)
     draws: Natural = 1  # version of its draws: those of equal ones draw the same tokens with the same seed
+    peer_changes: bool = False  # it takes Peers that name only what has changed
 
 
 class KVHandoff(Message, frozen=True):

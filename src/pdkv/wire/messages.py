@@ -165,9 +165,12 @@ class Continue(Message, frozen=True):
 
 
 class Peers(Message, frozen=True):
-    """All engine cards now known; an engine that is missing here is gone."""
+    """All engine cards now known; an engine that is missing here is gone. With `removed`, what has changed since the
+    last one: only to engines whose card has `peer_changes`.
+    """
 
     cards: Annotated[list[EngineCard], Meta(max_length=MAX_CARDS)]
+    removed: Annotated[list[Id], Meta(max_length=MAX_CARDS)] | None = None  # names of engines that are gone
 
 
 class Resync(Message, frozen=True):

@@ -292,6 +292,44 @@ async def test_restarted_engine_serves_again_under_its_new_epoch() -> None:
         await check_right(system, make_request())
 
 
+async def test_engines_are_told_what_changed_once_and_older_ones_everything() -> None:
+    """Review, A2. Of 100 engines, each was sent 100 cards at each change: 4 GiB for 200 engines."""
+    system = System(2, 98)
+    names = list(system.backends)
+    system.dispatcher.connect()
+    for name, backend in system.backends.items():
+        backend.start(system.card(name, peer_changes=name != "prefill-1"))
+    backends = system.backends
+
+    def known(name: str) -> dict[str, str]:
+        """As the engine understands it."""
+        cards: dict[str, str] = {}
+        for message in backends[name].heard(Peers):
+            cards = {} if message.removed is None else cards
+            cards |= {card.engine: card.epoch for card in message.cards}
+            cards = {engine: epoch for engine, epoch in cards.items() if engine not in (message.removed or ())}
+        return cards
+
+    clock().advance(1.0)
+    for name in names:
+        assert known(name) == dict.fromkeys(names, "e0"), name
+        backends[name].engine.received.clear()
+    backends["decode-97"].die()
+    backends["decode-97"].start(system.card("decode-97", epoch="e1", peer_changes=True))
+    backends["decode-96"].die()
+    system.dispatcher.start_on("decode-95", make_request()).abort()
+    assert [type(m) for m in backends["decode-95"].engine.received][-3:] == [Peers, Submit, Abort], "known before"
+    clock().advance(1.0)
+    live = {name: "e1" if name == "decode-97" else "e0" for name in names if name != "decode-96"}
+    assert known("prefill-1") == known("decode-97") == live
+    for name in names[2:97]:
+        messages = backends[name].heard(Peers)
+        assert all(m.removed is not None for m in messages)
+        assert sum(len(m.cards) for m in messages) <= 1
+        assert messages[-1].removed == ["decode-96"], name
+    system.dispatcher.close()
+
+
 async def test_not_ready_before_every_engine_has_been_up() -> None:
     async with live(System(1, 2), start=False) as system:
         dispatcher = system.dispatcher

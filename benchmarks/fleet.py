@@ -1,0 +1,194 @@
+"""What a router pays for a fleet's size, over engines that compute nothing: a decision, an engine's start, its death.
+
+CPU time of one thread, in processes of their own: with `--before VENV`, an earlier version takes turns. Half of the
+engines run prompts. Each holds a prompt's first 16 blocks of 64, and 20 of them all of it.
+"""
+
+import argparse
+import asyncio
+import cProfile
+import json
+import pstats
+import subprocess
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from pdkv.router.engines.engine_client import EngineListener
+from pdkv.router.generations.dispatch import Dispatcher, GenerateRequest
+from pdkv.sampling.params import SamplingParams
+from pdkv.wire.frames import encode_message
+from pdkv.wire.kv import EngineCard, KVLayout
+from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents, RouterToEngine
+
+NUM_BLOCKS, NUM_COMMON, NUM_WHOLE = 64, 16, 20
+DECISION_LIMITS_US = {10: 150.0, 1_000: 300.0, 10_000: 500.0}
+HOLD_LIMIT_MS = 20.0
+MAX_PAIRS = 250_000
+STREAMS, DEAD_BLOCKS = 512, 1 << 20
+
+
+class Fake:
+    """An engine that takes messages and says nothing: what is sent to it is encoded, as for a socket."""
+
+    def __init__(self, name: str, role: str) -> None:
+        self.name = name
+        self.role = role
+        self.num_dropped = 0
+        self.listener: EngineListener | None = None
+
+    def card(self, epoch: str = "e") -> EngineCard:
+        new = {"peer_changes": True} if "peer_changes" in EngineCard.__struct_fields__ else {}
+        layout = KVLayout(num_layers=8, num_kv_heads=8, head_size=64, block_size=16, dtype="bfloat16", dtype_bytes=2)
+        return EngineCard(
+            engine=self.name, role=self.role, epoch=epoch, pid=1, connector="nixl", kind="pull",
+            content_addressed=False, orders=["prefill_first"], model="m", layout=layout, hash_block_size=16,
+            num_blocks=DEAD_BLOCKS, max_model_len=1 << 17, max_num_seqs=1 << 10, rank_blobs=[bytes(1024)],
+            wire_versions={"nixl": 1}, lends=True, **new,
+        )  # fmt: skip
+
+    def connect(self, listener: EngineListener) -> None:
+        self.listener = listener
+
+    def send(self, message: RouterToEngine) -> None:
+        encode_message(message)
+
+    def close(self) -> None:
+        self.listener = None
+
+
+def make_request(first: int = 0, num_blocks: int = NUM_BLOCKS) -> GenerateRequest:
+    tokens = [first, *range(1, num_blocks * 16), 7]
+    return GenerateRequest(prompt_token_ids=tokens, params=SamplingParams(max_tokens=64, seed=1), timeout_s=1e9)
+
+
+def make_fleet(num_engines: int) -> tuple[Dispatcher, list[Fake]]:
+    """A dispatcher whose engines are all ready, and hold what they are said to."""
+    dispatcher = Dispatcher(await_all=False)
+    fakes = [Fake(f"{role}-{i}", role) for i in range(num_engines // 2) for role in ("prefill", "decode")]
+    peers, dispatcher._send_peers = dispatcher._send_peers, lambda *_: None  # type: ignore[method-assign]
+    for fake in fakes:
+        dispatcher.add_backend(fake, fake.role)
+    dispatcher.connect()
+    keys = dispatcher_keys(dispatcher, fakes, make_request())
+    for i, fake in enumerate(fakes):
+        held = keys if i < NUM_WHOLE else keys[:NUM_COMMON]
+        dispatcher.engine_messages(fake.name, [KVEvents(0, [CacheCleared(), BlockStored(list(held), None)])])
+    dispatcher._send_peers = peers  # type: ignore[method-assign]
+    if news := getattr(dispatcher, "_news", None):  # all are told of each other, once
+        for name in list(news.behind):
+            news.take(name)
+    return dispatcher, fakes
+
+
+def dispatcher_keys(dispatcher: Dispatcher, fakes: list[Fake], request: GenerateRequest) -> list[bytes]:
+    for fake in fakes:
+        if not dispatcher.fleet.is_ready(fake.name):
+            dispatcher.engine_up(fake.name, fake.card())
+    return list(dispatcher._holdings.of(request, 0.0).keys)
+
+
+async def decision(num_engines: int, case: str, profile: bool) -> float:
+    """CPU seconds from a request to its Submit, and to its end by an abort; its keys are known."""
+    dispatcher, fakes = make_fleet(num_engines)
+    now = dispatcher._clock()
+    prefills, decodes = ([f.name for f in fakes if f.role == role] for role in ("prefill", "decode"))
+    if case == "pairs":
+        num_each = min(len(prefills), MAX_PAIRS // len(decodes))
+        for prefill in prefills[:num_each]:
+            for decode in decodes:
+                dispatcher.fleet.pairs.loaded(prefill, decode, True, now)
+    if case == "failing":
+        dispatcher.fleet.pairs.loaded(prefills[0], decodes[0], False, now)
+    requests = [make_request(i % 2) for i in range(64)]
+    for request in requests:
+        dispatcher._holdings.of(request, now)
+    await asyncio.sleep(0)
+
+    def once(request: GenerateRequest) -> None:
+        assert dispatcher.has_room()
+        dispatcher.start(request).abort()
+
+    profiler = cProfile.Profile()
+    for request in requests[:8]:
+        once(request)
+    if profile:
+        profiler.enable()
+    times = []
+    for request in requests:
+        start = time.thread_time()
+        once(request)
+        times.append(time.thread_time() - start)
+    profiler.disable()
+    if profile:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(28)
+    dispatcher.close()
+    return median(times)
+
+
+async def longest_hold(work: Callable[[], object]) -> float:
+    """The longest CPU time between two turns of the event loop, from `work` on until nothing is left to do."""
+    loop, worst = asyncio.get_running_loop(), 0.0
+    loop.call_soon(work)
+    for _ in range(400):  # turns with nothing to do end it sooner than any deadline would
+        start = time.thread_time()
+        await asyncio.sleep(0)
+        worst = max(worst, time.thread_time() - start)
+    return worst
+
+
+async def start(num_engines: int, case: str, profile: bool) -> float:
+    """An engine's restart."""
+    dispatcher, fakes = make_fleet(num_engines)
+    dispatcher.engine_down(fakes[0].name, "a benchmark")
+    await longest_hold(lambda: None)
+    seconds = await longest_hold(partial(dispatcher.engine_up, fakes[0].name, fakes[0].card("f")))
+    dispatcher.close()
+    return seconds
+
+
+async def death(num_engines: int, case: str, profile: bool) -> float:
+    """The death of an engine with STREAMS prompts of 4,096 tokens and DEAD_BLOCKS blocks."""
+    dispatcher, fakes = make_fleet(num_engines)
+    for i in range(STREAMS):
+        dispatcher.start_on(fakes[0].name, make_request(i + 100, 256))
+    for number in range(1, DEAD_BLOCKS // 4096):
+        keys = [(number * 4096 + i).to_bytes(16) for i in range(4096)]
+        dispatcher.engine_messages(fakes[0].name, [KVEvents(number, [BlockStored(keys, None)])])
+        while dispatcher.index.has_work:
+            dispatcher.index.work()
+    await longest_hold(lambda: None)
+    profiler = cProfile.Profile()
+    if profile:
+        profiler.enable()
+    seconds = await longest_hold(partial(dispatcher.engine_down, fakes[0].name, "a benchmark"))
+    profiler.disable()
+    if profile:
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(28)
+    dispatcher.close()
+    return seconds
+
+
+CASES = {"decision": decision, "start": start, "death": death}
+
+
+def _child(python: Path, what: str, num_engines: int, case: str) -> float:
+    command = [str(python), "-m", "benchmarks.fleet", what, str(num_engines), case]
+    done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=CASES)
+    parser.add_argument("engines", type=int)
+    parser.add_argument("case", nargs="?", default="plain", choices=("plain", "pairs", "failing"))
+    parser.add_argument("--profile", action="store_true")
+    args = parser.parse_args()
+    print(json.dumps(asyncio.run(CASES[args.what](args.engines, args.case, args.profile))))
+
+
+if __name__ == "__main__":
+    main()
