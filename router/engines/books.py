@@ -1,6 +1,7 @@
 """Tokens of work that one router has given to engines, counted exactly from each generation's start to its end."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
@@ -24,6 +25,7 @@ class Books:
     requests: int = 0  # KV tokens that it has, or will get
     prefill_tokens: int = 0  # prompt tokens that it has to compute
     kv_tokens: int = 0  # KV tokens that its requests hold, or will hold
+    noticed: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)  # called at each change
 
 
 class Entry(NamedTuple):
@@ -39,6 +41,7 @@ class Entry(NamedTuple):
         books.requests += 1
         books.prefill_tokens += self.prefill_tokens
         books.kv_tokens += self.kv_tokens
+        books.noticed()
 
     def strike(self) -> None:
         """Remove the generation."""
@@ -46,6 +49,7 @@ class Entry(NamedTuple):
         books.requests -= 1
         books.prefill_tokens -= self.prefill_tokens
         books.kv_tokens -= self.kv_tokens
+        books.noticed()
         assert books.requests >= 0, "a generation was removed from books that did not contain it"
         assert books.requests or not (books.prefill_tokens or books.kv_tokens), "tokens without a request"
 

@@ -5,19 +5,12 @@ Requests wait in the router's queue instead, where they can still be reordered, 
 dropped.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.fleet import EngineState, Fleet
-from pdkv.wire.kv import EngineCard
-
-STEPS_AHEAD = 2
-"""Prompt tokens for one prefill engine, in multiples of its largest step: one step runs while the next is at hand."""
-
-UNKNOWN_STEP = 8192
-"""Tokens of an engine's largest step if its card does not say."""
+from pdkv.router.engines.members import Members
 
 SEQS_AHEAD = 2
 """Generations per place in the decode engines' batches: as many again are in prefill or on their way."""
@@ -74,18 +67,20 @@ class Capacity:
         the decode engines' pools have, unless one of these engines reports that it has slack: prompts may share KV.
         False while a role has no engine that is ready.
         """
-        prefill, decode = self._engines("prefill"), self._engines("decode")
+        prefill, decode = self._fleet.sides["prefill"], self._fleet.sides["decode"]
         if self._take_over:
-            prefill, decode = prefill or decode, decode or prefill
-        if not prefill or not decode:
+            prefill, decode = prefill if prefill.num_seqs else decode, decode if decode.num_seqs else prefill
+        if not prefill.num_seqs or not decode.num_seqs:
             return False
         if not self.num_generations:
             return True
-        if all(e.books.prefill_tokens >= STEPS_AHEAD * _step_tokens(e) for e in prefill):
+        if prefill.with_room <= self._doubted(prefill).keys():
             return False
-        if self.num_generations >= SEQS_AHEAD * _num_seqs(decode):
+        if self.num_generations >= SEQS_AHEAD * self._num_seqs(decode):
             return False
-        return self.kv_tokens < sum(map(_kv_capacity, decode)) or any(map(_has_slack, decode))
+        doubted = self._doubted(decode)
+        num_tokens = decode.kv_tokens - sum(e.kv_capacity for e in doubted.values())
+        return self.kv_tokens < num_tokens or not decode.with_slack <= doubted.keys()
 
     def held_back(self) -> Collection[str]:
         """Tenants that may not begin another generation now, because places in batches are kept free for others.
@@ -101,38 +96,21 @@ class Capacity:
                 places.most, places.most_at = places.running, now
                 if not places.running:
                     del self._places[tenant]
-        num_seqs = _num_seqs(self._engines("decode"))
+        num_seqs = self._num_seqs(self._fleet.sides["decode"])
         large = {t: p for t, p in self._places.items() if p.most * len(self._places) > num_seqs}
         num_kept = sum(p.most for t, p in self._places.items() if t not in large)
         return large if num_kept and sum(p.running for p in large.values()) >= num_seqs - num_kept else ()
 
-    def _engines(self, side: Side) -> list[EngineState]:
-        """Engines that can be used; suspects only if there are no others."""
-        engines = self._fleet.engines.values()
-        ready = [e for e in engines if e.life == "ready" and e.role in (side, "any") and not e.draining]
-        return [e for e in ready if not e.suspicion] or ready
+    def _doubted(self, members: Members) -> Mapping[str, EngineState]:
+        """Suspects among them, which count only if there are no others."""
+        engines = [e for e in self._fleet.doubted if e.name in members.engines and e.suspicion and not e.draining]
+        are_all = sum(_num_places(e) for e in engines) == members.num_seqs
+        return {} if are_all else {e.name: e for e in engines}
+
+    def _num_seqs(self, members: Members) -> int:
+        return members.num_seqs - sum(map(_num_places, self._doubted(members).values()))
 
 
-def _card(engine: EngineState) -> EngineCard:
+def _num_places(engine: EngineState) -> int:
     assert engine.card is not None
-    return engine.card
-
-
-def _num_seqs(engines: list[EngineState]) -> int:
-    return sum(_card(e).max_num_seqs for e in engines)
-
-
-def _step_tokens(engine: EngineState) -> int:
-    return _card(engine).max_num_batched_tokens or UNKNOWN_STEP
-
-
-def _has_slack(engine: EngineState) -> bool:
-    """Whether the engine reports that nothing waits there and half of its pool is unused."""
-    load = engine.load
-    return load is not None and not load.waiting and 2 * (load.blocks.free + load.blocks.cached) > load.blocks.total
-
-
-def _kv_capacity(engine: EngineState) -> int:
-    """Tokens of KV that its pool holds."""
-    layout, blocks = _card(engine).layout, engine.blocks
-    return max(blocks.total - blocks.quarantined, 0) * layout.block_size // layout.num_groups
+    return engine.card.max_num_seqs

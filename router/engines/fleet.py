@@ -3,8 +3,9 @@
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines.books import CONTEXT_WEIGHT, Books
 from pdkv.router.engines.candidate import EngineView, Side
 from pdkv.router.engines.health import EngineHealth
+from pdkv.router.engines.members import FEW, Members, Versions
 from pdkv.router.engines.outliers import GAP_SHARE, MIN_PACES, PROMPT_SHARE, BadPairs, OutlierScore, Usual, typical
 from pdkv.router.engines.speeds import Speeds
 from pdkv.router.request import GenerateRequest
@@ -29,6 +31,15 @@ REVIEW_S = 0.5
 
 ORDERS: tuple[Order, ...] = ("prefill_first", "needs_peer_first", "concurrent")
 """Hand-off orders by preference; decode_first is used only if requested."""
+
+STEPS_AHEAD = 2
+"""Prompt tokens for one prefill engine, in multiples of its largest step: one step runs while the next is at hand."""
+
+UNKNOWN_STEP = 8192
+"""Tokens of an engine's largest step if its card does not say."""
+
+MANY = 2 * FEW
+"""Engines of a side up to which all of them are looked at for each request."""
 
 
 @dataclass(slots=True)
@@ -49,6 +60,8 @@ class EngineState:
     refused_card: EngineCard | None = None  # card of that incarnation, while it is connected
     draining: bool = False  # an operator has drained it; outlives its incarnations
     assigned: str | None = None  # the role that an operator gave it; outlives its incarnations
+    token_bytes: int = 0  # bytes of a token's KV on all ranks of the latest incarnation
+    versions: Versions = ()  # of its connectors' wire formats
     note: RefusalNote | None = None  # where a launcher writes why it keeps the engine out
 
     @property
@@ -104,6 +117,29 @@ class EngineState:
     def pid(self) -> int | None:
         """Process id of the incarnation that is ready."""
         return self.card.pid if self.card is not None and self.life == "ready" else None
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens of KV that its pool holds."""
+        assert self.card is not None, f"{self.name} has never been ready"
+        blocks = self.blocks
+        return max(blocks.total - blocks.quarantined, 0) * self.card.layout.block_size // self.card.layout.num_groups
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it has fewer prompt tokens to compute than it may be given, and is given more."""
+        step = (self.card.max_num_batched_tokens if self.card is not None else 0) or UNKNOWN_STEP
+        return not self.draining and self.books.prefill_tokens < STEPS_AHEAD * step
+
+    @property
+    def has_slack(self) -> bool:
+        """Whether it reports that nothing waits there and half of its pool is unused."""
+        load = self.load
+        return load is not None and not load.waiting and 2 * (load.blocks.free + load.blocks.cached) > load.blocks.total
+
+    def is_well(self, now: float) -> bool:
+        """Whether nothing speaks against giving it a request, but for the engines that it would work with."""
+        return not (self.draining or self.suspicion or self.score.held_until(now))  # a silent one is a suspect
 
     def describe(self, now: float, num_requests: int = 0) -> dict[str, Any]:
         """The engine's description, JSON-ready; load, steps and blocks as last reported.
@@ -186,13 +222,26 @@ class Fleet:
         self._usual: defaultdict[str, Usual] = defaultdict(Usual)  # by role
         self._reviewed_at = -math.inf
         self.speeds = Speeds()
-        self._foreign: frozenset[tuple[str, str]] = frozenset()  # pairs of ready engines that cannot exchange KV
+        self.sides: dict[Side, Members] = {"prefill": Members("prefill"), "decode": Members("decode")}
+        self.doubted: list[EngineState] = []  # suspects at the last tick
+        self._are_mixed = False  # whether engines that are ready speak several versions
+        self._gaps: dict[tuple[Versions, Versions], str] = {}  # why those of such versions cannot exchange KV
 
     def add(self, name: str, role: str, note: RefusalNote | None = None) -> EngineState:
         """Add an engine that has yet to start."""
         assert name not in self.engines, f"two engines are named {name}"
         state = self.engines[name] = EngineState(name, role, note=note)
         return state
+
+    def look_at(self, engine: EngineState) -> None:
+        """Note that what it is ready for, or how much it holds, may have changed."""
+        for members in self.sides.values():
+            members.put(engine)
+        self._are_mixed = len({v for members in self.sides.values() for v in members.versions}) > 1
+
+    def _noticed(self, name: str) -> None:
+        for members in self.sides.values():
+            members.noticed(name)
 
     def remove(self, name: str) -> None:
         """Remove an engine that is down or never came up."""
@@ -215,30 +264,46 @@ class Fleet:
         self._identity = card.model
         self._shortest = min(self._shortest, card.max_model_len)
         state.refusal = state.refused_card = None
-        state.life, state.card, state.load, state.books = "ready", card, None, Books()
+        state.life, state.card, state.load = "ready", card, None
+        state.books = Books(noticed=partial(self._noticed, name))
         state.role = state.assigned or card.role
+        heads, each = card.layout.kv_heads_of_all_ranks, card.layout.num_kv_heads
+        state.token_bytes, state.versions = (
+            card.layout.token_bytes * heads // each,
+            tuple(sorted(card.wire_versions.items())),
+        )
         state.health = EngineHealth(beats=card.beats.startswith("ipc://"))  # the port of others may be out of reach
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
-        self._compare_versions(card)
+        self.look_at(state)
+        self._compare_versions(state)
         return state
 
-    def _compare_versions(self, card: EngineCard) -> None:
-        """Find the engines with which this one's connectors share no version, and say so."""
-        name = card.engine
-        gaps = {other.engine: gap for other in self.cards() if (gap := _version_gap(card, other))}
-        for other, gap in gaps.items():
-            if (name, other) not in self._foreign:
-                logger.warning("no KV passes between %s and %s: %s", name, other, gap)
-        foreign = {pair for pair in self._foreign if name not in pair}
-        self._foreign = frozenset(foreign | {pair for other in gaps for pair in ((name, other), (other, name))})
+    def _compare_versions(self, state: EngineState) -> None:
+        """Say with which engines this one's connectors share no version: those of one version are named by one."""
+        named = {state.versions}
+        for other in self.engines.values() if self._are_mixed else ():
+            if other.life == "ready" and other.versions not in named:
+                named.add(other.versions)
+                if gap := self._gap(state.versions, other.versions):
+                    logger.warning("no KV passes between %s and %s: %s", state.name, other.name, gap)
+
+    def _gap(self, mine: Versions, theirs: Versions) -> str:
+        if (mine, theirs) not in self._gaps:
+            self._gaps[mine, theirs] = _version_gap(dict(mine), dict(theirs))
+        return self._gaps[mine, theirs]
 
     def can_hand_over(self, prefill: str, decode: str) -> bool:
         """Whether KV can be passed between the two, as far as their cards tell."""
-        return (prefill, decode) not in self._foreign
+        return not (self._are_mixed and self._gap(self.engines[prefill].versions, self.engines[decode].versions))
+
+    def has_reader(self, engine: EngineState, side: Side) -> bool:
+        """Whether KV can be passed between it and some ready engine of that side."""
+        versions = self.sides[side].versions
+        return not self._are_mixed or any(not self._gap(engine.versions, theirs) for theirs in versions)
 
     def _check(self, name: str, card: EngineCard) -> None:
         """Raise IncompatiblePeers if it cannot work with the engines that are ready, or has another model."""
-        for other in self.cards():
+        if (other := self.any_card) is not None:  # all others agree with it
             check_compatible(other, card)
         if self._identity and card.model != self._identity:
             raise IncompatiblePeers(
@@ -265,14 +330,18 @@ class Fleet:
         """Take a report of an engine that is up."""
         state = self.engines[name]
         self.speeds.reported(name, load)
+        before = (state.kv_capacity, state.has_slack)
         state.load = load
         state.answered = max(state.answered, load.answers)
+        if before != (state.kv_capacity, state.has_slack):
+            self.look_at(state)
 
     def went_down(self, name: str, now: float) -> None:
         """Note that the incarnation that was ready is gone."""
         state = self.engines[name]
         state.life, state.load, state.books = "dead", None, Books()
         state.num_deaths += 1
+        self.look_at(state)
         self.speeds.forget(name)
         state.health = EngineHealth()
         if not state.draining:  # else its end was expected
@@ -283,24 +352,55 @@ class Fleet:
         """Cards of the engines that are ready."""
         return [e.card for e in self.engines.values() if e.life == "ready" and e.card is not None]
 
+    @property
+    def any_card(self) -> EngineCard | None:
+        """Card of some engine that is ready: what keys and compatibility depend on is the same in all."""
+        return next((e.card for members in self.sides.values() for e in members.engines.values()), None)
+
     def is_ready(self, name: str) -> bool:
         """Whether the engine can answer messages; False for one that was removed."""
         state = self.engines.get(name)
         return state is not None and state.life == "ready"
 
-    def candidates(self, side: Side, now: float, *, without: Sequence[str] = ()) -> list[EngineView]:
+    def candidates(
+        self,
+        side: Side,
+        now: float,
+        *,
+        without: Collection[str] = (),
+        near: Collection[str] | None = None,
+        prefill: str = "",
+    ) -> list[EngineView]:
         """Ready engines that can be this side of a request, except draining and silent ones, which would not answer.
 
         As long as others remain, these are left out, in this order: engines in `without`, suspects, those without a
         compatible partner, those whose pairs fail, and at most half of what is left that is ejected: too few engines
         for all requests would be worse than a bad one.
+
+        Args:
+            near: of a large fleet only these and the least loaded; None: of any fleet all.
+            prefill: the engine whose KV they read. Of a large fleet, only those that can.
         """
-        able = [e for e in self.engines.values() if e.life == "ready" and e.role in (side, "any")]
+        members, other = self.sides[side], "decode" if side == "prefill" else "prefill"
+        failing = self.pairs.avoided(now)
+        unpaired = self._without_partner(side, failing) if failing else ()
+        if near is not None and len(members) > MANY:
+
+            def fits(e: EngineState) -> bool:
+                if e.name in without or not e.is_well(now):
+                    return False
+                if prefill and ((prefill, e.name) in failing or not self.can_hand_over(prefill, e.name)):
+                    return False
+                return e.role == "any" or (e.name not in unpaired and self.has_reader(e, other))
+
+            if few := members.few(near, fits):
+                return [e.view(side) for e in few]
+        able = [e for e in self.engines.values() if e.name in members.engines]
         ready = [e for e in able if not (e.draining or e.is_silent)]
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others
-        understood = _less(awake, self._without_partner(side, self._foreign))
-        paired = _less(understood, self._without_partner(side, self.pairs.avoided(now)))
+        understood = [e for e in awake if e.role == "any" or self.has_reader(e, other)] or awake
+        paired = _less(understood, unpaired)
         held = [e for e in paired if e.score.held_until(now)]
         if held and len(held) < len(paired):
             num_left = max(len(paired) - len(held), (len(paired) + 1) // 2)
@@ -321,26 +421,20 @@ class Fleet:
         """Whether decode engines compute what these are `too_short` for: prefill engines are among them."""
         return any(self.engines[name].role == "prefill" for name in short)
 
-    def can_lend(self, lender: str, borrower: str, avoided: Collection[tuple[str, str]]) -> bool:
+    def can_lend(self, lender: str, borrower: str, failing: Collection[tuple[str, str]]) -> bool:
         """Whether `borrower` may be told to read what `lender` has cached. One that is draining still lends.
 
-        `avoided`: pairs to be avoided now.
+        `failing`: pairs to be avoided now.
         """
         one, other = self.engines[lender], self.engines[borrower]
         if not (one.life == other.life == "ready" and one.card is not None and one.card.lends) or one.suspicion:
             return False
-        return (lender, borrower) not in avoided
-
-    def avoided_pairs(self, now: float) -> frozenset[tuple[str, str]]:
-        """(prefill, decode) pairs that are avoided now."""
-        return self.pairs.avoided(now) | self._foreign
+        return (lender, borrower) not in failing and self.can_hand_over(lender, borrower)
 
     def _without_partner(self, side: Side, pairs: Collection[tuple[str, str]]) -> frozenset[str]:
         """Engines of this role all of whose pairs with engines of other roles are among these."""
-        if not pairs:
-            return frozenset()
-        partners = {e.name for e in self.engines.values() if e.life == "ready" and e.role != side}
         own, other = (0, 1) if side == "prefill" else (1, 0)
+        partners = self.sides["decode" if side == "prefill" else "prefill"].engines.keys()
         counts = Counter(pair[own] for pair in pairs if pair[other] in partners)
         return frozenset(name for name, count in counts.items() if count == len(partners))
 
@@ -395,6 +489,7 @@ class Fleet:
         """Count one tick of TICK_S; engines that speak reset their own count."""
         for engine in self.engines.values():
             engine.health.tick(engine.has_work)
+        self.doubted = [engine for engine in self.engines.values() if engine.suspicion]
 
     @property
     def suspects(self) -> dict[str, str]:
@@ -434,10 +529,9 @@ def _less(engines: list[EngineState], names: Collection[str]) -> list[EngineStat
     return [e for e in engines if e.role == "any" or e.name not in names] or engines if names else engines
 
 
-def _version_gap(mine: EngineCard, theirs: EngineCard) -> str:
+def _version_gap(mine: Mapping[str, int], theirs: Mapping[str, int]) -> str:
     """The connector whose versions differ between the two, with both versions; empty if none is known to differ."""
-    versions = theirs.wire_versions
-    gaps = [(name, own, versions[name]) for name, own in mine.wire_versions.items() if versions.get(name, own) != own]
+    gaps = [(name, own, theirs[name]) for name, own in mine.items() if theirs.get(name, own) != own]
     return ", ".join(f"connector {name} speaks version {own} and version {other}" for name, own, other in gaps)
 
 

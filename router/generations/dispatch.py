@@ -112,6 +112,7 @@ class Dispatcher(Listener):
     def remove_backend(self, name: str) -> None:
         """Disconnect from an engine for good: its work ends or continues elsewhere, as if it had died."""
         self.engine_down(name, "it was removed")
+        self._move_orphans(len(self._orphans))
         self._backends.pop(name).close()
         self.fleet.remove(name)
         self._place_parked_soon()  # nothing waits for its return

@@ -49,6 +49,9 @@ CACHE_MISSES = (KVNotFound.code, StaleGeneration.code)
 fault.
 """
 
+PARKED_PER_TURN = 32
+"""Waiting generations that are given engines in one turn of the event loop: ten milliseconds."""
+
 PROVEN_S = 5.0
 """Seconds: an engine where something succeeded within this time is not blamed for a request that another one failed,
 too.
@@ -120,6 +123,8 @@ class Driver:
 
     def engines_changed(self) -> None:
         """Note that the set of usable engines has changed."""
+        for engine in self.fleet.engines.values():
+            self.fleet.look_at(engine)
         self.changes.notify()
         self.on_room()
         self._place_parked_soon()
@@ -402,14 +407,19 @@ class Driver:
             asyncio.get_running_loop().call_soon(self._place_parked)
 
     def _place_parked(self) -> None:
+        """Place some of them: the others have their turn soon."""
         self._parked_are_due = False
         in_vain: set[object] = set()  # the same for one of a kind as for all: thousands may wait
+        num_placed = 0
         for generation in self.recovery.parked():
             kind = self.recovery.kind_of(generation)
             if kind not in in_vain and not generation.flow.ended:
                 self._advance(generation, tuple, "placing it")
                 if self.recovery.is_parked(generation):
                     in_vain.add(kind)
+                elif (num_placed := num_placed + 1) == PARKED_PER_TURN:
+                    self._place_parked_soon()
+                    return
 
     def _send_all(self, sends: Sends) -> None:
         for engine, message in sends:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import islice
@@ -11,6 +12,7 @@ from pdkv.router.engines.cache_orders import CacheOrders
 from pdkv.router.engines.capacity import Capacity
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.generations.driver import Driver
+from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.probes import Prober
 from pdkv.router.generations.recovery import Recovery
@@ -44,6 +46,9 @@ logger = logging.getLogger(__name__)
 PEERS_PER_TURN, PEERS_PAUSE_S = 64, 0.002
 """Engines that are told of their peers in one turn of the event loop, and seconds until the next."""
 
+ORPHANS_PER_TURN = 16
+"""Generations of an engine that is gone that go on elsewhere in one turn of the event loop: five milliseconds."""
+
 REPORT_TIMEOUT_S = 2.0
 """How long `fresh_reports` waits for engines: one that is stopped, or in a long step, does not answer."""
 
@@ -72,6 +77,8 @@ class Listener(Driver):
         self.tiers = tiers
         self.cache_orders = CacheOrders(self._send, fleet.is_ready)
         self._report_number = 0
+        self._orphans: deque[tuple[Generation, str]] = deque()  # generations of engines that are gone
+        self._orphans_are_due = False  # more of them are about to go on elsewhere
         self._peers_are_due = False  # more engines are about to be told of their peers
         self._settled = asyncio.Event()  # whether this start succeeds or fails is known
         self._refusal: IncompatiblePeers | None = None  # why it fails
@@ -126,6 +133,7 @@ class Listener(Driver):
 
     def engine_up(self, name: str, card: EngineCard) -> None:
         """Take a ready incarnation into use; its peers are told."""
+        self._move_orphans(len(self._orphans))  # of its predecessor, perhaps
         try:
             self.fleet.came_up(name, card)
         except IncompatiblePeers as error:
@@ -166,15 +174,31 @@ class Listener(Driver):
             self.recovery.engine_died(name, victims, suspects)
         except Exception:
             logger.exception("an error while finding out who ended %s; its requests go on elsewhere", name)
-        for generation in victims:
-            self._advance(generation, partial(generation.flow.engine_died, name), f"the end of {name}")
-        for generation in [g for g in self._generations.values() if g.flow.loan.lender == name]:
-            self._go_without_loan(generation, PeerGone.code)
+        self._orphans.extend((generation, name) for generation in victims)
+        self._orphans.extend((g, name) for g in self._generations.values() if g.flow.loan.lender == name)
+        self._move_orphans(ORPHANS_PER_TURN)
         self._send_peers()
         self.changes.notify()
         self._place_parked_soon()
         for card in self.fleet.no_longer_refused():
             self.engine_up(card.engine, card)
+
+    def _move_orphans(self, most: int) -> None:
+        """Let some generations go on without an engine that is gone; the others have their turn soon."""
+        for _ in range(min(most, len(self._orphans))):
+            generation, name = self._orphans.popleft()
+            if name in generation.flow.route[:2]:
+                self._advance(generation, partial(generation.flow.engine_died, name), f"the end of {name}")
+            if generation.flow.loan.lender == name:
+                self._go_without_loan(generation, PeerGone.code)
+        if self._orphans and not self._orphans_are_due:
+            self._orphans_are_due = True
+            asyncio.get_running_loop().call_soon(self._move_more_orphans)
+
+    def _move_more_orphans(self) -> None:
+        self._orphans_are_due = False
+        if not self.closed:
+            self._move_orphans(ORPHANS_PER_TURN)
 
     def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
         """Take one frame of an engine that is up."""

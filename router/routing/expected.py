@@ -1,7 +1,8 @@
 """What engines are about to have: blocks of prompts that they were given, before their own events speak of these."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 
@@ -10,6 +11,19 @@ EXPECTED_S = 5.0
 
 MAX_KEYS = 1 << 18
 """Keys that are expected at once, of 4 M tokens; beyond them, what was given longest ago is not expected any more."""
+
+
+MAX_ENDS = 8
+"""Prompts whose expectations are cleared away at once; others that are over wait, and count for nothing."""
+
+
+class _Life:
+    """An engine until its cache is emptied: what it was given before counts no more, and goes when its time is up."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
 
 
 class ExpectedKV:
@@ -21,61 +35,71 @@ class ExpectedKV:
     """
 
     def __init__(self) -> None:
-        self._ends: dict[bytes, dict[str, float]] = {}  # key -> engine -> time
-        self._given: deque[tuple[float, str, Sequence[bytes]]] = deque()  # by time
+        self._lives: dict[str, _Life] = {}
+        self._ends: dict[bytes, dict[_Life, float]] = {}  # key -> engine -> time
+        self._given: deque[tuple[float, _Life, Sequence[bytes]]] = deque()  # by time
 
     @property
     def num_keys(self) -> int:
-        """Distinct keys that any engine is expected to have."""
+        """Distinct keys that any engine is expected to have, or was not long ago."""
         return len(self._ends)
 
     def add(self, engine: str, keys: Sequence[bytes], now: float) -> None:
         """The engine was given a prompt, and these keys of it are missing there."""
         if keys:
-            self._given.append((now + EXPECTED_S, engine, keys))
+            life = self._lives.setdefault(engine, _Life(engine))
+            self._given.append((now + EXPECTED_S, life, keys))
             for key in keys:
-                self._ends.setdefault(key, {})[engine] = now + EXPECTED_S
+                self._ends.setdefault(key, {})[life] = now + EXPECTED_S
             while len(self._ends) > MAX_KEYS:
                 self._end_oldest()
 
-    def extend(self, keys: Sequence[bytes], cached: Mapping[str, int], now: float) -> Mapping[str, int]:
-        """Tokens of the longest prefix of `keys` that each engine has or is expected to have, given what it has."""
+    def extend(self, engine: str, keys: Sequence[bytes], num_cached: int, now: float) -> int:
+        """Tokens of the longest prefix of `keys` that the engine has or is expected to have, given what it has."""
         self._expire(now)
-        if not self._ends or not keys:
-            return cached
-        found = dict(cached)
-        for engine in cached.keys() | self._ends.get(keys[0], {}).keys():
-            end = begin = cached.get(engine, 0) // HASH_BLOCK_SIZE
-            while end < len(keys) and engine in self._ends.get(keys[end], ()):
-                end += 1
-            if end > begin:
-                found[engine] = end * HASH_BLOCK_SIZE
-        return found
+        ends, life, place = self._ends, self._lives.get(engine), num_cached // HASH_BLOCK_SIZE
+        if life is None or not ends:
+            return num_cached
+        end = place
+        while end < len(keys) and (known := ends.get(keys[end])) and known.get(life, now) > now:
+            end += 1
+        return end * HASH_BLOCK_SIZE if end > place else num_cached
+
+    def engines(self, keys: Sequence[bytes], most: int) -> Iterable[str]:
+        """Engines that are expected to have some of these keys: those with the last ones first, and then no others."""
+        found: dict[_Life, float] = {}
+        for key in reversed(keys) if self._ends else ():
+            if key in self._ends:
+                found |= self._ends[key]
+                if len(found) >= most:
+                    break
+        return (life.name for life in islice(found, most))
 
     def forget(self, engine: str, keys: Sequence[bytes]) -> None:
         """The engine has said itself what became of these."""
-        if self._ends:
+        if self._ends and (life := self._lives.get(engine)) is not None:
             for key in keys:
-                self._forget(engine, key)
+                self._forget(life, key)
 
     def remove_engine(self, engine: str) -> None:
-        """The engine is gone. Idempotent."""
-        for _, name, keys in self._given:
-            if name == engine:
-                for key in keys:
-                    self._forget(engine, key)
+        """The engine is gone, or has nothing any more. Idempotent."""
+        self._lives.pop(engine, None)
 
     def _expire(self, now: float) -> None:
-        while self._given and self._given[0][0] <= now:
+        for _ in range(MAX_ENDS):
+            if not self._given or self._given[0][0] > now:
+                break
             self._end_oldest()
 
     def _end_oldest(self) -> None:
-        end, engine, keys = self._given.popleft()
+        end, life, keys = self._given.popleft()
+        if not self._given:
+            self._lives.clear()  # nothing is expected any more
         for key in keys:
-            if self._ends.get(key, {}).get(engine, end + 1) <= end:
-                self._forget(engine, key)
+            if self._ends.get(key, {}).get(life, end + 1) <= end:
+                self._forget(life, key)
 
-    def _forget(self, engine: str, key: bytes) -> None:
+    def _forget(self, life: _Life, key: bytes) -> None:
         engines = self._ends.get(key)
-        if engines is not None and engines.pop(engine, None) is not None and not engines:
+        if engines is not None and engines.pop(life, None) is not None and not engines:
             del self._ends[key]

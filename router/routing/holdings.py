@@ -4,16 +4,17 @@ A token of an engine's own cache is worth one. Tokens that it would load, from a
 engine, are worth their number less the tokens that it could compute during the load (engines/speeds.py).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import takewhile
+from itertools import islice
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE, root_key
 from pdkv.config import Reuse
 from pdkv.router.engines.fleet import Fleet
+from pdkv.router.engines.members import FEW
 from pdkv.router.engines.speeds import Costs, saved_tokens
 from pdkv.router.request import GenerateRequest, Offer
-from pdkv.router.routing.prefix_index import PrefixIndex
+from pdkv.router.routing.prefix_index import Match, PrefixIndex
 from pdkv.router.routing.tier_index import Reach, TierIndex
 from pdkv.wire.kv import EngineCard
 
@@ -28,25 +29,36 @@ class PromptKV:
         self._now = now
 
     @cached_property
-    def cached(self) -> Mapping[str, int]:
+    def cached(self) -> Match:
         """Number of the prompt's first tokens in each engine's own cache; engines without any are left out."""
         return self._known.index.match(self.keys)
 
+    def expected(self, engine: str) -> int:
+        """As in `cached`, with what the engine is about to compute for prompts that it was given before."""
+        return self._known.index.expected.extend(engine, self.keys, self.cached.get(engine), self._now)
+
     @cached_property
-    def expected(self) -> Mapping[str, int]:
-        """As `cached`, with what engines are about to compute for prompts that they were given before."""
-        return self._known.index.expected.extend(self.keys, self.cached, self._now)
+    def near(self) -> Collection[str]:
+        """Engines that have, or are about to have, most of the prompt: FEW of each kind at most."""
+        cached = (engine for _, engine in islice(self.cached.most_first(in_turn=True), FEW))
+        own = (engine for reach in self.reaches if len(reach.engines) < FEW for engine in reach.engines)
+        return {*cached, *self._known.index.expected.engines(self.keys, FEW), *own}
 
     @cached_property
     def reaches(self) -> Sequence[Reach]:
         """The prefixes in tiers below the caches."""
         return self._known.tiers.match(self.keys)
 
-    @cached_property
-    def holders(self) -> Sequence[tuple[int, str]]:
-        """(tokens that could be lent, engine), most first; one token of the prompt is always computed."""
+    def holders(self, own: int) -> Iterator[tuple[int, str]]:
+        """(tokens that could be lent, engine) of those with more than `own`, most first; one token of the prompt is
+        always computed.
+        """
         most = (len(self.request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE
-        return sorted(((min(num, most), name) for name, num in self.cached.items()), reverse=True)
+        if own < most:
+            for num_tokens, engine in self.cached.most_first():
+                if num_tokens <= own:
+                    return
+                yield min(num_tokens, most), engine
 
 
 class Holdings:
@@ -61,13 +73,17 @@ class Holdings:
         self.index = index
         self.tiers = tiers
         self._reuse = reuse
+        self._card: EngineCard | None = None  # of the engine that was asked last
+        self._layout = ""
 
     def of(self, request: GenerateRequest, now: float) -> PromptKV:
         """The known KV of a prompt at this moment."""
-        card = next(iter(self._fleet.cards()), None)  # everything that keys depend on is the same in all engines
+        card = self._fleet.any_card
         if card is None:
             return PromptKV(request, (), self, now)
-        root = root_key(model=card.model, layout=card.layout.identity, cache_salt=request.cache_salt)
+        if card is not self._card:
+            self._card, self._layout = card, card.layout.identity
+        root = root_key(model=card.model, layout=self._layout, cache_salt=request.cache_salt)
         return PromptKV(request, request.keys.of(root, request.prompt_token_ids), self, now)
 
     def given(self, prompt: PromptKV, engine: str, offer: Offer | None, now: float) -> int:
@@ -78,11 +94,11 @@ class Holdings:
 
     def worth(self, prompt: PromptKV, engines: Collection[str], now: float) -> Mapping[str, int]:
         """Prompt tokens that each of these engines need not compute."""
-        avoided = self._fleet.avoided_pairs(now) if self._reuse != "never" else ()
+        failing = self._fleet.pairs.avoided(now)
         found: dict[str, int] = {}
         for engine in engines:
-            own = prompt.expected.get(engine, 0)
-            loan = self._find_lender(prompt, engine, own, avoided)
+            own = prompt.expected(engine)
+            loan = self._find_lender(prompt, engine, own, failing)
             found[engine] = self._worth(engine, own, prompt.reaches, 0 if loan is None else loan[0])
         return found
 
@@ -90,7 +106,7 @@ class Holdings:
         """Prompt tokens that the engine will have to compute, as far as is known, at least one block. Loaded tokens
         count for the time that their load takes.
         """
-        own, lent = prompt.expected.get(engine, 0), 0 if offer is None else offer.num_tokens
+        own, lent = prompt.expected(engine), 0 if offer is None else offer.num_tokens
         num_saved = self._worth(engine, own, prompt.reaches, lent)
         return max(len(prompt.request.prompt_token_ids) - num_saved, HASH_BLOCK_SIZE)
 
@@ -101,7 +117,7 @@ class Holdings:
         cached = prompt.cached.get(borrower, 0)
         reach = max((r for r in prompt.reaches if borrower in r.engines), key=lambda r: r.num_tokens, default=None)
         own = max(cached, 0 if reach is None else reach.num_tokens)
-        best = self._find_lender(prompt, borrower, own, self._fleet.avoided_pairs(now))
+        best = self._find_lender(prompt, borrower, own, self._fleet.pairs.avoided(now))
         if best is None:
             return None
         num_tokens, lender = best
@@ -125,13 +141,13 @@ class Holdings:
         return self._reuse != "never" and not request.probe and card is not None and card.lends
 
     def _find_lender(
-        self, prompt: PromptKV, borrower: str, own: int, avoided: Collection[tuple[str, str]]
+        self, prompt: PromptKV, borrower: str, own: int, failing: Collection[tuple[str, str]]
     ) -> tuple[int, str] | None:
         """(tokens, engine) of the engine that has most beyond the first `own` tokens, and may lend them."""
         if not self._may_borrow(prompt.request, borrower):
             return None
-        more = takewhile(lambda each: each[0] > own, prompt.holders)
-        return next((e for e in more if e[1] != borrower and self._fleet.can_lend(e[1], borrower, avoided)), None)
+        more = prompt.holders(own)
+        return next((e for e in more if e[1] != borrower and self._fleet.can_lend(e[1], borrower, failing)), None)
 
     def _tier_is_sooner(self, borrower: str, reach: Reach | None, cached: int, num_tokens: int, loan: Costs) -> bool:
         """Whether the borrower would have these tokens sooner by reading the tier and computing the rest."""
@@ -145,8 +161,7 @@ class Holdings:
 
     def _num_bytes(self, engine: str, num_tokens: int) -> int:
         """Bytes on all ranks."""
-        layout = self._card_of(engine).layout
-        return num_tokens * layout.token_bytes * layout.kv_heads_of_all_ranks // layout.num_kv_heads
+        return num_tokens * self._fleet.engines[engine].token_bytes
 
     # --- value ----------------------------------------------------------------------------------------------------
 

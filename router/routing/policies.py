@@ -5,7 +5,7 @@ chosen separately: decode may be chosen long after prefill. Others' are found by
 """
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from pdkv.base.registry import Registry
@@ -83,6 +83,9 @@ def cheapest_within(snapshot: Snapshot, slo_s: float) -> EngineView | None:
     match = snapshot.match()
     return min(meeting, key=lambda e: (-match.get(e.name, 0), e.load))
 
+
+BY_LOAD: Collection[Policy] = (least_loaded, prefix_aware)
+"""Policies that need not see all engines of a large fleet: only the least loaded, and those with most of a prompt."""
 
 POLICIES: dict[str, Policy] = {
     "round_robin": round_robin,

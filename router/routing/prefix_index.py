@@ -12,7 +12,7 @@ than a few keys wait for `work`, too. The table is cut into shards, so that none
 
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.router.routing.expected import ExpectedKV
@@ -24,6 +24,9 @@ SLICE_KEYS = 2048
 
 INLINE_KEYS = 256
 """Most keys of events that are applied as they arrive, if none wait before them."""
+
+TURN_BITS = 17
+"""Engines by which those advance that are named first for what they hold."""
 
 _NUM_SHARDS = 1024
 _SHARD_MASK = _NUM_SHARDS - 1
@@ -66,11 +69,13 @@ class PrefixIndex:
         self._parts: dict[str, _Part] = {}
         self._by_bit: dict[int, str] = {}  # engines by their bit number
         self._live = 0  # bits of engines
+        self._windowed: dict[int, int] = {}  # bits of those that need only a prefix's end, by how many keys of it
         self._used = 0  # bits of removed parts, until cleared from all shards
         self._shards: list[dict[bytes, int]] = [{} for _ in range(_NUM_SHARDS)]  # key -> bit mask of engines
         self._behind: deque[_Part] = deque()  # parts with waiting events
         self._gone: dict[int, int] = {}  # bit -> shards from which it has yet to be cleared
         self._next_shard = 0
+        self._turn = 0
         self._dropped: deque[deque[KVEvent]] = deque()  # events of removed engines: also freed slice by slice
 
     @property
@@ -95,7 +100,7 @@ class PrefixIndex:
             num_needed: consecutive keys at the end of a prefix that make a hit (`keys_needed`); 0: all keys are needed.
         """
         self.remove_engine(engine)
-        self._parts[engine] = _Part(engine, self._take_bit(engine), max_keys, num_needed)
+        self._parts[engine] = _Part(engine, self._take_bit(engine, num_needed), max_keys, num_needed)
 
     def remove_engine(self, engine: str) -> None:
         """Remove the engine and its keys. Idempotent."""
@@ -161,48 +166,44 @@ class PrefixIndex:
                 return False
         return self.has_work
 
-    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
+    def match(self, keys: Sequence[bytes]) -> "Match":
         """Tokens of the longest prefix of `keys` that each engine holds; engines without any are left out."""
         found = self._match_windows(keys)
-        alive, shards = self._live & ~self._windowed, self._shards
+        alive, shards = self._live & ~sum(self._windowed.values()), self._shards
         if not alive:
-            return found
+            return Match(self, found)
         for num_keys, key in enumerate(keys):
             mask = shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK].get(key, 0)
             ended = alive & ~mask
             if ended:
                 if num_keys:
-                    found.update(dict.fromkeys(self._engines(ended), num_keys * self.hash_block_size))
+                    found.append((num_keys * self.hash_block_size, ended))
                 alive &= mask
                 if not alive:
-                    return found
+                    return Match(self, found)
         if keys:
-            found.update(dict.fromkeys(self._engines(alive), len(keys) * self.hash_block_size))
-        return found
+            found.append((len(keys) * self.hash_block_size, alive))
+        return Match(self, found)
 
-    @property
-    def _windowed(self) -> int:
-        """Bits of engines that need only a prefix's end."""
-        return sum(part.bit for part in self._parts.values() if part.num_needed)
+    def take_turn(self) -> int:
+        """The number of a bit, of another engine each time."""
+        self._turn = (self._turn + TURN_BITS) % max(self._live.bit_length(), 1)
+        return self._turn
 
-    def _match_windows(self, keys: Sequence[bytes]) -> dict[str, int]:
+    def _match_windows(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
         """`match` for engines that need only a prefix's end."""
-        by_needed: dict[int, int] = {}
-        for part in self._parts.values():
-            if part.num_needed:
-                by_needed[part.num_needed] = by_needed.get(part.num_needed, 0) | part.bit
-        if not by_needed:
-            return {}
+        found: list[tuple[int, int]] = []
+        if not self._windowed:
+            return found
         shards = self._shards
         masks = [shards[hash(key) >> _SHARD_SHIFT & _SHARD_MASK].get(key, 0) for key in keys]
-        found: dict[str, int] = {}
         if not any(masks):
             return found
-        for num_needed, missing in by_needed.items():
+        for num_needed, missing in self._windowed.items():
             in_a_row = _masks_in_a_row(masks, num_needed)
             for num_keys in range(len(keys), 0, -1):
                 if new := in_a_row[num_keys - 1] & missing:
-                    found.update(dict.fromkeys(self._engines(new), num_keys * self.hash_block_size))
+                    found.append((num_keys * self.hash_block_size, new))
                     missing &= ~new
                     if not missing:
                         break
@@ -216,16 +217,20 @@ class PrefixIndex:
             yield self._by_bit[low.bit_length() - 1]
             mask ^= low
 
-    def _take_bit(self, engine: str) -> int:
+    def _take_bit(self, engine: str, num_needed: int) -> int:
         bit = ~self._used & (self._used + 1)  # the lowest free bit
         self._used |= bit
         self._live |= bit
+        if num_needed:
+            self._windowed[num_needed] = self._windowed.get(num_needed, 0) | bit
         self._by_bit[bit.bit_length() - 1] = engine
         return bit
 
     def _retire(self, part: _Part) -> None:
         """Drop the contents of a part."""
         self._live &= ~part.bit
+        if part.num_needed:
+            self._windowed[part.num_needed] &= ~part.bit
         del self._by_bit[part.bit.bit_length() - 1]
         if part.num_keys:
             self._gone[part.bit] = _NUM_SHARDS
@@ -264,7 +269,7 @@ class PrefixIndex:
     def _clear(self, part: _Part) -> None:
         if part.num_keys:
             self._retire(part)
-            part.bit = self._take_bit(part.name)
+            part.bit = self._take_bit(part.name, part.num_needed)
 
     def _drop_waiting(self, part: _Part) -> None:
         if part.waiting:
@@ -325,6 +330,46 @@ class PrefixIndex:
                     del shard[key]
                 else:
                     shard[key] = mask & ~bit
+
+
+class Match(Mapping[str, int]):
+    """Tokens by engine, most first, as they are now: read out only for the engines that are asked about."""
+
+    __slots__ = ("_index", "_levels")
+
+    def __init__(self, index: PrefixIndex, levels: list[tuple[int, int]]) -> None:
+        """`levels`: (tokens, bits of the engines that hold so many and no more)."""
+        self._index = index
+        self._levels = sorted(levels, reverse=True)
+
+    def __getitem__(self, engine: str) -> int:
+        if (num_tokens := self.get(engine, 0)) == 0:
+            raise KeyError(engine)
+        return num_tokens
+
+    def get(self, engine: str, default: int = 0) -> int:  # type: ignore[override]
+        """Tokens that the engine holds."""
+        part = self._index._parts.get(engine)
+        if part is not None:
+            for num_tokens, mask in self._levels:
+                if mask & part.bit:
+                    return num_tokens
+        return default
+
+    def __iter__(self) -> Iterator[str]:
+        return (engine for _, mask in self._levels for engine in self._index._engines(mask))
+
+    def __len__(self) -> int:
+        return sum(mask.bit_count() for _, mask in self._levels)
+
+    def most_first(self, *, in_turn: bool = False) -> Iterator[tuple[int, str]]:
+        """(tokens, engine). `in_turn`: of many that hold as much, others come first each time."""
+        first = self._index.take_turn() if in_turn else 0
+        for num_tokens, mask in self._levels:
+            behind = mask >> first << first
+            for each in (behind, mask ^ behind):
+                for engine in self._index._engines(each):
+                    yield num_tokens, engine
 
 
 class _Noticed:

@@ -16,6 +16,7 @@ from pdkv.router.engines.fleet import Fleet
 from pdkv.router.request import Offer, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.policies import (
+    BY_LOAD,
     DEFAULT_POLICY,
     POLICIES,
     Policy,
@@ -122,7 +123,7 @@ class RouteChooser:
         """
         short = self._fleet.too_short(prompt.request, num_output)
         without = {*without, *short}
-        prefill, decode = (self._candidates(side, now, without) for side in SIDES)
+        prefill, decode = (self._candidates(side, now, without, prompt) for side in SIDES)
         most = prompt.request.most_tokens(num_output)
         able = decode if not prefill and (self._take_over or self._fleet.decode_suffices(short)) else []
         if self._take_over and not decode:
@@ -136,7 +137,7 @@ class RouteChooser:
         first = self._prefill_of(prompt, prefill, now)
         if self._fleet.engines[first].role == "any":
             return Route(first, first)
-        is_foreign = not any(self._fleet.can_hand_over(first, engine.name) for engine in decode)
+        is_foreign = not self._fleet.has_reader(self._fleet.engines[first], "decode")
         if is_foreign and self._fleet.engines[first].takes(most):
             return Route(first, first)  # as any engine can: no other engine could read its KV
         if is_foreign or (self._fleet.engines[first].lacks_store and not prompt.request.probe):
@@ -211,12 +212,13 @@ class RouteChooser:
         Raises:
             NoEngine: no engine that decodes is ready.
         """
-        engines = self._candidates("decode", now, {*without, prefill})
+        engines = self._candidates("decode", now, {*without, prefill}, prompt, prefill)
         if not engines:
             raise NoEngine("no decode engine is ready")
-        marked = self._fleet.avoided_pairs(now)
-        if marked:
-            engines = [e for e in engines if (prefill, e.name) not in marked] or engines
+        failing, can_read = self._fleet.pairs.avoided(now), self._fleet.can_hand_over
+        engines = [
+            e for e in engines if (prefill, e.name) not in failing and can_read(prefill, e.name)
+        ] or engines  # fmt: skip
         # Without the shift, both sides' turns would advance together: of 2 x 2 pairs only two would ever be used.
         turn = self._decode_turn + self._decode_turn // math.lcm(self._num_prefill, len(engines))
         self._decode_turn += 1
@@ -233,9 +235,17 @@ class RouteChooser:
         self._prefill_turn += 1
         return self._prefill_turn - 1
 
-    def _candidates(self, side: Side, now: float, without: Collection[str]) -> list[EngineView]:
-        """Usable engines; the fleet leaves out those in `without` only if others remain."""
-        engines = self._fleet.candidates(side, now, without=tuple(without))
+    def _candidates(
+        self, side: Side, now: float, without: Collection[str], prompt: PromptKV | None = None, prefill: str = ""
+    ) -> list[EngineView]:
+        """Usable engines; the fleet leaves out those in `without` only if others remain. Of many engines, few are
+        looked at for a prompt, unless the policy is to know all of them.
+        """
+        near: Collection[str] | None = ()
+        if prompt is not None:
+            sees_all = self.policy not in BY_LOAD or prompt.request.affinity
+            near = None if sees_all else {*prompt.near, prompt.request.near}
+        engines = self._fleet.candidates(side, now, without=without, near=near, prefill=prefill)
         return [engine for engine in engines if engine.name not in without]
 
     def _choose(

@@ -11,8 +11,8 @@ from scripted_engine import make_card, make_request
 
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.engines.books import Entry
-from pdkv.router.engines.capacity import LATELY_S, SEQS_AHEAD, STEPS_AHEAD, Capacity
-from pdkv.router.engines.fleet import Fleet
+from pdkv.router.engines.capacity import LATELY_S, SEQS_AHEAD, Capacity
+from pdkv.router.engines.fleet import STEPS_AHEAD, Fleet
 from pdkv.router.generations.generation import Generation
 from pdkv.wire.reports import BlockCounts, LoadReport
 
@@ -48,12 +48,12 @@ def test_all_generations_need_no_more_kv_than_the_decode_engines_have() -> None:
     room.leave(1)
     assert not room.free
     blocks = BlockCounts(total=100, free=0, cached=0, active=100, leased=0, quarantined=0)
-    fleet.engines["decode-0"].load = LoadReport(waiting=0, running=0, blocks=blocks)
+    fleet.reported("decode-0", LoadReport(waiting=0, running=0, blocks=blocks))
     room.leave(2 * 100 * 16 - 1)
     room.enter(50 * 16)
     assert room.free
     quarantined = BlockCounts(total=100, free=50, cached=0, active=0, leased=0, quarantined=50)
-    fleet.engines["decode-0"].load = LoadReport(waiting=0, running=0, blocks=quarantined)
+    fleet.reported("decode-0", LoadReport(waiting=0, running=0, blocks=quarantined))
     assert not room.free
 
 
@@ -64,7 +64,7 @@ def test_where_prompts_share_their_kv_an_engine_that_says_so_is_given_more() -> 
     assert not room.free
     for waiting, free, cached, expected in ((0, 30, 21, True), (1, 30, 21, False), (0, 30, 20, False)):
         blocks = BlockCounts(total=100, free=free, cached=cached, active=100 - free - cached, leased=0, quarantined=0)
-        fleet.engines["decode-1"].load = LoadReport(waiting=waiting, running=9, blocks=blocks)
+        fleet.reported("decode-1", LoadReport(waiting=waiting, running=9, blocks=blocks))
         assert room.free is expected
 
 
@@ -111,7 +111,7 @@ def test_what_comes_alone_has_room_whatever_it_needs() -> None:
     fleet, room = make_room()
     blocks = BlockCounts(total=100, free=0, cached=0, active=0, leased=0, quarantined=100)
     for name in ("decode-0", "decode-1"):
-        fleet.engines[name].load = LoadReport(waiting=0, running=0, blocks=blocks)
+        fleet.reported(name, LoadReport(waiting=0, running=0, blocks=blocks))
     assert room.free
     room.enter(1)
     assert not room.free

@@ -282,7 +282,7 @@ async def test_what_a_store_no_longer_has_tells_nothing_of_the_pair(kind: str, c
         decode.say(Loaded(generation.request_id, 0, ok=False, code=code))
         assert system.dispatcher.counters.load_failures == 1
         fleet, now = system.dispatcher.fleet, system.dispatcher._clock()
-        assert bool(fleet.avoided_pairs(now)) is is_avoided
+        assert bool(fleet.pairs.avoided(now)) is is_avoided
         decode.release()
         await collect(generation)
 

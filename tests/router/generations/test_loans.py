@@ -160,7 +160,7 @@ async def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(
         assert system.dispatcher.fleet.speeds.costs("prefill-0", 100, 100).load_s > 0.02
         assert system.dispatcher.counters.loans[code] == 3
         fleet, now = system.dispatcher.fleet, system.dispatcher._clock()
-        assert fleet.can_lend("decode-0", "prefill-0", fleet.avoided_pairs(now)) is not is_avoided
+        assert fleet.can_lend("decode-0", "prefill-0", fleet.pairs.avoided(now)) is not is_avoided
         generation.abort()
         system.borrower.release()
         await until(lambda: not system.borrower.engine.tasks)
