@@ -101,13 +101,13 @@ class Capacity:
         num_kept = sum(p.most for t, p in self._places.items() if t not in large)
         return large if num_kept and sum(p.running for p in large.values()) >= num_seqs - num_kept else ()
 
-    def _doubted(self, members: Members) -> Mapping[str, EngineState]:
+    def _doubted(self, members: Members[EngineState]) -> Mapping[str, EngineState]:
         """Suspects among them, which count only if there are no others."""
         engines = [e for e in self._fleet.doubted if e.name in members.engines and e.suspicion and not e.draining]
         are_all = sum(_num_places(e) for e in engines) == members.num_seqs
         return {} if are_all else {e.name: e for e in engines}
 
-    def _num_seqs(self, members: Members) -> int:
+    def _num_seqs(self, members: Members[EngineState]) -> int:
         return members.num_seqs - sum(map(_num_places, self._doubted(members).values()))
 
 

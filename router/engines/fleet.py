@@ -222,7 +222,7 @@ class Fleet:
         self._usual: defaultdict[str, Usual] = defaultdict(Usual)  # by role
         self._reviewed_at = -math.inf
         self.speeds = Speeds()
-        self.sides: dict[Side, Members] = {"prefill": Members("prefill"), "decode": Members("decode")}
+        self.sides: dict[Side, Members[EngineState]] = {"prefill": Members("prefill"), "decode": Members("decode")}
         self.doubted: list[EngineState] = []  # suspects at the last tick
         self._are_mixed = False  # whether engines that are ready speak several versions
         self._gaps: dict[tuple[Versions, Versions], str] = {}  # why those of such versions cannot exchange KV
@@ -381,7 +381,8 @@ class Fleet:
             near: of a large fleet only these and the least loaded; None: of any fleet all.
             prefill: the engine whose KV they read. Of a large fleet, only those that can.
         """
-        members, other = self.sides[side], "decode" if side == "prefill" else "prefill"
+        members = self.sides[side]
+        other: Side = "decode" if side == "prefill" else "prefill"
         failing = self.pairs.avoided(now)
         unpaired = self._without_partner(side, failing) if failing else ()
         if near is not None and len(members) > MANY:
