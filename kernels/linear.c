@@ -1,7 +1,8 @@
 /* Linear layers over packed weights, called through ctypes (kernels/linear.py), which releases the GIL meanwhile.
  *
- * Weights lie in panels of 32 outputs, each in chunks of 2 KiB: 16 inputs of float32, or 32 of bfloat16 in pairs. A step
- * of a tile multiplies one line of inputs by two lines of weights. Every output is one chain of additions in the order
+ * Weights lie in panels of 32 outputs, each in chunks of 2 KiB: 16 inputs of float32, 32 of bfloat16 in pairs, or 64 of 8
+ * bits. A step of a tile multiplies inputs by two lines of weights. Those of 8 bits are widened in registers; their sums
+ * are multiplied by a scale for each output, or by one for each output and group of inputs. Every output is one chain of additions in the order
  * of the inputs, from a single accumulator: its bits depend neither on the rows beside it nor on tiles, blocks and
  * threads, and widened bfloat16 weights give the bits that the same numbers in float32 give, at every level that can round a
  * product and a sum once.
@@ -14,13 +15,17 @@
 #define AHEAD_CHUNKS 4   /* how far ahead of a single tile weights are fetched */
 #define BLOCK_ROWS 126   /* whose sums a thread keeps: with their inputs, they stay in the second cache */
 
+enum { INT8 = 3, FP8 }; /* e4m3fn without NaN */
+
 /* A layer. */
 typedef struct {
     const void *weights;   /* panels, as above */
     const float *bias;     /* (outputs,) or NULL */
     int64_t inputs, outputs;
     int64_t dtype;         /* of inputs and outputs: FLOAT32 or BFLOAT16 */
-    int64_t weights_dtype; /* FLOAT32, for inputs of float32, or BFLOAT16 */
+    int64_t weights_dtype; /* FLOAT32, for inputs of float32, or BFLOAT16, INT8, FP8 */
+    const float *scales;   /* of 8 bits: (panels, groups, 32) */
+    int64_t group_chunks;  /* of 8 bits: chunks of a group of inputs; 0: all are one */
 } layer;
 
 /* A call of one. Strides count elements. */
@@ -46,22 +51,28 @@ typedef struct {
 #define VECTORS(R) ((R) * MOST_VECTORS <= MAX_SUMS ? MOST_VECTORS : (R) * MOST_VECTORS <= 2 * MAX_SUMS ? MOST_VECTORS / 2 : MOST_VECTORS / 4)
 
 /* Up to MAX_ROWS rows by 32 columns. STEP(k) multiplies step k's weights by each row's inputs. */
-#define DEFINE_TILE(NAME, X_BYTES, STEP)                                                                              \
+#define DEFINE_TILE(NAME, X_BYTES, HAS_SCALES, STEP)                                                                  \
     INLINE void NAME##_part(const tile *t, const int R, const int C, const int from, const int64_t turn) {            \
         vec sums[MAX_ROWS][MOST_VECTORS];                                                                             \
         const char *weights = t->weights, *x = t->x;                                                                  \
         const int64_t ahead = t->ahead, mask = t->mask;                                                               \
+        const float *const scales = HAS_SCALES ? t->scales : NULL;                                                    \
         EACH_ROW EACH_VECTOR sums[r][c] =                                                                             \
-            t->is_first ? (vec){0} : load_float32(t->sums + r * COLUMNS + from + c * WIDTH);                          \
+            t->is_first || scales ? (vec){0} : load_float32(t->sums + r * COLUMNS + from + c * WIDTH);                \
         for (int64_t chunk = 0; chunk < t->chunks; chunk++) {                                                         \
             _Pragma("GCC unroll 4") for (int k = 0; k < 16; k++) {                                                    \
                 FETCH_AHEAD(k)                                                                                        \
-                const char *own = weights + k * 128 + from * 4;                                                       \
                 STEP(k)                                                                                               \
             }                                                                                                         \
             weights += CHUNK_BYTES, x += R * X_BYTES;                                                                 \
         }                                                                                                             \
-        EACH_ROW EACH_VECTOR memcpy(t->sums + r * COLUMNS + from + c * WIDTH, &sums[r][c], sizeof(vec));              \
+        EACH_ROW EACH_VECTOR {                                                                                        \
+            float *const to = t->sums + r * COLUMNS + from + c * WIDTH;                                               \
+            if (scales)                                                                                               \
+                sums[r][c] = fused(sums[r][c], load_float32(scales + from + c * WIDTH),                               \
+                                   t->is_first ? (vec){0} : load_float32(to));                                        \
+            memcpy(to, &sums[r][c], sizeof(vec));                                                                     \
+        }                                                                                                             \
     }                                                                                                                 \
     INLINE void NAME##_of(const tile *t, const int R, const int C) {                                                  \
         NAME##_part(t, R, C, 0, t->turn);                                                                             \
@@ -103,10 +114,10 @@ static const words UPPER = {
 #endif
 };
 
-#define STEP_OF(input, WEIGHTS)                                                                                       \
+#define STEP_OF(input, WEIGHTS, bytes)                                                                                \
     {                                                                                                                 \
         vec w[MOST_VECTORS];                                                                                          \
-        EACH_VECTOR w[c] = WEIGHTS(own + c * sizeof(vec));                                                            \
+        EACH_VECTOR w[c] = WEIGHTS(own + c * WIDTH * (bytes));                                                        \
         EACH_ROW {                                                                                                    \
             const vec number = all_of(input);                                                                         \
             EACH_VECTOR sums[r][c] = fused(number, w[c], sums[r][c]);                                                 \
@@ -115,29 +126,78 @@ static const words UPPER = {
 #define AS_FLOATS(from) load_float32((const float *)(from))
 #define EVEN(from) (vec)((words)AS_FLOATS(from) << 16)
 #define ODD(from) (vec)((words)AS_FLOATS(from) & *(const volatile words *)&UPPER) /* of memory: no register is left */
-#define STEP_FLOAT32(k) STEP_OF(((const float *)x)[r * 16 + k], AS_FLOATS)
+#define OWN(k) const char *own = weights + (k) * 128 + from * 4;
+#define STEP_FLOAT32(k) OWN(k) STEP_OF(((const float *)x)[r * 16 + k], AS_FLOATS, 4)
 #define STEP_WIDE(k) /* weights are loaded twice: kept, they would take registers of sums */                          \
-    STEP_OF(((const float *)x)[r * 32 + 2 * k], EVEN)                                                                 \
+    OWN(k) STEP_OF(((const float *)x)[r * 32 + 2 * k], EVEN, 4)                                                       \
     __asm__("" : "+r"(own));                                                                                          \
-    STEP_OF(((const float *)x)[r * 32 + 2 * k + 1], ODD)
+    STEP_OF(((const float *)x)[r * 32 + 2 * k + 1], ODD, 4)
 
-DEFINE_TILE(float32, 64, STEP_FLOAT32)
-DEFINE_TILE(wide, 128, STEP_WIDE)
+DEFINE_TILE(float32, 64, 0, STEP_FLOAT32)
+DEFINE_TILE(wide, 128, 0, STEP_WIDE)
+
+/* 8 bits of one input for WIDTH outputs, as floats. An FP8 is a half of the same digits with an exponent 8 less, which
+ * the scales make up for. */
+#define OF_8_BITS(k, i) weights + (k) * 128 + (i) * 32 + from
+INLINE vec floats_of_int8(const char *from) {
+#if WIDTH == 16 /* by hand: GCC 12 would widen number by number */
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)));
+#elif WIDTH == 8
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)));
+#else
+    vec numbers;
+    for (int i = 0; i < WIDTH; i++) numbers[i] = ((const int8_t *)from)[i];
+    return numbers;
+#endif
+}
+INLINE vec floats_of_fp8(const char *from) {
+    halves numbers;
+#if WIDTH == 16
+    numbers = (halves)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)from));
+#elif WIDTH == 8
+    numbers = (halves)_mm_cvtepi8_epi16(_mm_loadl_epi64((const __m128i *)from));
+#else
+    for (int i = 0; i < WIDTH; i++) numbers[i] = (uint16_t)((const int8_t *)from)[i];
+#endif
+    return floats_of_halves((numbers << 7) & 0xbfff);
+}
+#define STEP_OF_8_BITS(k, FLOATS)                                                                                     \
+    UNROLL for (int i = 0; i < 4; i++) {                                                                              \
+        const char *const own = OF_8_BITS(k, i);                                                                      \
+        STEP_OF(((const float *)x)[r * 64 + 4 * k + i], FLOATS, 1)                                                    \
+    }
+#define STEP_INT8(k) STEP_OF_8_BITS(k, floats_of_int8)
+#define STEP_FP8(k) STEP_OF_8_BITS(k, floats_of_fp8)
+DEFINE_TILE(int8, 256, 1, STEP_INT8)
+DEFINE_TILE(fp8, 256, 1, STEP_FP8)
 
 #if HAS_DOT
-#define STEP_DOT(k)                                                                                                   \
+#define DOT(input, weights) /* each row's pair of inputs by pairs of weights */                                       \
     EACH_ROW {                                                                                                        \
-        const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int *)x)[r * 16 + k]);                              \
-        EACH_VECTOR sums[r][c] = (vec)_mm512_dpbf16_ps((__m512)sums[r][c], pair, (__m512bh)AS_FLOATS(own + c * 64));  \
+        const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int *)x)[input]);                                   \
+        EACH_VECTOR sums[r][c] = (vec)_mm512_dpbf16_ps((__m512)sums[r][c], pair, (__m512bh)(weights));                \
     }
-DEFINE_TILE(dot, 64, STEP_DOT)
+#define STEP_DOT(k) OWN(k) DOT(r * 16 + k, AS_FLOATS(own + c * 64))
+#define STEP_DOT_8_BITS(k, FLOATS) /* their floats are bfloat16s: the lower halves are 0 */                           \
+    UNROLL for (int i = 0; i < 2; i++) {                                                                              \
+        words w[MOST_VECTORS];                                                                                        \
+        EACH_VECTOR w[c] = (words)FLOATS(OF_8_BITS(k, 2 * i) + c * 16) >> 16 | (words)FLOATS(OF_8_BITS(k, 2 * i + 1) + c * 16); \
+        DOT(r * 32 + 2 * k + i, w[c])                                                                                 \
+    }
+#define STEP_DOT_INT8(k) STEP_DOT_8_BITS(k, floats_of_int8)
+#define STEP_DOT_FP8(k) STEP_DOT_8_BITS(k, floats_of_fp8)
+DEFINE_TILE(dot, 64, 0, STEP_DOT)
+DEFINE_TILE(dot_int8, 128, 1, STEP_DOT_INT8)
+DEFINE_TILE(dot_fp8, 128, 1, STEP_DOT_FP8)
 #else
 #define dot NULL
+#define dot_int8 NULL
+#define dot_fp8 NULL
 #endif
 
-INLINE int is_dot(const layer *l) { return HAS_DOT && l->dtype == BFLOAT16 && l->weights_dtype == BFLOAT16; }
-INLINE int64_t chunk_inputs(const layer *l) { return l->weights_dtype == BFLOAT16 ? 32 : 16; }
-INLINE int64_t x_bytes(const layer *l) { return is_dot(l) || l->weights_dtype == FLOAT32 ? 64 : 128; } /* of a chunk */
+INLINE int is_dot(const layer *l) { return HAS_DOT && l->dtype == BFLOAT16; }
+INLINE int64_t chunk_inputs(const layer *l) { return l->weights_dtype >= INT8 ? 64 : l->weights_dtype == BFLOAT16 ? 32 : 16; }
+INLINE int64_t x_bytes(const layer *l) { return chunk_inputs(l) * (is_dot(l) ? 2 : 4); } /* of a chunk */
 INLINE int64_t num_chunks(const layer *l) { return (l->inputs + chunk_inputs(l) - 1) / chunk_inputs(l); }
 INLINE int64_t num_panels(const layer *l) { return (l->outputs + COLUMNS - 1) / COLUMNS; }
 
@@ -167,26 +227,37 @@ INLINE void lay_out_chunks(const char *x, char *to, int64_t inputs, int64_t stri
         memcpy(to, x, (size_t)((inputs - from) * input_bytes));
 }
 
+INLINE void lay_out_any(const layer *l, const char *x, char *to, int64_t stride, const int64_t chunk) {
+    if (l->dtype == FLOAT32)
+        lay_out_chunks(x, to, l->inputs, stride, chunk, 4 * chunk, 0);
+    else if (is_dot(l))
+        lay_out_chunks(x, to, l->inputs, stride, chunk, 2 * chunk, 0);
+    else
+        lay_out_chunks(x, to, l->inputs, stride, chunk, 4 * chunk, 1);
+}
+
 static void lay_out(const linear *a, int64_t row, char *to, int64_t stride) {
     const layer *l = a->of;
     const char *x = (const char *)a->x + row * a->x_stride * (l->dtype == FLOAT32 ? 4 : 2);
     if (a->before.what != AS_THEY_ARE)
         pass_any_row(&a->before, x, l->inputs, to, stride, chunk_inputs(l), l->dtype, is_dot(l) ? BFLOAT16 : FLOAT32);
-    else if (l->dtype == FLOAT32 && l->weights_dtype == FLOAT32)
+    else if (l->weights_dtype == FLOAT32)
         lay_out_chunks(x, to, l->inputs, stride, 16, 64, 0);
-    else if (l->dtype == FLOAT32)
-        lay_out_chunks(x, to, l->inputs, stride, 32, 128, 0);
-    else if (is_dot(l))
-        lay_out_chunks(x, to, l->inputs, stride, 32, 64, 0);
+    else if (l->weights_dtype == BFLOAT16)
+        lay_out_any(l, x, to, stride, 32);
     else
-        lay_out_chunks(x, to, l->inputs, stride, 32, 128, 1);
+        lay_out_any(l, x, to, stride, 64);
 }
 
 INLINE void write_columns(const linear *a, const float *sums, int64_t row, int64_t column, const int64_t count) {
     const layer *l = a->of;
     const int64_t at = row * l->outputs + column, residual_at = row * a->residual_stride + column;
     float numbers[COLUMNS];
-    for (int64_t i = 0; i < count; i++) numbers[i] = l->bias ? sums[i] + l->bias[column + i] : sums[i];
+    memcpy(numbers, sums, (size_t)count * sizeof(float));
+    if (l->scales && !l->group_chunks)
+        for (int64_t i = 0; i < count; i++) numbers[i] *= l->scales[column + i];
+    if (l->bias)
+        for (int64_t i = 0; i < count; i++) numbers[i] += l->bias[column + i];
     if (l->dtype == FLOAT32) {
         if (a->residual)
             for (int64_t i = 0; i < count; i++) numbers[i] += ((const float *)a->residual)[residual_at + i];
@@ -212,13 +283,16 @@ static void write_panel(const linear *a, const float *sums, int64_t row, int64_t
 run_tile *tile_kernel(int is_bfloat16) { return is_bfloat16 ? dot : float32; }
 
 static run_tile *kernel(const layer *l) {
-    return is_dot(l) || l->weights_dtype == FLOAT32 ? tile_kernel(is_dot(l)) : wide;
+    static run_tile *const kernels[][2] = {{float32, NULL}, {wide, dot}, {NULL, NULL}, {int8, dot_int8}, {fp8, dot_fp8}};
+    return kernels[l->weights_dtype][is_dot(l)];
 }
 
 static void run_panel(const layer *l, run_tile *run, const char *x, float *sums, division by, int64_t panel) {
     const int reads_once = by.tiles == 1 && VECTORS(by.base) == MOST_VECTORS;
     const int64_t shared = by.tiles < MANY_TILES ? BLOCK_CHUNKS : 2 * BLOCK_CHUNKS;
-    const int64_t chunks = num_chunks(l), block = reads_once ? chunks : shared;
+    const int64_t chunks = num_chunks(l), group = l->group_chunks;
+    const int64_t block = group ? group : reads_once ? chunks : shared;
+    const float *scales = group ? l->scales + panel * ((chunks + group - 1) / group) * COLUMNS : NULL;
     int64_t sharing = 1; /* tiles that share the fetching of what comes next */
     while (sharing * 2 <= by.tiles && sharing < 32) sharing *= 2;
     for (int64_t chunk = 0; chunk < chunks; chunk += block)
@@ -230,7 +304,8 @@ static void run_panel(const layer *l, run_tile *run, const char *x, float *sums,
                 .sums = sums + first * COLUMNS,
                 .chunks = chunks - chunk < block ? chunks - chunk : block,
                 .is_first = chunk == 0,
-                .ahead = (reads_once ? AHEAD_CHUNKS : shared) * CHUNK_BYTES,
+                .scales = scales ? scales + chunk / group * COLUMNS : NULL,
+                .ahead = (reads_once ? AHEAD_CHUNKS : block) * CHUNK_BYTES,
                 .turn = i < sharing ? i : -1,
                 .mask = sharing - 1,
             };

@@ -1,4 +1,4 @@
-"""Linear layers over packed weights in host memory (linear.c): float32 and bfloat16.
+"""Linear layers over packed weights in host memory (linear.c): float32, bfloat16, and weights of 8 bits.
 
 They are there where a compiler was at hand when the package was built: `available()` says so, callers have torch's
 beside. Calls release the GIL. A row's result does not depend on the rows beside it or on the number of threads, to the
@@ -8,7 +8,7 @@ bit.
 import ctypes
 import threading
 from functools import cache
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 
@@ -22,8 +22,19 @@ COLUMNS = 32
 BLOCK_ROWS = 126
 """Rows that are laid out at once."""
 
-_CHUNK_INPUTS = {torch.float32: 16, torch.bfloat16: 32}
-"""Inputs of a chunk of packed weights, by their dtype."""
+_CHUNKS = {torch.float32: (16, 1), torch.bfloat16: (32, 2), torch.int8: (64, 1), torch.float8_e4m3fn: (64, 1)}
+"""Inputs of a chunk of packed weights, and those that lie together, by their dtype."""
+
+_NUMBERS = {
+    torch.float32: DTYPES["float32"], torch.bfloat16: DTYPES["bfloat16"], torch.int8: 3, torch.float8_e4m3fn: 4,
+}  # fmt: skip
+"""The same dtypes in linear.c."""
+
+GROUP_MULTIPLE = 64
+"""Groups of inputs with a scale of their own have multiples of so many."""
+
+_FP8_FACTOR = 256.0
+"""linear.c's floats of FP8 numbers are so many times too small."""
 
 _weights = HugeMemory()
 
@@ -47,6 +58,23 @@ GATED: Final = "gated"
 """Rows of (rows, 2 * inputs), gates and what they gate: silu(gate) * up is multiplied."""
 
 
+class EightBits(NamedTuple):
+    """A weight (outputs, inputs): each number times the scale of its output and group of inputs."""
+
+    numbers: torch.Tensor  # (outputs, inputs) int8, or float8_e4m3fn without NaN
+    scales: torch.Tensor  # (outputs, groups) float32; groups of equal sizes, the last one maybe smaller
+    group_size: int  # a multiple of GROUP_MULTIPLE; one group may be of any size
+
+    def dense(self) -> torch.Tensor:
+        """(outputs, inputs) float32."""
+        return self.numbers.float() * _of_inputs(self.scales, self.group_size, self.numbers.shape[1])
+
+
+def _of_inputs(scales: torch.Tensor, group_size: int, inputs: int) -> torch.Tensor:
+    """(rows, groups) -> (rows, inputs), or (rows, 1) where there is one group."""
+    return scales if scales.shape[1] == 1 else scales.repeat_interleave(group_size, 1)[:, :inputs]
+
+
 class _Layer(ctypes.Structure):
     """linear.c's `layer`: what its comments say."""
 
@@ -54,6 +82,8 @@ class _Layer(ctypes.Structure):
         ("weights", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("inputs", "outputs", "dtype", "weights_dtype")),
+        ("scales", ctypes.c_void_p),
+        ("group_chunks", ctypes.c_int64),
     )
 
 
@@ -95,39 +125,74 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     Padded with zeros to whole panels and chunks. In huge pages, beside other weights.
     """
     outputs, inputs = weight.shape
-    chunk = _CHUNK_INPUTS[weight.dtype]
+    dtype = weight.dtype
+    chunk, together = _CHUNKS[dtype]
     padding = (0, -inputs % chunk, 0, -outputs % COLUMNS)
+    if dtype.itemsize == 1:
+        weight = weight.view(torch.int8)  # for which torch has all operations
     if any(padding):
         weight = torch.nn.functional.pad(weight, padding)
-    in_pair = chunk // 16
-    panels = weight.reshape(-1, COLUMNS, weight.shape[1] // in_pair, in_pair).transpose(1, 2)
+    panels = weight.reshape(-1, COLUMNS, weight.shape[1] // together, together).transpose(1, 2)
     packed = torch.frombuffer(_weights.take(panels.nbytes), dtype=weight.dtype).view(panels.shape)
-    return packed.copy_(panels)
+    return packed.copy_(panels).view(dtype)
 
 
 class PackedWeight:
     """A weight as the kernels read it, in its own memory."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
-        """`weight` (outputs, inputs) of `dtype`, that of inputs and outputs, or of bfloat16; `bias` (outputs,)."""
+    def __init__(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        """`weight` (outputs, inputs) of `dtype`, that of inputs and outputs, of bfloat16 or of 8 bits; `bias`
+        (outputs,).
+        """
         library = _library()
         assert library is not None, "ask available() first"
-        assert weight.dtype in (dtype, torch.bfloat16), (weight.dtype, dtype)
-        self.outputs, self.inputs = weight.shape
+        numbers = weight.numbers if isinstance(weight, EightBits) else weight
+        self.outputs, self.inputs = numbers.shape
         self.dtype = dtype
-        self.packed = pack(weight)
+        self.packed = pack(numbers)
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self._scales: torch.Tensor | None = None  # (panels, groups, COLUMNS)
+        self._group_size, group_chunks = self.inputs, 0
+        if isinstance(weight, EightBits):
+            factor = _FP8_FACTOR if numbers.dtype == torch.float8_e4m3fn else 1.0
+            padded = torch.nn.functional.pad(weight.scales * factor, (0, 0, 0, -self.outputs % COLUMNS))
+            self._scales = padded.view(-1, COLUMNS, padded.shape[1]).transpose(1, 2).contiguous()
+            if self._scales.shape[1] > 1:
+                assert weight.group_size % GROUP_MULTIPLE == 0, weight.group_size
+                assert self._scales.shape[1] == -(-self.inputs // weight.group_size), (weight.scales.shape, self.inputs)
+                self._group_size, group_chunks = weight.group_size, weight.group_size // GROUP_MULTIPLE
+        else:
+            assert weight.dtype in (dtype, torch.bfloat16), (weight.dtype, dtype)
         self._layer = _Layer(
             weights=self.packed.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
             inputs=self.inputs,
             outputs=self.outputs,
-            dtype=DTYPES[str(dtype).removeprefix("torch.")],
-            weights_dtype=DTYPES[str(weight.dtype).removeprefix("torch.")],
+            dtype=_NUMBERS[dtype],
+            weights_dtype=_NUMBERS[numbers.dtype],
+            scales=None if self._scales is None else self._scales.data_ptr(),
+            group_chunks=group_chunks,
         )
         self._address = ctypes.byref(self._layer)
         self._row_bytes = int(library.pdkv_linear_row_bytes(self._address))
         self._run = library.pdkv_linear
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the weight, with its scales."""
+        return self.packed.nbytes + (0 if self._scales is None else self._scales.nbytes)
+
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """The weights (n, inputs) of some outputs (n,) int64, in `dtype`: an embedding's rows, of a head tied to it."""
+        panels, columns = outputs // COLUMNS, outputs % COLUMNS
+        packed = self.packed.view(torch.int8) if self._scales is not None else self.packed
+        rows = packed[panels, :, columns].flatten(1)[:, : self.inputs].view(self.packed.dtype)
+        if self._scales is not None:
+            scales = _of_inputs(self._scales[panels, :, columns], self._group_size, self.inputs)
+            if rows.dtype == torch.float8_e4m3fn:
+                scales = scales / _FP8_FACTOR
+            rows = rows.float() * scales
+        return rows.to(self.dtype)
 
     def multiply(
         self,

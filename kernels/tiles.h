@@ -8,10 +8,11 @@
 
 /* Some rows by one panel's chunks. */
 typedef struct {
-    const char *weights, *x; /* x: for each chunk, each row's 16 floats, 16 pairs of bfloat16, or 32 floats */
+    const char *weights, *x; /* x: for each chunk, each row's 16 floats, 16 pairs of bfloat16, or 32 floats; of 8 bits twice as many */
     float *sums;             /* (rows, 32) */
     int64_t chunks;
     int is_first;      /* sums begin at 0 */
+    const float *scales; /* of 8 bits: (32,), by which what these chunks add is multiplied; NULL: 1 */
     int64_t ahead;     /* bytes from here to weights that will be needed soon */
     int64_t turn, mask; /* lines whose number & mask == turn are fetched from there; turn -1: none */
 } tile;

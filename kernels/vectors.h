@@ -78,16 +78,22 @@ INLINE vec load_bfloat16(const uint16_t *from) {
     return (vec)(__builtin_convertvector(bits, words) << 16);
 }
 
-INLINE vec load_float16(const uint16_t *from) {
+INLINE vec floats_of_halves(halves bits) {
 #if WIDTH == 16
-    return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+    return (vec)_mm512_cvtph_ps((__m256i)bits);
 #elif WIDTH == 8
-    return (vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
+    return (vec)_mm256_cvtph_ps((__m128i)bits);
 #else
     vec numbers;
-    for (int i = 0; i < WIDTH; i++) numbers[i] = float_of(from[i]);
+    for (int i = 0; i < WIDTH; i++) numbers[i] = float_of(bits[i]);
     return numbers;
 #endif
+}
+
+INLINE vec load_float16(const uint16_t *from) {
+    halves bits;
+    memcpy(&bits, from, sizeof bits);
+    return floats_of_halves(bits);
 }
 
 INLINE vec all_of(float number) {

@@ -76,6 +76,21 @@ class ModelConfig:
         scaling = self.rope_scaling.for_length(max_model_len or self.default_max_model_len)
         return replace(self, rope_scaling=scaling)
 
+    def quantized_at_load(self, how: Literal["int8"] | None, path: Path) -> "ModelConfig":
+        """The model as it is computed with `--quantization`.
+
+        Raises:
+            ConfigError: its weights are quantized already; names `path`.
+        """
+        if how is None:
+            return self
+        if self.quantization is not None:
+            raise ConfigError(
+                f"{path}: --quantization {how} is for dense weights, and this checkpoint's are quantized already: "
+                "leave it out"
+            )
+        return replace(self, quantization=Quantization(how))
+
     def with_fp8_inputs(self) -> "ModelConfig":
         """The model as it is computed where inputs of FP8 layers are quantized, too."""
         assert self.quantization is not None

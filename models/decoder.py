@@ -62,8 +62,8 @@ class Decoder:
         self.config = config
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.dtype = embedding.weight.dtype
-        self.device = embedding.weight.device
+        self.dtype = embedding.dtype
+        self.device = embedding.device
         self._embedding = embedding
         self._layers = layers
         self._norm = norm

@@ -52,6 +52,8 @@ class ModelSource:
             ModelError: a file is missing or broken; the message names it.
         """
         self._facts = [f"format {KV_FORMAT_VERSION}", _describe_config(path, config)]
+        quantized = config is not None and config.quantization is not None and config.quantization.method == "int8"
+        self._suffix = "-int8" if quantized else ""  # for people: the facts have it, too
         self.files = WeightFiles(path)
         self._cache = DigestCache(cache)  # of the thread, once that runs
         self._waits_for: FileLock | None = None
@@ -175,7 +177,7 @@ class ModelSource:
         for fact in sorted(facts):
             data = fact.encode("utf-8", "surrogatepass")
             combined.update(len(data).to_bytes(8, "little") + data)
-        return combined.hexdigest()
+        return combined.hexdigest() + self._suffix
 
 
 def model_identity(path: Path, config: ModelConfig | None = None, *, cache: Path | None = None) -> str:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pdkv.host.processor import flags
-from pdkv.kernels.linear import PackedWeight, available
+from pdkv.kernels.linear import EightBits, PackedWeight, available
 from pdkv.models.passes import CompiledRMSNorm, RMSNorm, RowPass
 
 _SAMPLED_ROWS = 8
@@ -71,14 +71,20 @@ class PackedLinear:
 class CompiledLinear:
     """A weight laid out for the compiled kernels (docs/cpu-linears.md): near what memory allows from 1 row to 64."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight = PackedWeight(narrowed(weight), bias, weight.dtype)
+    def __init__(
+        self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """`dtype` of inputs and outputs; None: the weight's."""
+        if isinstance(weight, torch.Tensor):
+            weight, dtype = narrowed(weight), weight.dtype
+        assert dtype is not None, "a weight of 8 bits does not say it"
+        self.weight = PackedWeight(weight, bias, dtype)
 
     def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        return self._weight.multiply(x, None, torch.get_num_threads(), None if before is None else before.fused)
+        return self.weight.multiply(x, None, torch.get_num_threads(), None if before is None else before.fused)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        return self._weight.multiply(x, residual, torch.get_num_threads(), None if before is None else before.fused)
+        return self.weight.multiply(x, residual, torch.get_num_threads(), None if before is None else before.fused)
 
 
 def _is_row(x: torch.Tensor) -> bool:

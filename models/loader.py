@@ -10,12 +10,14 @@ import torch
 
 from pdkv.errors import ModelError
 from pdkv.host.malloc import give_back_freed
+from pdkv.kernels.linear import PackedWeight
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Decoder, DecoderLayer
 from pdkv.models.dequantize import DequantizedCheckpoint
+from pdkv.models.eight_bits import EightBitLayers
 from pdkv.models.heads import make_rotation
-from pdkv.models.linear import Linear, linear_kind, make_linear, make_norm
+from pdkv.models.linear import CompiledLinear, Linear, LinearKind, linear_kind, make_linear, make_norm
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
 from pdkv.models.passes import RMSNorm
@@ -46,7 +48,8 @@ def load_decoder(
         max_model_len: positions reach up to it.
         weights: the files of `path`, already open; None: they are opened here.
         linears: as in `linear_kind`.
-        keep_quantized: 4-bit weights stay as the checkpoint has them where a kernel reads them; None: on CUDA.
+        keep_quantized: quantized weights stay as the checkpoint has them where a kernel reads them; None: those of 4
+            bits on CUDA, those of 8 bits on a CPU.
 
     Raises:
         ModelError: a weight file or tensor is missing, broken, of an unexpected shape or dtype, left unread, or changed
@@ -57,16 +60,22 @@ def load_decoder(
         files = weights or opened.enter_context(WeightFiles(path))
         checkpoint = opened.enter_context(Checkpoint(files))
         source: TensorSource = checkpoint
-        kept: QuantizedLayers | None = None
+        kept: QuantizedLayers | EightBitLayers | None = None
+        kind = linear_kind(dtype, device, linears)
         if config.quantization is not None:
             source = dequantized = DequantizedCheckpoint(checkpoint, config.quantization, device)
             on_cuda = device.type == "cuda"
-            if config.quantization.fp8_inputs or (on_cuda if keep_quantized is None else keep_quantized):
+            method = config.quantization.method
+            if method == "int8" or (method == "scaled" and kind == "compiled" and keep_quantized is not False):
+                kept = EightBitLayers(dequantized, config.quantization, dtype, kind)
+            elif config.quantization.fp8_inputs or (on_cuda if keep_quantized is None else keep_quantized):
                 kept = QuantizedLayers(dequantized, config.quantization, dtype)
-        decoder = Loader(source, config, dtype, device, parallel, linears, kept).decoder(max_model_len)
+        decoder = Loader(source, config, dtype, device, kind, parallel, kept).decoder(max_model_len)
         if parallel.shard.rank == 0:  # whose layers have all biases
             checkpoint.check_all_read(quantized=config.quantization is not None)
         files.check_unchanged()
+    if isinstance(kept, EightBitLayers):
+        kept.tell()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what weights were on their way into their layout: others may share the device
     return decoder
@@ -92,12 +101,11 @@ class Loader:
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    kind: LinearKind
     parallel: TensorParallel = ALONE
-    linears: Literal["auto", "torch"] = "auto"
-    kept: QuantizedLayers | None = None  # makes layers of weights that stay quantized
+    kept: QuantizedLayers | EightBitLayers | None = None  # makes layers of quantized weights
 
     def __post_init__(self) -> None:
-        self.kind = linear_kind(self.dtype, self.device, self.linears)
         shard, config = self.parallel.shard, self.config
         self.heads = shard.part(config.num_heads, "attention heads")
         self.kv_heads = shard.heads(config.num_kv_heads)
@@ -108,17 +116,27 @@ class Loader:
         """One rank's decoder. Raises as `load_decoder`."""
         config = self.config
         embedding = self._vocabulary("model.embed_tokens.weight", keep=True)
-        head = self._output_table(embedding)
+        table = self._output_table(embedding)
+        is_tied = table is embedding
+        if isinstance(self.kept, EightBitLayers) and self.kept.quantizes:
+            table, head = self.kept.head(table)
+        else:
+            head = make_linear(table, None, self.kind)
+        if is_tied:  # there is one table
+            words = self._embedding(head.weight if isinstance(head, CompiledLinear) else table)
+        else:
+            words = self._embedding(embedding)
+        del embedding, table
         num_heads, num_kv_heads = self.heads.stop - self.heads.start, self.kv_heads.stop - self.kv_heads.start
         table = make_rope_table(config, max_model_len, self.dtype, self.device)
         return Decoder(
             config,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            embedding=self._embedding(embedding),
+            embedding=words,
             layers=[self._next_layer(f"model.layers.{i}.") for i in range(config.num_layers)],
             norm=self._norm("model.norm.weight"),
-            lm_head=self._head(make_linear(head, None, self.kind)),
+            lm_head=self._head(head),
             rotation=make_rotation(table, num_heads, num_kv_heads, self.kind),
         )
 
@@ -144,7 +162,7 @@ class Loader:
         num_rows = -(-config.vocab_size // self.parallel.shard.size)
         return torch.nn.functional.pad(rows, (0, 0, 0, num_rows - len(rows)))
 
-    def _embedding(self, weight: torch.Tensor) -> Embedding:
+    def _embedding(self, weight: torch.Tensor | PackedWeight) -> Embedding:
         if self.parallel.shard.size == 1:
             return Embedding(weight)
         return VocabularyParallelEmbedding(weight, self.words, self.parallel)

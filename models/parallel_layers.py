@@ -6,6 +6,7 @@ A column-parallel layer needs no class: a rank computes its own outputs. Its row
 import torch
 import torch.nn.functional as F
 
+from pdkv.kernels.linear import PackedWeight
 from pdkv.models.linear import Linear
 from pdkv.models.parallel import TensorParallel
 from pdkv.models.passes import RowPass
@@ -14,18 +15,24 @@ from pdkv.models.passes import RowPass
 class Embedding:
     """Token ids (n,) -> (n, hidden)."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        """`weight` (vocab, hidden)."""
-        self.weight = weight
+    def __init__(self, weight: torch.Tensor | PackedWeight) -> None:
+        """`weight` (vocab, hidden), or the head that is tied to it: there is one table then."""
+        self._weight = weight
+        self.dtype = weight.dtype
+        self.device = weight.device if isinstance(weight, torch.Tensor) else weight.packed.device
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(token_ids, self.weight)
+        return self._rows(token_ids)
+
+    def _rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        weight = self._weight
+        return F.embedding(token_ids, weight) if isinstance(weight, torch.Tensor) else weight.rows(token_ids)
 
 
 class VocabularyParallelEmbedding(Embedding):
     """A rank's rows of the table. Ids of other ranks give zeros here, and the sum over ranks has every id's row."""
 
-    def __init__(self, weight: torch.Tensor, words: slice, parallel: TensorParallel) -> None:
+    def __init__(self, weight: torch.Tensor | PackedWeight, words: slice, parallel: TensorParallel) -> None:
         """`weight` (at least len(words), hidden): the rows of the token ids `words`; what follows is padding."""
         super().__init__(weight)
         self._words = words
@@ -33,7 +40,7 @@ class VocabularyParallelEmbedding(Embedding):
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         foreign = (token_ids < self._words.start) | (token_ids >= self._words.stop)
-        rows = F.embedding((token_ids - self._words.start).masked_fill_(foreign, 0), self.weight)
+        rows = self._rows((token_ids - self._words.start).masked_fill_(foreign, 0))
         return self._parallel.all_reduce(rows.masked_fill_(foreign.unsqueeze(-1), 0.0))
 
 

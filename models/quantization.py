@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from pdkv.base.limits import clip
 from pdkv.errors import ModelError
 
-Method = Literal["scaled", "packed", "gptq", "awq"]
+Method = Literal["scaled", "packed", "gptq", "awq", "int8"]
 
 InputScheme = Literal["static", "dynamic"]
 """Scales of FP8 inputs: X.input_scale of the checkpoint, or one of each token."""
@@ -22,6 +22,7 @@ class Quantization(NamedTuple):
         packed: X.weight_packed (out, in * bits / 32) int32, X.weight_scale (out, groups): compressed-tensors.
         gptq: X.qweight (in * bits / 32, out) int32, X.qzeros (groups, out * bits / 32), X.scales (groups, out), and
             X.g_idx (in,) where the groups are no equal parts.
+        int8: a dense X.weight, which is quantized when it is loaded (`--quantization int8`).
         awq: X.qweight (in, out * bits / 32) int32 and the others as of gptq, words in an order of their own.
     """
 

@@ -21,6 +21,7 @@ MARKS: Mapping[Method, tuple[str, ...]] = {
     "packed": (".weight_packed",),
     "gptq": (".qweight",),
     "awq": (".qweight",),
+    "int8": (),
 }
 """Tensors by one of which a quantized layer is known."""
 
@@ -119,6 +120,25 @@ def read_scales(layer: LayerTensors, rows: int) -> torch.Tensor:
     return scales.reshape(rows, 1)
 
 
+def read_block_scales(layer: LayerTensors, block: tuple[int, int], shape: tuple[int, int]) -> torch.Tensor | None:
+    """The scale of each block of a weight, the last ones maybe cut: (blocks of rows, blocks of columns), float32.
+
+    Returns:
+        None if the scales are of no blocks: `read_scales` reads them.
+
+    Raises:
+        ModelError: there are too many or too few.
+    """
+    suffix = _SCALE_INV if layer.has(_SCALE_INV) else SCALE
+    scales = layer.scales(suffix).float()
+    if scales.ndim != 2 or scales.numel() == 1:
+        return None
+    wanted = tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
+    if tuple(scales.shape) != wanted:
+        raise layer.error(f"{suffix[1:]} of shape {tuple(scales.shape)}, blocks of {block} imply {wanted}")
+    return scales
+
+
 def read_input_scale(layer: LayerTensors) -> torch.Tensor:
     """The static scale () of a layer's inputs, float32. Raises ModelError."""
     scale = layer.scales(_INPUT_SCALE).float()
@@ -128,23 +148,15 @@ def read_input_scale(layer: LayerTensors) -> torch.Tensor:
 
 
 def _read_scaled(layer: LayerTensors, quantization: Quantization, shape: tuple[int, int]) -> ScaledWeight:
-    suffix = _SCALE_INV if layer.has(_SCALE_INV) else SCALE
-    numbers, scales = layer.get(".weight", shape), layer.scales(suffix)
+    numbers = layer.get(".weight", shape)
     if numbers.dtype not in _SCALED:
         raise layer.error(f"weight must be of FP8 or torch.int8, got {numbers.dtype}")
-    if quantization.block is not None and scales.ndim == 2 and scales.numel() > 1:
-        return ScaledWeight(numbers, _blown_up(layer, suffix, scales.float(), quantization.block, shape))
+    blocks = None if quantization.block is None else read_block_scales(layer, quantization.block, shape)
+    if blocks is not None and quantization.block is not None:
+        rows, columns = quantization.block
+        blown_up = blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        return ScaledWeight(numbers, blown_up[: shape[0], : shape[1]])
     return ScaledWeight(numbers, read_scales(layer, shape[0]))
-
-
-def _blown_up(
-    layer: LayerTensors, suffix: str, scale: torch.Tensor, block: tuple[int, int], shape: tuple[int, int]
-) -> torch.Tensor:
-    """A scale for each number, from one for each block; the last ones may be cut."""
-    wanted = tuple(-(-size // each) for size, each in zip(shape, block, strict=True))
-    if tuple(scale.shape) != wanted:
-        raise layer.error(f"{suffix[1:]} of shape {tuple(scale.shape)}, blocks of {block} imply {wanted}")
-    return scale.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
 
 
 def _read_packed(layer: LayerTensors, quantization: Quantization, shape: tuple[int, int]) -> GroupedWeight:

@@ -49,6 +49,20 @@ def resolve_kv_dtype(config: EngineConfig, dtype: str, device: torch.device) -> 
     return "float8_e4m3fn"
 
 
+def resolve_quantization(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelConfig:
+    """The model with the weights and inputs that an engine computes it with.
+
+    Raises:
+        ConfigError: `--quantization` on a GPU, or of a checkpoint that is quantized.
+    """
+    if config.quantization is not None and device.type != "cpu":
+        raise ConfigError(
+            f"--quantization {config.quantization} is for engines on a CPU, and this one is on {device}: take a "
+            "quantized checkpoint"
+        )
+    return resolve_fp8(config, model.quantized_at_load(config.quantization, config.model), device)
+
+
 def resolve_fp8(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelConfig:
     """The model as an engine computes it: with FP8 inputs if its weights are FP8 and the device multiplies them.
 
@@ -60,5 +74,5 @@ def resolve_fp8(config: EngineConfig, model: ModelConfig, device: torch.device) 
     reason = why_not_fp8(model, dtype, device, config.tp)
     if reason is None:
         return model.with_fp8_inputs()
-    logger.info("FP8 weights are converted to dense ones, and inputs stay as they are: %s", reason)
+    logger.info("inputs of FP8 layers stay as they are: %s", reason)
     return model

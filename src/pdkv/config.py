@@ -89,6 +89,12 @@ class EngineConfig(ModelFiles):
         "computation dtype; auto: the model's, but float32 instead of bfloat16 on a CPU that only emulates it",
         also={"half": "float16", "float": "float32"},
     )
+    quantization: Literal["int8"] | None = option(
+        None,
+        "on a CPU, quantize dense weights when they are loaded; int8: 8 bits with a scale for each output, each number "
+        "within 1/254 of the output's largest. Part of the model's identity",
+        also={"none": None},
+    )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
         "auto",
         "dtype in which KV is stored; auto: the computation dtype; fp8: e4m3fn, with the checkpoint's KV scales",

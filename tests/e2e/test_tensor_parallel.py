@@ -11,6 +11,7 @@ from deployments import Launch, Running
 from equality import (
     AMPLE_POOL_BLOCKS,
     CHUNKED,
+    NUM_OUTPUT,
     PREEMPTING,
     Workload,
     check_undisturbed,
@@ -19,6 +20,9 @@ from equality import (
     run_all,
     run_until_preempted,
 )
+from prompt_set import forty_prompts
+from quantized_models import dequantized
+from serving_checks import serve_directory
 from small_models import FEATURES
 from traffic import stop_process, wait_until_true
 
@@ -50,6 +54,16 @@ def test_a_hand_off_between_engines_of_unequal_ranks(workload: Workload) -> None
     flags = ("--prefill", "1", "--decode", "1", "--prefill-tp", "2", "--decode-tp", "1")
     with deployed(workload, *flags, *PREEMPTING) as deployment:
         run_until_preempted(deployment, workload)
+
+
+def test_int8_weights_are_the_same_on_any_number_of_ranks(hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    """1P1D, with one rank and two, gives the tokens of the weights that the 8 bits stand for."""
+    origin = hf_model("llama", initializer_range=0.2)
+    expected = forty_prompts(dequantized(origin, tmp_path / "dense"), NUM_OUTPUT)
+    workload = Workload(serve_directory(origin, tmp_path / "served"), expected)
+    flags = ("--prefill", "1", "--decode", "1", "--prefill-tp", "2", "--decode-tp", "1", "--quantization", "int8")
+    with deployed(workload, *flags) as deployment:
+        check_undisturbed(run_all(deployment, workload))
 
 
 @pytest.fixture(scope="module")

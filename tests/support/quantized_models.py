@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from pdkv.models.eight_bits import quantize_int8
 from pdkv.models.parallel import TensorParallel
 from pdkv.models.shard import Shard
 
@@ -157,3 +158,13 @@ def write(origin: Path, path: Path, tensors: Tensors, quantization: dict[str, An
         fields["quantization_config"] = quantization
     (path / "config.json").write_text(json.dumps(fields))
     return path
+
+
+def dequantized(origin: Path, path: Path) -> Path:
+    """The dense model that `--quantization int8` computes."""
+    tensors = load_file(origin / "model.safetensors")
+    tied = json.loads((origin / "config.json").read_text())["tie_word_embeddings"]
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and (tied or "embed_tokens" not in name):
+            tensors[name] = quantize_int8(tensor).dense()
+    return write(origin, path, tensors)

@@ -21,7 +21,7 @@ from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.worker.drafts import Proposer
-from pdkv.engine.worker.dtype import resolve_fp8
+from pdkv.engine.worker.dtype import resolve_quantization
 from pdkv.engine.worker.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
 from pdkv.engine.worker.masks import GrammarMasks, Masks
 from pdkv.engine.worker.ranks.executor import MultiProcessExecutor, OtherRanks
@@ -93,7 +93,7 @@ class _Plan(NamedTuple):
         """
         if config.sizes_itself and config.max_kv_cache_memory is None:  # no launch has shared the host's memory out
             config = replace(config, max_kv_cache_memory=share_for_pools(1, loaded_bytes(config.model)))
-        model = resolve_fp8(
+        model = resolve_quantization(
             config,
             load_model_config(config.model, config.max_model_len, config.ignore_config_fields),
             resolve_device(config),

@@ -96,7 +96,6 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("allow_credentials", _OFF, "{cors_origin} allows browsers of other origins, without credentials"),
     ("enable_sleep_mode kv_sharing_fast_prefill enable_server_load_tracking enable_tokenizer_info_endpoint headless "
      "exclude_tools_when_tool_choice_none log_error_stack disable_chunked_mm_input", _OFF, _NO_COUNTERPART),
-    ("quantization", _NONE, "the checkpoint's config.json says how it is quantized: leave it out"),
     ("tokenizer tokenizer_revision", _NONE, "the tokenizer is that of the model directory"),
     ("revision", _NONE, "a revision is part of the model's name: {model} ORG/NAME@REVISION"),
     ("code_revision download_dir hf_token ignore_patterns", _NONE,

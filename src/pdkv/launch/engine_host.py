@@ -31,7 +31,8 @@ def host_engine(hosted: HostedEngine, config: EngineConfig, handoff: HandoffConf
     """
     ClusterKey.read(hosted.cluster_key_file)
     config = with_local_model(config)
-    load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
+    model = load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
+    model.quantized_at_load(config.quantization, config.model)
     check_memory([(config, 1)], tiers)
 
     async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:

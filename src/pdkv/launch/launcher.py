@@ -171,10 +171,15 @@ def check_models(deployment: Deployment) -> None:
     models = []
     for config in (prefill, decode):
         model = load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
-        models.append(model)
+        models.append(model.quantized_at_load(config.quantization, config.model))
         if config is decode or deployment.launch.prefill:
             resolve_max_model_len(model, config.max_model_len)
             Shard(0, config.tp).heads(model.num_kv_heads)
+    if deployment.launch.prefill and prefill.quantization != decode.quantization:
+        raise ConfigError(
+            f"prefill engines have --quantization {prefill.quantization or 'none'} and decode engines "
+            f"{decode.quantization or 'none'}: KV of one would be useless to the other; give both the same"
+        )
     other, rope = (model.rope_scaling for model in models)
     if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:
         raise ConfigError(
