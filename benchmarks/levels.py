@@ -25,6 +25,7 @@ from pdkv.host.processor import instruction_set
 from pdkv.kernels import digest, host
 from pdkv.kernels.compiled import levels
 from pdkv.kernels.linear import PackedWeight
+from pdkv.models.eight_bits import quantize_int8
 
 STORED = Path(__file__).parent / "results" / "levels.json"
 BELOW = 0.8
@@ -75,9 +76,14 @@ def _attention(num_sequences: int, context: int) -> dict[str, Work]:
 def _linears() -> dict[str, Work]:
     """Rows by weights of 1,024 inputs and outputs; COLD_BYTES of them for one row, one of them for 64."""
     work: dict[str, Work] = {}
-    for name, dtype in (("float32", torch.float32), ("weights of bfloat16", torch.bfloat16)):
+    kinds = {"float32": torch.float32, "weights of bfloat16": torch.bfloat16, "weights of int8": torch.int8}
+    for name, dtype in kinds.items():
         count = COLD_BYTES // (1024 * 1024 * dtype.itemsize)
-        packed = [PackedWeight(torch.randn(1024, 1024).to(dtype), None, torch.float32) for _ in range(count)]
+        weight = torch.randn(1024, 1024)
+        packed = [
+            PackedWeight(quantize_int8(weight) if dtype == torch.int8 else weight.to(dtype), None, torch.float32)
+            for _ in range(count)
+        ]
         one, many = torch.randn(1, 1024), torch.randn(64, 1024)
         work[f"linear, {name}, 1 row / read"] = lambda p=packed, x=one: [each.multiply(x, None, 1) for each in p]
         work[f"linear, {name}, 64 rows / peak"] = lambda p=packed, x=many: p[0].multiply(x, None, 1)
