@@ -128,7 +128,7 @@ class Loader:
             words = self._embedding(embedding)
         del embedding, table
         num_heads, num_kv_heads = self.heads.stop - self.heads.start, self.kv_heads.stop - self.kv_heads.start
-        table = make_rope_table(config, max_model_len, self.dtype, self.device)
+        rope = make_rope_table(config, max_model_len, self.dtype, self.device)
         return Decoder(
             config,
             num_heads=num_heads,
@@ -137,7 +137,7 @@ class Loader:
             layers=[self._next_layer(f"model.layers.{i}.") for i in range(config.num_layers)],
             norm=self._norm("model.norm.weight"),
             lm_head=self._head(head),
-            rotation=make_rotation(table, num_heads, num_kv_heads, self.kind),
+            rotation=make_rotation(rope, num_heads, num_kv_heads, self.kind),
         )
 
     def _output_table(self, embedding: torch.Tensor) -> torch.Tensor:
