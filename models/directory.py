@@ -95,6 +95,8 @@ class ModelDirectory:
         As in transformers, that is if it does not list the added tokens itself. Raises ModelError.
         """
         config, name = self.optional("tokenizer_config.json"), "special_tokens_map.json"
+        if (self.path / "tokenizer.json").exists():  # whose post-processor decides
+            config = {key: value for key, value in config.items() if key not in ("add_bos_token", "add_eos_token")}
         if "added_tokens_decoder" in config:
             return config
         older = self.optional(name)
@@ -107,9 +109,13 @@ class ModelDirectory:
     def _tokenizer_file(self) -> _TokenizerFile:
         file = self.path / "tokenizer.json"
         try:
-            return msgspec.json.decode(read_bytes(file), type=_TokenizerFile)  # of 150,000 tokens in some 30 ms
+            written = msgspec.json.decode(read_bytes(file), type=_TokenizerFile)  # of 150,000 tokens in some 30 ms
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ModelError(f"{file}: broken: {error}") from error
+        vocab = written.model.vocab
+        if isinstance(vocab, dict) and len({*vocab.values()}) < len(vocab):
+            raise ModelError(f"{file}: broken: two tokens of model.vocab have the same id")
+        return written
 
     @functools.cached_property
     def tokenizer_class(self) -> str | None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pdkv import __version__
 from pdkv.cli import launch as cli_launch
 from pdkv.cli.main import EXIT_READER_GONE, main, make_parser
 from pdkv.config import EngineConfig
+from pdkv.connectors import plan
 from pdkv.connectors.registry import SHIPPED
 from pdkv.errors import ConfigError
 from pdkv.host import memory_limits
@@ -189,6 +191,27 @@ def test_a_launch_can_be_checked_without_starting_anything(
     assert [line.split(":")[0].strip() for line in engines] == ["prefill-0", "prefill-1", "decode-0"]
     assert engines[0].endswith("a KV pool of 1.2 GiB for 77 requests of the longest length, 4096 tokens")
     assert engines[2].endswith("a KV pool of 8 MiB for 1 requests of the longest length, 2048 tokens")
+
+
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [
+        ("nixl_cu12", ["--connector", "nixl"]),
+        ("redis", ["--connector", "store", "--connector-config", "url=redis://localhost:1"]),
+        ("redis", ["--kv-store", "rediss://localhost:1"]),
+        ("obstore", ["--kv-store", "s3://bucket"]),
+    ],
+)
+def test_a_missing_package_is_named_before_anything_starts(
+    module: str, flags: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = plan.find_spec
+    absent = (module, "nixl_cu13")
+    monkeypatch.setattr(plan, "find_spec", lambda name: None if name in absent else find_spec(name))
+    assert run("launch", "--check", "--port", "0", *flags) == 2
+    said = capsys.readouterr()
+    assert re.search(rf"needs {module}.*, which is not installed: pip install 'pdkv\[", said.err)
+    assert said.out == ""
 
 
 @pytest.fixture

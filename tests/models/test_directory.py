@@ -111,6 +111,29 @@ def test_a_tokenizer_that_cannot_encode_is_broken(published: Any, tmp_path: Path
         Tokenizer.from_dir(path)
 
 
+@pytest.mark.parametrize("name", ["DeepSeek-R1-Distill-Qwen-7B", "Hermes-2-Pro-Llama-3-8B", "Phi-4-mini-instruct"])
+def test_two_tokens_of_one_id_are_refused(published: Any, tmp_path: Path, name: str) -> None:
+    """The library counts such tokens otherwise than transformers, so that added tokens would get other ids."""
+    path = tmp_path / "model"
+    shutil.copytree(published(name), path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["~"] = tokenizer["model"]["vocab"]["!"]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=r"tokenizer\.json: broken: two tokens of model\.vocab have the same id"):
+        Tokenizer.from_dir(path)
+
+
+@pytest.mark.parametrize("name", ["add_eos_token", "add_bos_token", "audio_token"])
+@pytest.mark.parametrize("model", ["Phi-4-mini-instruct", "Llama-3.1-8B-Instruct"])
+def test_a_text_under_the_name_of_a_flag_is_no_token(published: Any, tmp_path: Path, model: str, name: str) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(published(model), path)
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, name: "x"}))
+    ours, theirs = Tokenizer.from_dir(path), their_tokenizer(path)
+    assert ours.encode("the fox") == theirs.encode("the fox")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_and_end_tokens_are_those_of_transformers(published: Any, name: str) -> None:
     import transformers

@@ -17,6 +17,7 @@ from typing import Any
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.secret_options import API_KEY
+from pdkv.connectors.registry import check_installed
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.host.linux import become_subreaper
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
@@ -140,7 +141,9 @@ def check_deployment(deployment: Deployment) -> Deployment:
 
     Raises ConfigError.
     """
-    plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
+    plan = plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
+    if deployment.launch.prefill or deployment.launch.decode:  # engines of other hosts have packages of their own
+        check_installed(plan)
     find_policy(deployment.launch.policy)
     isa()  # PDKV_ISA may name a level that this host has not
     api = deployment.router.api
