@@ -194,15 +194,15 @@ class ModelDirectory:
 
     @functools.cached_property
     def _ids(self) -> dict[str, int]:
-        """Ids of all tokens, by the rule of the library `tokenizers` for those that are added."""
+        """Ids of all tokens, by the rule of the library `tokenizers` for those that are added, whatever ids the file
+        gives them.
+        """
         vocab, own = self._tokenizer_file.model.vocab, self._tokenizer_file.added_tokens
         size = len(vocab)
         ids = dict(vocab) if isinstance(vocab, dict) else {token: index for index, (token, _) in enumerate(vocab)}
         last = -1
         for token in [*([] if self.tokenizer_class is not None else own), *self.added_tokens]:
-            number = token.id if token in own and self.tokenizer_class is None else None
-            number = ids.setdefault(token.content, max(size, last + 1) if number is None else number)
-            last = max(last, number)
+            last = max(last, ids.setdefault(token.content, max(size, last + 1)))
         return ids
 
     @property

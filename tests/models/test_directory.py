@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from pdkv.config import EngineConfig
 from pdkv.errors import ModelError
 from pdkv.models.config import load_model_config
+from pdkv.models.directory import ModelDirectory
 from pdkv.models.identity import model_identity
 from pdkv.models.weight_files import WeightFiles
 from pdkv.text import Tokenizer
@@ -121,6 +122,25 @@ def test_two_tokens_of_one_id_are_refused(published: Any, tmp_path: Path, name: 
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelError, match=r"tokenizer\.json: broken: two tokens of model\.vocab have the same id"):
         Tokenizer.from_dir(path)
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-R1-Distill-Qwen-7B", "Hermes-2-Pro-Llama-3-8B", "Phi-4-mini-instruct"])
+@pytest.mark.parametrize("changed", ["vocabulary", "added"])
+def test_the_end_token_has_the_id_that_encoding_gives_it(
+    published: Any, tmp_path: Path, changed: str, name: str
+) -> None:
+    """The library numbers added tokens itself: behind a vocabulary with a gap, and where the file's ids have one."""
+    path = tmp_path / "model"
+    shutil.copytree(published(name), path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    if changed == "vocabulary":
+        del tokenizer["model"]["vocab"]["~"]
+    for token in tokenizer["added_tokens"] if changed == "added" else ():
+        token["id"] += 7
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    ours, directory = Tokenizer.from_dir(path), ModelDirectory(path)
+    [number] = ours.encode(directory.special_tokens["eos_token"], add_special_tokens=False)
+    assert directory.eos_token_id() == number == their_tokenizer(path).eos_token_id
 
 
 @pytest.mark.parametrize("name", ["add_eos_token", "add_bos_token", "audio_token"])
