@@ -106,7 +106,7 @@ def _gb_per_s(times: Spread, shape: PartShape) -> float:
 # --- answers ------------------------------------------------------------------------------------------------------
 
 Layers = list[torch.Tensor]
-"""By layer, (2, heads, tokens, head_size)."""
+"""For each layer, (2, heads, tokens, head_size)."""
 
 
 def load(path: Path) -> Any:

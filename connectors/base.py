@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 class TransferKey(NamedTuple):
     """The name of one transfer, or of one part of it.
 
-    A hand-off keeps the attempt that computed it. Any later attempt of its request may read it in its own transfer: a
-    pull and a store find it by `RequestView.source_key`, a push is sent again for every ticket until the lease ends.
+    A hand-off keeps the attempt that computed it. A later attempt of the request may read that KV in a transfer of its
+    own: a pull and a store find it by `RequestView.source_key`, and a push is sent again for every ticket until the
+    lease ends.
     """
 
     transfer_id: str
@@ -83,12 +84,12 @@ class RequestView(msgspec.Struct, frozen=True):
 
     @property
     def transfer_key(self) -> TransferKey:
-        """The name of the transfer that it hands off or loads."""
+        """The name of the transfer that the request hands off or loads."""
         return TransferKey(self.transfer_id, self.attempt, self.lent)
 
     @property
     def source_key(self) -> TransferKey:
-        """The name of its KV at the source: the hand-off's attempt stays when a later one reads it."""
+        """The name of the request's KV at the source: it keeps its attempt even if a later attempt reads it."""
         return TransferKey(self.transfer_id, self.attempt if self.handoff is None else self.handoff.attempt)
 
 
@@ -101,9 +102,10 @@ of a group with a window; they are never sent, and nothing is loaded into them.
 
 
 class BlockIds(Sequence[int]):
-    """The first blocks of a table that grows: a snapshot that copies only the entries that are read.
+    """The first blocks of a growing table: a snapshot that copies only the entries that are read.
 
-    A block that its request gives up later is -1 here, too: only entries that were read, and are held, stay.
+    Once the request gives a block up, its entry is -1 here too; only entries that were read, and blocks that are held,
+    stay.
     """
 
     __slots__ = ("_block_ids", "_length")
@@ -151,8 +153,8 @@ class ConfirmedRange(msgspec.Struct, frozen=True):
     """A request's tokens [start, stop) are final in its blocks: computed and confirmed, loaded, or cached hits.
 
     Only these may be made visible. A push may send a ScheduledRange, too, once its layers are computed and if all
-    tokens before it are final (docs/transfers.md). `last` marks the end of a hand-off: the partial tail is in it. A
-    range is shown again from 0 when the request's ticket arrives, and after a preemption; the connector must not send
+    tokens before it are final (docs/transfers.md). `last` marks the end of a hand-off, which includes the partial tail.
+    A range is shown again from 0 when the request's ticket arrives, and after a preemption; the connector must not send
     tokens twice.
     """
 
@@ -174,9 +176,7 @@ class Shown(Flag):
 
 
 class Observed(NamedTuple):
-    """What a connector needs to be shown each step. Nothing else is gathered, which keeps a step of many requests
-    cheap.
-    """
+    """What a connector must be shown each step. Nothing else is gathered, so steps with many requests stay cheap."""
 
     scheduled: Shown = Shown.ALL
     confirmed: Shown = Shown.ALL
@@ -204,7 +204,7 @@ OBSERVES_NOTHING = Observed(Shown.NONE, Shown.NONE, waiting_keys=False)
 
 
 class SchedulerView(msgspec.Struct, frozen=True):
-    """What happened since the last step, and what this one does, as far as the connector observes it.
+    """What happened since the last step, and what this step does, as far as the connector observes it.
 
     A connector must not change it.
     """
@@ -294,7 +294,7 @@ class TransferResults(NamedTuple):
 
     @property
     def has_sends(self) -> bool:
-        """Whether a transfer from here is among them."""
+        """Whether a transfer from this engine is among them."""
         return bool(self.finished_sending or self.failed_sending)
 
 
@@ -333,7 +333,7 @@ class Tiers(ABC):
 
     @abstractmethod
     def take_events(self) -> Sequence[TierEvents]:
-        """What entered and left them since the last call, for the routers' choice of engines.
+        """What entered and left the tiers since the last call, for the routers' choice of engines.
 
         Called after every step, and before the first: it then lists the tiers, without keys. Only keys that any request
         may find by content are reported, each at most once per call.
@@ -343,8 +343,8 @@ class Tiers(ABC):
     def order(self, order: CacheOrder) -> int:
         """Take an operator's order, to be carried out by the workers of the next step.
 
-        Returns: The number of answers that `take_answers` will give to it: one for each part of the connector with
-        tiers.
+        Returns: The number of answers to this order that `take_answers` will return: one for each part of the connector
+        with tiers.
         """
 
     @abstractmethod
@@ -381,9 +381,9 @@ class SchedulerConnector(ABC):
         """Blocks are allocated for the request's whole wanted range; the load may begin with the next metadata.
 
         Args:
-            block_tables: the request's, local hits first. A group with a window has only the blocks that the token
-                after the loaded ones sees. num_external_tokens: tokens to load, from request.num_local_hit on; 0:
-                nothing is loaded.
+            block_tables: the request's block tables, local hits first. A group with a window has only the blocks that
+                the token after the loaded ones attends to. num_external_tokens: tokens to load, from
+                request.num_local_hit on; 0: nothing is loaded.
 
         Returns: The ticket to be forwarded to the peer, for a connector whose peer writes (push).
         """
@@ -391,15 +391,15 @@ class SchedulerConnector(ABC):
 
     @abstractmethod
     def build_connector_meta(self, view: SchedulerView) -> KVConnectorMetadata:
-        """This step's orders for the workers. Called once per step, including empty ones."""
+        """This step's orders for the workers. Called once per step, including empty steps."""
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         """Note that a request has ended; for kv="handoff" the answer says where its KV can be read."""
         return FinishDecision(hold_blocks=False)
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
-        """What the engine should act on, given the reports of all ranks. Called with every step's, including empty
-        ones.
+        """The results that the engine should act on, given the reports of all ranks. Called with the results of every
+        step, including empty ones.
         """
         return results
 
@@ -410,16 +410,16 @@ class SchedulerConnector(ABC):
         """Set the engines now known, without this one."""
 
     def get_stats(self) -> Stats:
-        """What this side has counted that its workers do not count. For /metrics; called a few times a second."""
+        """Counts of this side, without those of its workers. For /metrics; called a few times a second."""
         return {}
 
     def must_hear_end(self, key: TransferKey) -> bool:
-        """Whether a step must be made just to report that a request or a hand-off is over."""
+        """Whether an extra step must run just to report that a request or a hand-off has ended."""
         return True
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether empty steps are needed for progress that no result will announce."""
+        """Whether empty steps must run, because progress is due that no result will announce."""
         return False
 
     def shutdown(self) -> None:
@@ -463,7 +463,7 @@ class WorkerConnector(ABC):
         """Transfers that ended since the last call."""
 
     def get_stats(self) -> Stats:
-        """What this rank's side has counted. Called in steps in which transfers ended, after get_finished."""
+        """Counts of this rank's side. Called in steps in which transfers ended, after get_finished."""
         return {}
 
     def cancel(self, key: TransferKey, direction: Direction) -> None:

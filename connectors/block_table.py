@@ -1,6 +1,6 @@
-"""The table next to a KV pool that makes late reads safe: per block a generation and the key of its content.
+"""The table next to a KV pool that makes late reads safe: for each block a generation and the key of its content.
 
-The owner bumps a block's generation before it reuses the block. A reader copies the data and *then* compares the
+The owner increments a block's generation before it reuses the block. A reader copies the data and *then* compares the
 generation with the one it was told: data of a reused block is refused, never applied.
 """
 
@@ -14,7 +14,7 @@ from pdkv.connectors.transfer.planning import Ids, as_ids
 
 
 class BlockTable(ABC):
-    """Written by the engine that owns the pool, read by its peers."""
+    """A table written by the engine that owns the pool and read by its peers."""
 
     @abstractmethod
     def generation(self, block_id: int) -> int:
@@ -26,7 +26,7 @@ class BlockTable(ABC):
 
     @abstractmethod
     def reuse(self, block_id: int) -> None:
-        """End the block's content: bump its generation and withdraw its key."""
+        """End the block's content: increment its generation and withdraw its key."""
 
     @abstractmethod
     def publish(self, block_id: int, keys: list[bytes]) -> None:
@@ -70,7 +70,7 @@ class LocalBlockTable(BlockTable):
         return self.values[as_ids(block_ids)]
 
     def reuse_all(self, block_ids: Sequence[int]) -> None:
-        """Bump each block's generation; the blocks are distinct."""
+        """Increment each block's generation; the blocks are distinct."""
         self.values[as_ids(block_ids)] += 1
 
     def publish_all(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:

@@ -13,8 +13,8 @@ import msgspec
 from pdkv.wire.kv import ConnectorKind, LayoutKind, Order, Positions
 
 INTERFACE = 2
-"""The interface that connectors are written for: raised if one must be changed. docs/writing-a-transport.md
-says how.
+"""The number of the interface that connectors are written for, incremented when connectors must be changed.
+docs/writing-a-transport.md says how.
 """
 
 CARRIED: tuple[LayoutKind, ...] = ("heads", "windows", "latent")
@@ -38,8 +38,8 @@ class Requirement(NamedTuple):
 
 
 class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A connector with its options. A class states in `declares` what holds with any options, and `KVConnector.plan`
-    what holds with some; the registry fills in name, build and options.
+    """A connector with its options. A class's `declares` has the fields that do not depend on options;
+    `KVConnector.plan` sets those that do, and the registry fills in name, build and options.
     """
 
     interface: int  # INTERFACE, as the author knew it
@@ -69,20 +69,21 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     @property
     def wire_versions(self) -> dict[str, int]:
-        """Its own and its parts' versions by name, for the engine's card."""
+        """The versions of the connector and its parts, by name, for the engine's card."""
         return {part.name: part.wire_version for part in self.parts} | {self.name: self.wire_version}
 
     def on_card(self) -> dict[str, Any]:
-        """The part of it on an engine's card."""
+        """The part of the plan that an engine's card contains."""
         orders = list(self.orders) if self.name != NO_CONNECTOR else []
         names = ("kind", "content_addressed", "lends")
         return {"connector": self.name, "orders": orders} | {name: getattr(self, name) for name in names}
 
     def hit_spacing(self, block_size: int) -> int:
-        """Tokens from one possible end of a hit to the next, for layers with windows; 0: nothing is found by content.
+        """The distance in tokens between possible ends of hits, for layers with windows; 0: nothing is found by
+        content.
 
-        The part of a window that the token after such an end sees is kept until it was shown: otherwise it could not be
-        saved.
+        The window that the token after such an end attends to is kept until the connector has been shown it; otherwise
+        it could not be saved.
         """
         return lcm(self.hit_tokens, block_size)
 

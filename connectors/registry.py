@@ -38,8 +38,8 @@ def load_connector(name: str) -> "type[KVConnector]":
     """Import and return the connector class behind `name`.
 
     Raises:
-        UnknownConnector: unknown name, or its module or class is missing. ConfigError: it is not a KVConnector, or one
-            for another interface; or an import of it is missing.
+        UnknownConnector: unknown name, or its module or class is missing. ConfigError: the class is not a KVConnector
+            or is written for another interface, or its module lacks an import.
     """
     connector = CONNECTORS.load(name)
     number = connector.declares.interface if hasattr(connector, "declares") else 1
@@ -98,7 +98,7 @@ def build_connector(config: "ConnectorConfig", notify: Callable[[], None]) -> "B
     """
     plan, layout = config.plan, config.layout
     if plan.one_process and config.tp > 1:
-        raise ConfigError(f"connector {plan.name} serves engines of one rank, this one has {config.tp}")
+        raise ConfigError(f"connector {plan.name} supports only tp=1, but engine {config.engine} has tp={config.tp}")
     for what, ours, theirs in (
         ("in layouts", layout.kinds, plan.layouts), ("with positions", (layout.positions,), plan.positions)
     ):  # fmt: skip

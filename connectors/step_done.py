@@ -1,8 +1,8 @@
 """The moment when a step's KV is in its blocks. Readers of computed KV wait for it.
 
 A device runs asynchronously to its host. The runner makes one StepDone for each plan and passes it to the readers in
-the step's metadata, with that of the steps whose outputs the plan was made from: those confirm what may be read, and
-free what may be written.
+the step's metadata, together with that of the steps from whose outputs the plan was made: those steps confirm what may
+be read, and free what may be written.
 """
 
 import threading
@@ -27,7 +27,7 @@ class StepDone:
         """Wait until the step's KV is in its blocks, readable from elsewhere. For I/O threads.
 
         Raises:
-            TransferTimeout: it is not within that time.
+            TransferTimeout: the KV is not there within that time.
         """
 
     def wait_on_stream(self, timeout_s: float) -> None:
@@ -87,6 +87,6 @@ class StepsDone:
 
 
 def make_step_done(device: "torch.device") -> StepDone:
-    """The end of a step that computes on that device."""
+    """A StepDone for a step that computes on that device."""
     streams = streams_of(device)
     return ON_HOST if streams.is_host else StreamStepDone(streams)

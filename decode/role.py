@@ -41,7 +41,9 @@ class DecodeRole(DecodeHooks):
         self._local_prefill_tokens = local_prefill_tokens
 
     def may_load(self, request: Request, num_blocks: int, num_others: int) -> bool:
-        """Whether a block per running or loading request stays free, and unstarted prefills hold at most half."""
+        """Whether one block per running or loading request stays free, and prefills that have not started hold at most
+        half of the pool.
+        """
         if self._pool.num_available - num_blocks < num_others:
             return False
         if request.kv == "await_peer" and request.handoff is None:
@@ -62,13 +64,13 @@ class DecodeRole(DecodeHooks):
         return True
 
     def load_allocated(self, request: Request, start: int, stop: int, ticket: bytes | None) -> None:
-        """Tell the peer what is wanted, where it does not know yet."""
+        """Tell the peer which KV is wanted, unless it already knows."""
         submit = request.submit
         if submit.handoff is None or ticket is not None:
             self._send(request.router_id, Allocated(submit.request_id, submit.attempt, start, stop, ticket))
 
     def load_ended(self, request: Request, ok: bool, outcome: TransferOutcome) -> bool:
-        """Count, tell the router, and end the peer's lease. False: the request must fail."""
+        """Count the load, report it to the router, and end the peer's lease. False: the request must fail."""
         submit = request.submit
         counts = self._counts
         if ok or outcome.num_tokens:
@@ -98,5 +100,5 @@ class DecodeRole(DecodeHooks):
         return False
 
     def counts(self) -> LoadCounts:
-        """The loads so far."""
+        """Counts of the loads so far."""
         return self._counts

@@ -234,7 +234,7 @@ class EngineCore:
     # --- incoming messages ----------------------------------------------------------------------------------------
 
     def router_joined(self, router_id: str, epoch: str) -> None:
-        """Note a router's Hello; a new epoch ends only its own predecessor's requests and leases."""
+        """Note a router's Hello. A new epoch ends the requests and leases of that router's previous epoch only."""
         if self.reports.routers.get(router_id, epoch) != epoch:
             self.router_left(router_id)
         self.reports.join(router_id, epoch)
@@ -252,7 +252,7 @@ class EngineCore:
     def handle_guarded(
         self, router_id: str, message: RouterToEngine, now: float, prepared: Prepared | None = None
     ) -> None:
-        """Act on one message; one that this code cannot handle fails its own request and nothing else.
+        """Act on one message; if that raises, only the message's own request fails.
 
         Raises:
             RankError: another rank failed.
@@ -279,7 +279,7 @@ class EngineCore:
         """Act on one message; messages about an ended or unknown attempt are counted and dropped.
 
         Args:
-            prepared: what is already known of a Submit's tokens.
+            prepared: keys and token range of a Submit's tokens, if already computed.
         """
         if not isinstance(message, Continue | Release | AskReport):  # these report themselves whether anything follows
             self.scheduler.queues.needs_step = True

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar, outside the scheduler's queues, and those that wait for a late mask."""
+"""Requests that wait for their grammar, outside the scheduler's queues, and requests that wait for a late mask."""
 
 from typing import Any, NamedTuple, Protocol
 
@@ -111,7 +111,7 @@ class GrammarWait:
         ]
 
     def left_out(self, request: Request) -> None:
-        """Note that a step had no mask for it: it continues when the mask is ready."""
+        """Note that a step had no mask for the request, which continues when the mask is ready."""
         request.leave_out()
         self._late[request.key] = request
 

@@ -36,11 +36,11 @@ class PrefillHooks(Protocol):
         ...
 
     def handle(self, router_id: str, message: RouterToEngine) -> bool:
-        """Handle a message that names no live request. True: it was for this role."""
+        """Handle a message that names no live request. True: the message was for this role."""
         ...
 
     def holds(self, key: TransferKey) -> bool:
-        """Whether the KV of that transfer is kept for a reader."""
+        """Whether the transfer's KV is kept for a reader."""
         ...
 
     def router_left(self, router_id: str) -> None:
@@ -78,7 +78,7 @@ class DecodeHooks(Protocol):
         ...
 
     def declines(self, request: Request, num_missing: int) -> bool:
-        """Whether a conditional request had better be computed here than loaded. True: the peer has been told."""
+        """Whether a conditional request should be computed here rather than loaded. True: the peer has been told."""
         ...
 
     def load_allocated(self, request: Request, start: int, stop: int, ticket: bytes | None) -> None:

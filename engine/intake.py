@@ -1,7 +1,7 @@
 """Queues the input from routers in order; a separate thread hashes long prompts before the engine sees them.
 
-A prompt of 131k tokens has 8,192 block keys. Everything after it waits with it: an Abort never overtakes its Submit
-here, and a router leaves only after its requests have arrived.
+A prompt of 131k tokens has 8,192 block keys. Everything behind a long prompt waits with it: an Abort never overtakes
+its Submit, and a router leaves only after its requests have arrived.
 """
 
 import logging

@@ -8,11 +8,11 @@ from pdkv.errors import KVNotFound
 
 
 def lend(request: Request, scheduler: Scheduler, prefill: PrefillHooks, now: float) -> None:
-    """Hand off the cached part of a prompt: leased as after a prefill, under the borrower's transfer id, within the
-    same limit on leased blocks. The borrower does not wait: what cannot be lent is computed.
+    """Hand off the cached part of a prompt. Its blocks are leased as after a prefill, under the borrower's transfer id
+    and within the same limit on leased blocks. The borrower does not wait: it computes what cannot be lent.
 
     Raises:
-        KVNotFound: it is not lent.
+        KVNotFound: nothing can be lent.
     """
     kv, external = scheduler.kv, scheduler.external
     hit = kv.find_hit(request)

@@ -1,4 +1,4 @@
-"""Messages of an engine until its loop sends them."""
+"""Messages of an engine that its loop has yet to send."""
 
 from pdkv.wire.messages import EngineToRouter
 

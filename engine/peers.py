@@ -31,7 +31,7 @@ class PeerTable:
         self._peers: dict[str, EngineCard] = {}  # by epoch
 
     def router_left(self, router_id: str) -> None:
-        """Drop what only that router knew."""
+        """Drop the engines that only that router knew."""
         if self._cards.pop(router_id, None) is not None:
             try:
                 self._update()

@@ -1,4 +1,4 @@
-"""Plain data between scheduler and workers: what a step computes and what came out of it."""
+"""Plain data between scheduler and workers: what a step computes, and its results."""
 
 import msgspec
 
@@ -25,9 +25,9 @@ class NewRequest(msgspec.Struct, frozen=True):
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """One request's share of a step: tokens [num_computed, num_computed + num_scheduled) of prompt + output.
 
-    At most the last `num_drafts` of them are guesses at tokens to come. The scheduler learns with the step's output how
-    many are right, and until then plans for the largest possible number. So with drafts, a share that samples ends with
-    the last token that the workers know and the drafts that they have, wherever the plan assumes that to be.
+    At most the last `num_drafts` of them are guesses at tokens to come. The scheduler learns from the step's output how
+    many of the guesses are right, and until then plans for the largest possible number. So a share that samples ends
+    with the last token that the workers know and their drafts, even if the plan assumes another position.
     """
 
     key: RequestKey
@@ -41,8 +41,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
 class StepPlan(msgspec.Struct, frozen=True):
     """One step. `scheduled` is in the order of execution; `ended` leave the batch before anything else.
 
-    A request that a step has left out draws again from the plan on that has it in `resumed`. What steps in between
-    compute for it is void.
+    A request that a step has left out draws again from the first plan that lists it in `resumed`. What the steps in
+    between compute for it is void.
     """
 
     step_id: int

@@ -25,8 +25,8 @@ _Lane = OrderedDict[RequestKey, tuple[int, Request]]  # with the number of a req
 
 
 class Waiting(Collection[Request]):
-    """By priority, then preempted ones, then in order of arrival, those with a ticket in the order of their tickets.
-    What comes, goes or looks at the first few of a lane costs the same however many wait.
+    """Waiting requests by priority; within a priority preempted ones first, then by arrival, and those with a ticket in
+    the order of their tickets. Adding, removing and looking at the first few of a lane cost the same however many wait.
     """
 
     def __init__(self) -> None:
@@ -44,11 +44,11 @@ class Waiting(Collection[Request]):
         return isinstance(request, Request) and request.key in self._lane_of
 
     def first(self, most: int, lanes: Sequence[Lane] = LANES) -> list[Request]:
-        """So many of these lanes, at most, in their order."""
+        """The first requests of these lanes in order, at most `most`."""
         return list(islice(self._iterate(lanes), most))
 
     def add(self, request: Request, *, number: int = 0, before_equals: bool = False) -> None:
-        """Queue a request in its lane, behind its equals or before them; `number`: of a place that it had before."""
+        """Queue a request in its lane, behind its equals or before them; `number`: the number of its former place."""
         name: Lane = "ticket" if request.ticket is not None else "handoff" if request.kv == "handoff" else "other"
         lane = self._levels.setdefault(_priority(request), {each: OrderedDict() for each in LANES})[name]
         number = number or next(self._numbers) * (-1 if before_equals else 1)
@@ -56,11 +56,11 @@ class Waiting(Collection[Request]):
         lane.move_to_end(request.key, last=not before_equals)
 
     def remove(self, request: Request) -> int:
-        """It waits no longer. Returns the number of its place."""
+        """Remove a request that no longer waits. Returns the number of its place."""
         return self._lane_of.pop(request.key).pop(request.key)[0]
 
     def got_ticket(self, request: Request) -> None:
-        """It has a ticket from now on; no matter whether it waits."""
+        """Note that the request has a ticket from now on, whether it waits or not."""
         if request in self:
             self.add(request, number=self.remove(request))
 
@@ -104,7 +104,7 @@ class Queues:
             self._num_places_taken += 1
 
     def leave_workers(self, request: Request) -> None:
-        """Take the request's place in the workers' batch away."""
+        """Give up the request's place in the workers' batch."""
         if request.in_worker:
             request.in_worker = False
             self._num_places_taken -= 1

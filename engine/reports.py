@@ -32,7 +32,7 @@ class Counters:
     non_finite: int = 0  # requests
 
     def add(self, sources: SourceCounts) -> None:
-        """Count one choice's prompt tokens by source."""
+        """Add one choice's prompt tokens, by source."""
         self.computed += sources.computed
         self.recomputed += sources.recomputed
         self.local_hit += sources.local_hit
@@ -81,7 +81,7 @@ class Reports:
             self._send_snapshot(router_id)
 
     def ask(self, router_id: str, number: int) -> None:
-        """Note a router's request, under that number, for a current report."""
+        """Note that a router requests a current report, under that number."""
         self._asked[router_id] = number
 
     def begin(self) -> bool:

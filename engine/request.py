@@ -1,4 +1,4 @@
-"""One request on one engine: progress is counters, never phases."""
+"""One request on one engine: its progress is kept in counters, never phases."""
 
 from collections.abc import Sequence
 from sys import maxsize
@@ -79,7 +79,7 @@ class Request:
         self.awaits_mask = False  # nothing is computed for it until the mask of its next token is ready
 
     def restart(self) -> None:
-        """Forget everything computed: what steps in flight bring for it is dropped."""
+        """Forget everything computed; the results of steps in flight are dropped."""
         start, stop = self.num_local_hit + self.num_external, min(self.num_confirmed, len(self.prompt_token_ids))
         if start < stop:
             self.computed_before.append((start, stop, self.preempted))
@@ -88,7 +88,9 @@ class Request:
         self._reset()
 
     def resume(self, num_tokens: int) -> None:
-        """Continue after tokens [0, num_tokens), which are in its blocks, and forget what steps in flight compute."""
+        """Continue after tokens [0, num_tokens), which are in the request's blocks, and drop the results of steps in
+        flight.
+        """
         self.restarts += 1
         self.preempted = True  # what was to be loaded from outside is computed again
         self.num_external = num_tokens - self.num_local_hit
@@ -97,7 +99,9 @@ class Request:
         self.num_drafts = 0
 
     def leave_out(self) -> None:
-        """Note that a step drew nothing for it, nor will later ones in flight: it continues after the known tokens."""
+        """Note that a step drew nothing for the request, and later ones in flight will not either: it continues after
+        the known tokens.
+        """
         self.restarts += 1
         self.awaits_mask = True
         self.num_computed = self.num_tokens - 1  # computed again: drawing the next token needs its logits
@@ -105,16 +109,20 @@ class Request:
 
     @property
     def borrows(self) -> bool:
-        """Whether its hand-off names KV that another engine lends, for a prompt that is itself handed off."""
+        """Whether the request's hand-off names KV that another engine lends, for a prompt that will itself be handed
+        off.
+        """
         return self.handoff is not None and self.kv == "handoff"
 
     def go_without_loan(self) -> None:
-        """Continue without the loan: as much was found elsewhere, independent of the lender and the loan's deadline."""
+        """Continue without the loan: as many tokens were found elsewhere, which depend on neither the lender nor the
+        loan's deadline.
+        """
         if self.borrows:
             self.handoff = None
 
     def compute_here(self) -> None:
-        """Compute the rest here: the peer's part is over, one way or the other."""
+        """Compute the rest here: the peer's part is over, whether it succeeded or not."""
         if self.kv == "await_peer" and self.handoff is not None:
             self.num_handed_over = self.handoff.num_tokens
         self.handoff = None
@@ -123,11 +131,11 @@ class Request:
 
     @property
     def name(self) -> RequestName:
-        """Its name in log lines."""
+        """The request's name in log lines."""
         return name_of(self.submit)
 
     def begins(self, now: float) -> None:
-        """Note that a step computes it; the first one counts."""
+        """Note that a step computes the request; the first one counts."""
         if self.started is None:
             self.started = now
 
@@ -148,14 +156,14 @@ class Request:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the steps in flight end it by its length, or may if all drafts are right: until that is known,
-        nothing more is computed for it. At its end it gives its blocks back.
+        """Whether the steps in flight complete the request's length, or may if all drafts are right. Until that is
+        known, nothing more is computed for it; at its end it gives its blocks back.
         """
         return self.num_in_flight > 0 and self.num_planned >= self.end_at
 
     @property
     def stands_still(self) -> bool:
-        """Whether nothing is computed for it now: it is ending, or the mask of its next token is not ready."""
+        """Whether nothing is computed for the request now: it is ending, or the mask of its next token is not ready."""
         return self.is_ending or self.awaits_mask
 
     @property
@@ -171,7 +179,7 @@ class Request:
         return self.prompt_token_ids + self.output_token_ids
 
     def held_blocks(self, first: int = 0) -> Sequence[int]:
-        """The blocks that it has in all groups, from the tables' entry `first` on."""
+        """The request's blocks in all groups, from the tables' entry `first` on."""
         return held_blocks(self.block_tables, first)
 
     def update_hash_keys(self, num_tokens: int, hash_block_size: int) -> None:
@@ -186,7 +194,7 @@ class Request:
             self.hash_keys += keys_behind(parent, tokens, hash_block_size=hash_block_size)
 
     def introduce(self) -> NewRequest:
-        """Its full state, for workers that do not know it."""
+        """The request's full state, for workers that do not know it."""
         submit, params = self.submit, self.submit.params
         if params.grammar is not None:
             params = msgspec.structs.replace(params, grammar=None)

@@ -150,7 +150,7 @@ class RequestBook:
             raise InvalidRequest(text, param="handoff")
 
     def go_on(self, request: Request, token_ids: Sequence[int]) -> None:
-        """Continue after the first token, which is known now: later ones are drawn here."""
+        """Continue after the first token, which is known now; later tokens are drawn here."""
         try:
             self._stop_rules.check_continue(request, token_ids)
         except InvalidRequest as error:
@@ -171,7 +171,7 @@ class RequestBook:
             self._remember(key)
 
     def end(self, request: Request) -> None:
-        """End a request that has its answer here."""
+        """End a request that has been answered."""
         if request.submit.cache_salt != PROBE_SALT:
             self.counters.add(request.sources())
         self._forget(request)
@@ -262,7 +262,7 @@ class RequestBook:
         return inf
 
     def _watch(self, request: Request) -> None:
-        """Its deadline counts. Those of requests that are over go when they are the most."""
+        """Enter a request's deadline. Deadlines of ended requests are removed once they are the majority."""
         heappush(self._deadlines, (request.deadline, request.key))
         if len(self._deadlines) > 2 * len(self.live) + 64:
             self._deadlines = sorted((request.deadline, request.key) for request in self.live.values())

@@ -2,7 +2,7 @@
 
 Running requests first, then waiting ones, within one token budget; both by priority, and within one priority first
 come, first served. Chunked prefill, prefix hits, remote KV and decode are the same arithmetic on counters. A plan's
-update may lag: tokens that its requests have lost since are dropped by counter.
+update may lag behind: results for tokens that a request has lost since are recognized by its counters and dropped.
 """
 
 from collections.abc import Mapping, Sequence
@@ -196,7 +196,7 @@ class Scheduler:
         return bool(self.waiting) or any(r.num_planned > r.num_computed for r in self.running if not r.stands_still)
 
     def compute_on(self) -> None:
-        """Note that a step has ended: another one follows if some request has something to compute."""
+        """Note that a step has ended: another step follows if some request has something to compute."""
         if self.can_go_on:
             self.queues.needs_step = True
 
@@ -208,7 +208,7 @@ class Scheduler:
             self.compute_on()
 
     def settle(self, results: TransferResults) -> list[EndedSend]:
-        """Settle ended transfers, with a step or between two: loads, holds and quarantines end with them."""
+        """Settle ended transfers, with a step or between two steps: loads, holds and quarantines end with them."""
         settled = self.external.settle(results)
         self.loads.settle(settled.loads)
         if settled.freed:

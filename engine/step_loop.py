@@ -1,5 +1,4 @@
-"""Drives an engine's steps: one after the other on the loop's own thread, or planned ahead for a separate thread of the
-model.
+"""Drives an engine's steps: one after the other on the loop's own thread, or planned ahead for the model's own thread.
 
 The loop waits for messages and for the end of a step in one wait, calls `turn`, and sends the core's messages.
 docs/engine-loop.md has the whole picture.
@@ -70,8 +69,8 @@ class Ahead(StepLoop):
 
     Args:
         orders: the caller provides the thread that runs them, see `StepThread`.
-        least_s: nothing is planned ahead during a step that is expected to take less; it is run here, in turn, once
-            nothing else is in progress. 0: no step is that short.
+        least_s: during a step that is expected to take less than this, nothing is planned ahead; that step is run here,
+            in turn, once nothing else is in progress. 0: no step is that short.
     """
 
     def __init__(self, core: EngineCore, orders: StepQueue, max_steps_ahead: int, least_s: float = 0.0) -> None:
@@ -90,7 +89,7 @@ class Ahead(StepLoop):
 
     @property
     def is_full(self) -> bool:
-        """Whether a step must end before another one is planned."""
+        """Whether a step in progress must end before another one is planned."""
         return self._core.watch.num_under_way >= self._most
 
     def wake(self) -> None:
@@ -167,6 +166,6 @@ def make_step_loop(
 
     Args:
         notify: thread-safe; called when a step, or a question between steps, has ended.
-        least_s: expected duration of a step from which on others are planned ahead during it.
+        least_s: later steps are planned ahead only during a step that is expected to take at least this long.
     """
     return _AheadOnThread(core, max_steps_ahead, notify, least_s) if max_steps_ahead else InTurn(core)

@@ -15,7 +15,7 @@ class StopRules:
 
     Args:
         max_model_len: most tokens of prompt + output, as on the engine's card. The KV pool holds as many. processors:
-            those that requests may name.
+            the logits processors that requests may name.
     """
 
     def __init__(

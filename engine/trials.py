@@ -1,7 +1,8 @@
-"""Runs suspects alone: while one does, no step has another request in it, and its router knows (docs/failures.md).
+"""Runs suspected requests alone: while one runs, no step has another request in it, and its router knows
+(docs/failures.md).
 
-The beginning and the end of such a trial are agreed on with the router. So a crash during that time can be blamed on
-that request, and one before or after cannot, whichever of the dying process's last messages arrive.
+The beginning and the end of such a trial are agreed on with the router. So a crash during the trial can be blamed on
+that request, and a crash before or after it cannot, whichever of the dying process's last messages arrive.
 """
 
 from typing import Literal
@@ -68,14 +69,14 @@ class Trials:
         return self._wanted is not None and self._state == "none"
 
     def drew(self, request: Request, num_tokens: int) -> None:
-        """Note tokens of a suspect. After enough of them it is an ordinary request."""
+        """Note that a suspect drew tokens. After enough tokens it is an ordinary request."""
         request.trial_tokens = max(request.trial_tokens - num_tokens, 0)
         if not request.trial_tokens:
             self._num_suspects -= 1
             self.end(request)
 
     def remove(self, request: Request) -> None:
-        """Remove a request that is over."""
+        """Remove a request that has ended."""
         self._num_suspects -= request.trial_tokens > 0
         request.trial_tokens = 0
         if request is self._wanted:
@@ -95,7 +96,7 @@ class Trials:
             self._state = "closing"
 
     def close(self, *, is_idle: bool) -> None:
-        """Tell the router that the trial is over, if it is and if no step with requests is in progress."""
+        """Tell the router that the trial is over, once it is and no step with requests is in progress."""
         if self._state == "closing" and is_idle:
             self._ask(begins=False)
 
@@ -118,7 +119,9 @@ class Trials:
             self._clear()
 
     def expire(self, now: float) -> bool:
-        """Continue without an overdue answer: the request is then no longer tried. Returns whether there was one."""
+        """Continue without an overdue answer; the request is then no longer on trial. Returns whether an answer was
+        overdue.
+        """
         if self.deadline is None or now < self.deadline or self._request is None:
             return False
         self._num_suspects -= self._request.trial_tokens > 0

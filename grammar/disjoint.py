@@ -1,4 +1,4 @@
-"""Whether no value fulfils two of several schemas: what `oneOf` needs to be the same as `anyOf`."""
+"""Whether no value fulfils two of several schemas, in which case `oneOf` is the same as `anyOf`."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import combinations
@@ -47,12 +47,12 @@ def _objects_apart(one: Schema, other: Schema, resolve: Resolve, depth: int) -> 
 
 
 def values_in(schema: Schema) -> list[Any] | None:
-    """All that `const` or `enum` allow; None: it has neither."""
+    """All values that `const` or `enum` allow; None: the schema has neither."""
     return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
 def types_in(schema: Schema, values: Sequence[Any] | None) -> set[str]:
-    """The types of what fulfils it, number for integer; empty where any may."""
+    """The types of values that fulfil the schema, with number for integer; empty: any type."""
     if values is not None:
         return {type_of(value) for value in values}
     given = schema.get("type", [])
@@ -66,7 +66,7 @@ def type_of(value: object) -> str:
 
 
 def identity(value: Any) -> Hashable:
-    """The same for two JSON values that are equal, and for no others: true is not 1, and 1.0 is."""
+    """A key that is the same for equal JSON values only: true differs from 1, but 1.0 does not."""
     if isinstance(value, bool):
         return ("boolean", value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""EBNF of clients, as xgrammar and llama.cpp (GBNF) write it, in the library's dialect of Lark."""
+"""Translates clients' EBNF, as xgrammar and llama.cpp (GBNF) write it, into the library's dialect of Lark."""
 
 import contextlib
 import re
@@ -31,7 +31,7 @@ def ebnf(grammar: str, time: SchemaTime | None = None) -> Format:
     """The format of a grammar.
 
     Args:
-        time: its time limit; None: that of all shapes of one request.
+        time: its time limit; None: the limit for all shapes of one request.
 
     Raises:
         InvalidRequest: it is not valid, or takes too long; names the line. RequestAborted: the request was cancelled.
@@ -56,7 +56,7 @@ class _Reader:
         self.is_regular = False  # known behind `rules`: no rule refers to itself
 
     def rules(self) -> dict[str, Node]:
-        """Rules by name: root, and all that are referred to."""
+        """Rules by name: root, and all rules that are referred to."""
         place = 0
         while place < len(self._text):
             found = _TOKEN.match(self._text, place)
@@ -167,7 +167,7 @@ class _Reader:
                 else ord(_CONTROLS.get(char[1], char[1]))
             )
             if code > _LAST or _SURROGATES[0] <= code <= _SURROGATES[1]:
-                raise self._wrong(f"has a character that is none: {clip(char)!r}", place)
+                raise self._wrong(f"has an escape for an invalid character: {clip(char)!r}", place)
             yield code, len(char) == 1
             at = found.end()
 
@@ -183,7 +183,7 @@ class _Reader:
             i += 3 if is_range else 1
         allowed = _complement(ranges) if negated else tuple(ranges)
         if not allowed:
-            raise self._wrong(f"has a class that no character is in: [{clip(text)}]", place)
+            raise self._wrong(f"has a character class that matches nothing: [{clip(text)}]", place)
         return Chars(allowed)
 
 

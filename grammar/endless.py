@@ -1,4 +1,4 @@
-"""Schemas for which no answer ever ends: each object in them must contain another one."""
+"""Detects schemas for which no answer ever ends, since each object in them must contain another one."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,7 +11,8 @@ def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, A
     """Check schemas in the normal form.
 
     Raises:
-        InvalidRequest: values of `root` have no end, or the time is over. RequestAborted: the request was cancelled.
+        InvalidRequest: values of `root` have no end, or the time limit has passed. RequestAborted: the request was
+            cancelled.
     """
     users: dict[str, list[str]] = {}  # by definition: those that refer to it
     for name, schema in definitions.items():

@@ -1,7 +1,8 @@
 """Shapes of answers composed of parts, as llguidance reads them: expressions and rules in its dialect of Lark.
 
-What the library reads in one piece, a text or a pattern, it reads as far as it goes ("lexemes" are greedy); only a free
-text up to a marker ends where the marker ends first. So a free text is the last part of a sequence, or ends with one.
+The library reads a text or a pattern in one piece, for as long as it matches ("lexemes" are greedy); only a free text
+up to a marker ends where the marker first ends. So a free text must be the last part of a sequence, or end with a
+marker.
 """
 
 import json
@@ -42,7 +43,7 @@ ANY_TEXT = Format(_FREE)
 
 
 def text(value: str) -> Format:
-    """This text."""
+    """A part that is exactly this text."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -73,12 +74,12 @@ def _format(part: Part) -> Format:
 
 
 def sequence(*parts: Part) -> Format:
-    """One after the other."""
+    """The parts one after the other."""
     return _joined([part for part in parts if part != ""] or [""], " ")
 
 
 def either(parts: Sequence[Part]) -> Format:
-    """One of them."""
+    """One of the parts."""
     return _joined(parts, " | ")
 
 
@@ -94,7 +95,7 @@ def optional(part: Part) -> Format:
 
 
 def named(body: str, *, terminal: bool = False, lazy: bool = False) -> Format:
-    """A rule for `body`; a terminal is read in one piece, a lazy one ends as soon as it can."""
+    """A rule for `body`; a terminal is read in one piece, and a lazy terminal ends as soon as it can."""
     digest = blake2b(f"{terminal}{lazy}{body}".encode(), digest_size=8).hexdigest()
     name = f"T_{digest}".upper() if terminal else f"r_{digest}"
     return Format(name, {f"{name}[lazy]" if lazy else name: body})
@@ -106,7 +107,7 @@ def one_of(texts: Sequence[str]) -> Format:
 
 
 def marker(value: str) -> Format:
-    """A text that is never taken for the beginning of a free one."""
+    """A text that is never read as the beginning of a free text."""
     return named(text(value).expression, lazy=True)
 
 
@@ -129,10 +130,10 @@ def separated(tags: Sequence[Part], separator: str, *, several: bool) -> Format:
 def triggered(
     tags: Sequence[Tag], triggers: Sequence[str] | None = None, *, several: bool, required: bool = False
 ) -> Format:
-    """Any text, in which a trigger must be continued as one of the tags that begin with it.
+    """Any text, in which a trigger must be followed by the rest of one of the tags that begin with it.
 
     Args: triggers: None: the beginnings of the tags. several: text may continue after a tag, and more tags may follow.
-    required: at least one must come.
+    required: at least one tag must come.
     """
     ways = []
     for trigger in dict.fromkeys(tag.begin for tag in tags) if triggers is None else triggers:
@@ -156,5 +157,5 @@ def grammar(kind: GrammarKind, format: Format) -> Grammar:
 
 
 def structural_tag(format: Format) -> Grammar:
-    """The same, with markers such as [TOOL_CALLS] as single tokens where they exist."""
+    """As `grammar`, with markers such as [TOOL_CALLS] as single tokens if the vocabulary has them."""
     return grammar("tags", format)

@@ -1,8 +1,8 @@
 """Decides which parts of a grammar are read in one piece, such that every text that the grammar allows stays possible.
 
-The library reads lexemes: each goes on as long as any that may stand there can. So a lexeme is one character, which is
-always exact, or a run of characters of one class, where nothing else may stand that has one of them: a free text, a
-name, spaces. Of free text in single characters a mask takes a hundred times as long.
+The library reads lexemes, each continuing as long as any lexeme allowed at that place can. So a lexeme is either one
+character, which is always exact, or a run of characters of one class (a free text, a name, spaces), if nothing else
+allowed there has one of these characters. With single characters, a mask of free text takes a hundred times as long.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,13 +42,13 @@ class Ref(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """One after the other."""
+    """Parts one after the other."""
 
     parts: "tuple[Node, ...]"
 
 
 class Either(NamedTuple):
-    """One of them."""
+    """One of several parts."""
 
     branches: "tuple[Node, ...]"
 
@@ -66,13 +66,13 @@ Rules = Mapping[str, Node]
 
 
 class Grouping:
-    """Equivalent rules in which repetitions of a class are runs, including one among others: (a | b)* is a* (b a*)*. So
-    are rules that end with themselves: of x ::= a x | b, which is a* b, each character would be a level of its own, all
-    of which the library would complete again at each place where it may end.
+    """Equivalent rules in which repetitions of a class are runs, including one among others: (a | b)* is a* (b a*)*.
+    The same applies to rules that end with themselves: in x ::= a x | b, which is a* b, each character would open a new
+    level, and the library would complete all levels again at each place where the text may end.
     """
 
     def __init__(self, rules: Rules, time: SchemaTime) -> None:
-        """`rules`: root, and all that are referred to; `time`: the time limit."""
+        """`rules`: root, and all rules that are referred to; `time`: the time limit."""
         self._time = time
         self._rules = {name: _repeating(name, node) for name, node in rules.items()}
         self.rules: dict[str, Node] = {}
@@ -146,11 +146,11 @@ class Places:
     """The places of characters in a grammar: which may follow each, and which may occur instead of it after the same
     text.
 
-    Where a rule is referred to is left out of account, so these may be more than there are. Sets are bits of an int.
+    Which reference led to a rule is ignored, so the sets may be larger than necessary. Sets are bits of an int.
     """
 
     def __init__(self, rules: Rules, time: SchemaTime) -> None:
-        """`rules`: of a `Grouping`; `time`: what it may take."""
+        """`rules`: the rules of a `Grouping`; `time`: the time limit."""
         self._rules = rules
         self._time = time
         self._places: dict[Chars | int, int] = {}  # a run is one place wherever it stands

@@ -1,4 +1,4 @@
-"""A cache of schemas' normal forms: a repeated schema costs ten microseconds, and not one per property or more."""
+"""A cache of schemas' normal forms: a repeated schema costs ten microseconds, instead of at least one per property."""
 
 import threading
 from collections import OrderedDict

@@ -56,10 +56,10 @@ FORMATS = _FORMATS | {"date-time": f"{_FORMATS['date']}T{_FORMATS['time']}"}
 
 
 def pattern_of(pattern: str, at: str, *, in_json: bool = False) -> str:
-    """The library's pattern for a client's; line ends and slashes are escaped in it.
+    """The library's pattern for a client's pattern; line ends and slashes are escaped in it.
 
-    Args: at: its place, for errors. in_json: whether it is for strings in JSON. U+0000 is in none: if a class has all
-    control characters, the library would let it stand for quotes and backslashes, too.
+    Args: at: the pattern's place, for errors. in_json: whether it is for strings in JSON. U+0000 is in no class: with a
+    class of all control characters, the library would also accept quotes and backslashes.
 
     Raises:
         InvalidRequest: it cannot be enforced.
@@ -95,7 +95,7 @@ def _check_order(parts: list[str], at: str) -> None:
 
 
 def whole(pattern: str) -> str:
-    """The pattern of a text that matches one from beginning to end."""
+    """A pattern for texts that match `pattern` from beginning to end."""
     return f"^(?:{pattern})$"
 
 

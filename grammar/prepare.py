@@ -1,4 +1,6 @@
-"""From a client's request for a shape to the grammar for engines: on the text side, before anything is sent."""
+"""Turns a client's request for a shape into the grammar for engines, in the process that handles text, before anything
+is sent to engines.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -19,7 +21,7 @@ from pdkv.sampling.shape import MAX_CHOICE_TEXTS, MAX_GRAMMAR_BYTES, Grammar, St
 
 
 def with_grammar(params: SamplingParams) -> SamplingParams:
-    """The same with a grammar in place of `structured_outputs`, as an engine needs it.
+    """The same parameters with a grammar in place of `structured_outputs`, as an engine needs it.
 
     Raises:
         InvalidRequest: the request is wrong, or cannot be enforced; the text names the place.
@@ -41,7 +43,7 @@ def naming(param: str) -> Iterator[None]:
 
 
 def make_grammar(asked: StructuredOutputs, time: SchemaTime | None = None) -> Grammar:
-    """The grammar for engines if nothing else is asked of the answer; `time`: the time limit of schemas.
+    """The grammar for engines if the answer has no other requirements; `time`: the time limit of schemas.
 
     Raises:
         InvalidRequest: as in `with_grammar`. RequestAborted: the request was cancelled.
@@ -50,7 +52,7 @@ def make_grammar(asked: StructuredOutputs, time: SchemaTime | None = None) -> Gr
 
 
 def make_format(asked: StructuredOutputs, time: SchemaTime | None = None) -> Format:
-    """The same as a part of an answer; raises as `make_grammar`."""
+    """The requested shape as a part of an answer; raises as `make_grammar`."""
     asked_as = asked.asked_as
     value = getattr(asked, asked_as)
     if isinstance(value, str):

@@ -1,7 +1,7 @@
 """A JSON schema as the library enforces it to the letter, or a refusal that names the keyword and its place.
 
-The library merges combined schemas, and refuses what it does not know. This module adds checks for what it would let
-pass, and the implicit meaning of clients: an object or a list has what its schema names, and nothing else.
+The library merges combined schemas, and refuses what it does not know. This module adds checks for what the library
+would ignore, and what clients implicitly mean: an object or a list contains what its schema names, and nothing else.
 """
 
 import json
@@ -39,7 +39,7 @@ def normalize(schema: AnySchema, *, time: SchemaTime | None = None) -> str:
     """The JSON text of a schema that a grammar enforces as it stands.
 
     Args:
-        time: its time limit; None: that of all schemas of one request.
+        time: its time limit; None: the limit for all schemas of one request.
 
     Raises:
         InvalidRequest: a keyword cannot be enforced, or is wrong; its place is a JSON pointer.
@@ -132,7 +132,7 @@ class _Normalizer:
             where = (
                 f"the schema at {at or 'its root'} has too many branches that are no scalars, or optional properties"
             )
-            raise InvalidRequest(f"{where}: an answer may go on in {MAX_WAYS} ways at most")
+            raise InvalidRequest(f"{where}: an answer may continue in at most {MAX_WAYS} ways")
         return made
 
     def _own(self, keyword: str, value: Any, at: str, alone: bool) -> Any:
@@ -260,7 +260,7 @@ class _Normalizer:
             else:
                 raise refuse("$ref", at, f"points to nothing: {clip(uri)!r}")
         if not isinstance(target, Mapping | bool):
-            raise refuse("$ref", at, f"points to no schema: {clip(uri)!r}")
+            raise refuse("$ref", at, f"does not point to a schema: {clip(uri)!r}")
         return target
 
     def _resolved(self, schema: AnySchema, at: str) -> Schema:
@@ -271,7 +271,7 @@ class _Normalizer:
             if kept.keys() != {"$ref"}:
                 return kept
             schema = self._target(kept["$ref"], at)
-        raise refuse("$ref", at, "is a loop that comes to no schema")
+        raise refuse("$ref", at, "is a loop that never reaches a schema")
 
 
 _CLOSING = (

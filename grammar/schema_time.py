@@ -13,7 +13,7 @@ class SchemaTime:
     """The time shared by the schemas of one request, on the thread that made it."""
 
     def __init__(self, cancelled: Callable[[], bool] = lambda: False) -> None:
-        """`cancelled`: whether the result is not wanted any more."""
+        """`cancelled`: returns whether the result is no longer wanted."""
         self._cancelled = cancelled
         self._end = time.thread_time() + MAX_SECONDS
 
@@ -21,7 +21,7 @@ class SchemaTime:
         """Check the time before work that may take long: a merge of two large schemas takes milliseconds.
 
         Raises:
-            InvalidRequest: the time is over. RequestAborted: the request was cancelled.
+            InvalidRequest: the time limit has passed. RequestAborted: the request was cancelled.
         """
         if self._cancelled():
             raise RequestAborted("the client went away", request_id="")

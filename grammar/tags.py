@@ -39,7 +39,7 @@ def read_tag(given: Mapping[str, Any] | str, time: SchemaTime | None = None) -> 
 
     Args:
         given: `{"type": "structural_tag", "format": …}`, or vLLM's older `{"structures": […], "triggers": […]}`.
-        time: the time limit of its schemas together; None: that of one request.
+        time: the time limit of its schemas together; None: the limit for one request.
 
     Raises:
         InvalidRequest: it is not valid, or cannot be enforced; names the place as a JSON pointer. RequestAborted: the

@@ -1,7 +1,7 @@
-"""Block keys of many tokens at once: compiled (block_keys.c) where a compiler was at hand.
+"""Block keys of many tokens at once, compiled (block_keys.c) if the package was built with a compiler.
 
-Elsewhere hashlib makes the keys, with the same result (pdkv.base.block_keys.extend_keys).
-Compiled, it releases the GIL.
+Otherwise hashlib makes the keys, with the same result (pdkv.base.block_keys.extend_keys). The compiled form releases
+the GIL.
 """
 
 import ctypes
@@ -27,12 +27,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the compiled form is there."""
+    """Whether the compiled form is available."""
     return _library() is not None
 
 
 def as_tokens(token_ids: Sequence[int]) -> Tokens:
-    """Token ids as an array. Raises OverflowError for one that no int32 holds."""
+    """Token ids as an array. Raises OverflowError for one that does not fit into int32."""
     return int32_array(token_ids)
 
 
@@ -40,7 +40,7 @@ def keys_behind(parent: bytes, token_ids: Sequence[int] | Tokens, *, hash_block_
     """The keys of the full hash blocks of `token_ids`, the first of which follows `parent`.
 
     Raises:
-        OverflowError: a token that no int32 holds.
+        OverflowError: a token does not fit into int32.
     """
     num_keys = len(token_ids) // hash_block_size
     library = _library()

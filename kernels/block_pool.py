@@ -1,4 +1,6 @@
-"""Holders of many KV blocks at once, compiled (block_pool.c) where a compiler was at hand (engine/kv/block_pool.py)."""
+"""Holders of many KV blocks at once, compiled (block_pool.c) if the package was built with a compiler; see
+engine/kv/block_pool.py.
+"""
 
 import ctypes
 from enum import IntEnum
@@ -34,7 +36,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the compiled form is there."""
+    """Whether the compiled form is available."""
     return _library() is not None
 
 
@@ -44,8 +46,8 @@ class HolderCounts:
     Args:
         states: (num_blocks,), uint8.
         num_holders: (kinds of holders, num_blocks), int32.
-        num_in_state: by state.
-        places: (num_blocks,), in the free queue.
+        num_in_state: number of blocks by state.
+        places: (num_blocks,), each block's place in the free queue.
         held: the bits of all kinds of holders.
     """
 
@@ -72,7 +74,7 @@ class HolderCounts:
         return int(self._hold(self._at, self._counts_at[holder], blocks.ctypes.data, blocks.size, 1 << holder))
 
     def release(self, blocks: Numbers, holder: IntEnum) -> Freed:
-        """One holder of the kind less for each block, as often as it is named, the last one first.
+        """Remove a holder of the kind from each block, once for every time it is named, starting with the last block.
 
         Raises:
             AssertionError: a block has no such holder.

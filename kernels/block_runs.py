@@ -1,9 +1,9 @@
 """Block ids on the wire. They are sent as runs of adjacent blocks, packed to the byte: even a scattered prompt fits.
 
-A list is three columns (first block, number of blocks, generation of each run), each of them a smallest value and, for
-every run, what it has more, in as few bytes as the largest one needs. Of a pool of 2^17 blocks in which nothing is
-adjacent a block takes 3 bytes, and as many again where generations differ by as much: 64 KiB name 174,000 tokens in
-blocks of 16. (To the bit it would be 246,000.) Compiled (block_runs.c) where a compiler was at hand.
+A list is three columns (first block, number of blocks, generation of each run), each stored as its smallest value and,
+for every run, the difference from it, in as few bytes as the largest difference needs. In a pool of 2^17 blocks without
+adjacent ones, a block takes 3 bytes, and as many again if generations differ by as much: 64 KiB name 174,000 tokens in
+blocks of 16. (To the bit it would be 246,000.) Compiled (block_runs.c) if the package was built with a compiler.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the compiled form is there."""
+    """Whether the compiled form is available."""
     return _library() is not None
 
 
@@ -60,7 +60,9 @@ def pack(ids: Numbers, generations: Numbers) -> bytes:
 
 
 def unpack(data: bytes, most: int) -> Numbers | None:
-    """The inverse: (2, n), block ids and generations. None: no blocks could be meant by that, or more than `most`."""
+    """The inverse of `pack`: (2, n), block ids and generations. None: the bytes are invalid, or name more than `most`
+    blocks.
+    """
     if (library := _library()) is not None:
         rows = library.pdkv_unpack_blocks(data, most)
     else:

@@ -1,4 +1,6 @@
-"""Many blocks at once in the table of connectors/arena/block_table.py: compiled, where a compiler was at hand."""
+"""Updates many blocks at once in the table of connectors/arena/block_table.py, compiled if the package was built with a
+compiler.
+"""
 
 import ctypes
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the compiled form is there."""
+    """Whether the compiled form is available."""
     return _library() is not None
 
 
@@ -59,9 +61,11 @@ class TableWriter:
         self._reuse, self._publish = library.pdkv_reuse_blocks, library.pdkv_publish_blocks
 
     def reuse(self, blocks: Sequence[int]) -> None:
-        """Bump their generations and withdraw their keys. Raises IndexError: there is no such block."""
+        """Increment the blocks' generations and withdraw their keys. Raises IndexError: there is no such block."""
         self._reuse(self._at, list(blocks))
 
     def publish(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Make them findable. Raises ValueError: not one key of 16 bytes per hash block; IndexError as `reuse`."""
+        """Make the blocks findable. Raises ValueError unless there is one key of 16 bytes per hash block, and
+        IndexError as `reuse`.
+        """
         self._publish(self._at, list(blocks), list(keys))

@@ -2,9 +2,9 @@
 
 A plane is K, or V, of one head and layer: (tokens, head_size). Each of its channels has an anchor, the mean over the
 tokens, in 127ths of the plane's largest; a token's delta from it is coded in steps. The plane's step is a factor times
-its mean absolute delta; a channel doubles it until its largest delta fits. A channel's mean |delta| chooses its table
-of symbols' frequencies; rans.py codes the symbols of a layer. cachegen.c has the same bytes, in float32 without fused
-operations; sums go token by token, then channel by channel.
+its mean absolute delta; each channel doubles the step until its largest delta fits. A channel's mean |delta| selects
+its table of symbol frequencies; rans.py codes the symbols of a layer. cachegen.c produces the same bytes, in float32
+without fused operations; sums are made token by token, then channel by channel.
 """
 
 import ctypes
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 
 
 class Model(NamedTuple):
-    """How channels are coded whose mean absolute deltas are within bounds."""
+    """How to code channels, by ranges of their mean absolute delta."""
 
     tables: rans.Tables
     means: Ints  # (MAX_TABLES,) the largest mean |delta| for each table, in steps / 256; ascending
@@ -66,7 +66,7 @@ class Model(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Coded images."""
+    """The parts of coded images."""
 
     anchor_steps: Floats  # (layers, planes)
     steps: Floats  # (layers, planes)
@@ -111,7 +111,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the compiled coder is there; numpy, some hundred times slower, serves without it."""
+    """Whether the compiled coder is available; without it numpy is used, some hundred times slower."""
     return _library() is not None
 
 
@@ -120,7 +120,7 @@ def encode(images: Bytes, shape: Shape, factors: Floats, model: Model) -> Parts 
 
     Args:
         images: flat, of the shape.
-        factors: (layers, 2), the steps of K and of V in mean absolute deltas; positive.
+        factors: (layers, 2), the steps of K and V as multiples of the mean absolute delta; positive.
 
     Returns:
         None: there are NaN, infinities, or numbers too large for a step.
@@ -150,7 +150,7 @@ def decode(parts: Parts, shape: Shape, model: Model, out: Bytes) -> bool:
         out: flat, of the shape; written.
 
     Returns:
-        Whether the words are what an encoder makes. If not, `out` is undefined.
+        Whether the words are a valid encoder's output. If not, `out` is undefined.
     """
     assert parts.words.size == parts.num_words.sum()
     assert out.size == shape.layers * shape.units * shape.planes * shape.tokens * shape.head_size * _width(shape)

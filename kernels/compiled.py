@@ -1,7 +1,7 @@
-"""Finds what the compiler made of this folder's C files, where there was one when the package was built.
+"""Finds the libraries compiled from this folder's C files, if the package was built with a compiler.
 
-Most libraries are there once for each level of x86-64 (`_host_v3`; on other machines `_host_base`). CPUID alone says
-which of them are used: the highest that the processor has, or the one that PDKV_ISA names.
+Most libraries exist once for each level of x86-64 (`_host_v3`; on other machines `_host_base`). CPUID alone decides
+which level is used: the highest that the processor has, or the one that PDKV_ISA names.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ def isa() -> str | None:
     """The level that is used; None: there is none.
 
     Raises:
-        ConfigError: PDKV_ISA names one that this host has not.
+        ConfigError: PDKV_ISA names a level that this host lacks.
     """
     named = os.environ.get(ISA)
     if named and named not in levels():
@@ -50,13 +50,13 @@ def isa() -> str | None:
 
 
 def load_all() -> None:
-    """Load every library now. What a process has loaded, it finds again when it can open no file any more."""
+    """Load every library now, so that it is still available when the process can open no more files."""
     for name in ("_block_keys", "_codec", "_host", "_linear", "_sampler"):
         load_library(name, {})
 
 
 Functions = Mapping[str, tuple[Any, Any]]
-"""By name: what a function returns and what it takes, as types of ctypes."""
+"""The result and argument types of each function by name, as ctypes types."""
 
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
 
@@ -65,8 +65,10 @@ def load_library(name: str, functions: Functions, *, keeps_gil: bool = False) ->
     """The library of that name, such as "_host"; None: it was not built, or not for this machine.
 
     Args:
-        functions: those of it that will be called. A library without one was built from an earlier version's sources.
-        keeps_gil: its functions take microseconds: less than it may take to get the GIL back from another thread.
+        functions: the functions that will be called. A library that lacks one was built from an earlier version's
+            sources.
+        keeps_gil: hold the GIL during calls: they take microseconds, less than getting the GIL back from another thread
+            may take.
     """
     kind = ctypes.PyDLL if keeps_gil else ctypes.CDLL
     level = isa()

@@ -1,8 +1,8 @@
-"""The digest of KV: a 64-bit hash of each row, seeded with what the row is, added up over rows.
+"""The digest of KV: a 64-bit hash of each row, seeded with the row's layer, head and side, summed over rows.
 
-A row is what one KV head of one layer has of K, or of V, for the tokens of a hash block: contiguous in a pool, and the
-same bytes wherever it lies. `hash_rows` says what the hash is; `digest.c` has the same bits, alone or while it copies,
-and `digest_triton.py` for device memory.
+A row is the K or the V of one KV head in one layer for the tokens of a hash block: contiguous in a pool, and the same
+bytes wherever it lies. `hash_rows` defines the hash; `digest.c` computes the same bits, alone or while it copies, and
+`digest_triton.py` does so for device memory.
 """
 
 import ctypes
@@ -43,19 +43,21 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the compiled kernel is there; numpy serves without it."""
+    """Whether the compiled kernel is available; without it numpy is used."""
     return _library() is not None
 
 
 def mix(values: Digests) -> Digests:
-    """The last step of the hash: every bit of a value goes into every bit of the result, which is another for each."""
+    """The last step of the hash, a bijection in which every bit of a value affects every bit of the result."""
     values = (values ^ (values >> np.uint64(33))) * np.uint64(MIX_1)
     values = (values ^ (values >> np.uint64(29))) * np.uint64(MIX_2)
     return values ^ (values >> _U32)
 
 
 def seeds_of(layers: range, heads: range, sides: int = 2) -> Digests:
-    """Seeds of rows, (layers * sides, heads): K and V of each layer. `heads` as all ranks of an engine count them."""
+    """Seeds of rows, (layers * sides, heads): K and V of each layer. `heads` are numbered across all ranks of an
+    engine.
+    """
     outer = np.arange(sides * layers.start, sides * layers.stop, dtype=np.uint64)
     return mix((outer[:, None] << _U32) + np.arange(heads.start, heads.stop, dtype=np.uint64)[None, :] + np.uint64(1))
 
@@ -65,7 +67,7 @@ def hash_rows(rows: Bytes, seeds: Digests) -> Digests:
 
     Args:
         rows: (..., bytes).
-        seeds: what broadcasts to (...).
+        seeds: broadcastable to (...).
     """
     size = rows.shape[-1]
     stripes = -(-size // (8 * STRIPE_WORDS))
@@ -92,7 +94,7 @@ def add_digests(
     target: Bytes | None = None,
     target_offsets: Offsets | None = None,
 ) -> None:
-    """Add the hashes of units' rows to `digests`, and copy the units where a target is given. Releases the GIL.
+    """Add the hashes of units' rows to `digests`, and copy the units if a target is given. Releases the GIL.
 
     The caller has checked all bounds.
 
@@ -101,7 +103,7 @@ def add_digests(
         seeds: (rows.outer, rows.inner), contiguous.
         source, target: flat; nothing overlaps.
         source_offsets, target_offsets: (n,) bytes, where each unit's first row begins.
-        sizes: (n,) so many bytes of each of a unit's rows are digested; None: all. All are copied.
+        sizes: (n,) bytes of each of a unit's rows that are digested; None: all. All bytes are copied in any case.
     """
     assert digests.flags.c_contiguous
     assert digests.shape == (source_offsets.size, rows.inner)

@@ -78,10 +78,10 @@ def digests_triton(
     Args:
         pool: int64 words, flat, on the device.
         offsets: (n,) int64, where each unit's first row begins.
-        words: (n,) int64, so many of each of a unit's rows are digested.
+        words: (n,) int64, number of words of each of a unit's rows that are digested.
         seeds: (sides, heads) int64, contiguous.
         strides: from one side of a layer to the next, and from head to head.
-        most_words: what a row can have; the kernel is compiled for that.
+        most_words: words of a whole row, for which the kernel is compiled.
     """
     num_sides, num_heads = seeds.shape
     digests = torch.empty((offsets.shape[0], num_heads), dtype=torch.int64, device=pool.device)

@@ -1,8 +1,8 @@
-"""The draw of a token from each row of logits in Triton, with the tokens of engine/worker/sampling/draw.py to the bit.
+"""The draw of a token from each row of logits in Triton, with exactly the tokens of engine/worker/sampling/draw.py.
 
 Every number is made by the same float64 operations, each rounded (no multiply-add as one instruction), and every sum is
-exact. Where the filters cut is found by bisection over the values that a float32 can have. All tokens of a row race in
-as many programs as it has tiles, then the winners of those. The host never waits.
+exact. The filters' thresholds are found by bisection over all float32 values. All tokens of a row race in one program
+per tile, then the winners of the tiles race. The host never waits.
 """
 
 import torch
@@ -296,8 +296,9 @@ def draw_triton(logits: torch.Tensor, table: torch.Tensor, *, has_top_p: bool) -
 
     Args:
         logits: (n, vocab) float32, bfloat16 or float16, rows contiguous; left as they are.
-        table: (7, n) int64, contiguous, on the same device: `_table` there. Its fourth row is overwritten.
-        has_top_p: whether a row has one below 1.
+        table: (7, n) int64, contiguous, on the same device, as made by `_table` in draw.py. Its fourth row is
+            overwritten.
+        has_top_p: whether any row has a top_p below 1.
     """
     num_rows, vocab_size = logits.shape
     if logits.dtype not in DTYPES or logits.stride(1) != 1:

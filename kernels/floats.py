@@ -1,4 +1,4 @@
-"""KV's number formats in numpy, which has no bfloat16: to float32 and back, as vectors.h has it."""
+"""Conversions of KV's number formats to float32 and back in numpy, which has no bfloat16; the same as in vectors.h."""
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ def as_floats(data: Bytes, dtype: str) -> Floats:
 
 
 def store_floats(numbers: Floats, dtype: str, out: Bytes) -> None:
-    """Write finite numbers as a dtype: to nearest, ties to even; what is too large becomes the largest.
+    """Write finite numbers as a dtype, rounded to nearest, ties to even; too large numbers become the largest one.
 
     Args:
         out: flat; written.

@@ -1,7 +1,7 @@
 """The compiled kernels for host memory: KV (host.c) and the draw of tokens (sampler.c).
 
-They are there where a compiler was at hand when the package was built: `available()` and `can_draw()` say so, callers
-have a torch or numpy form beside. Calls release the GIL.
+They exist if the package was built with a compiler: see `available()` and `can_draw()`; callers also have a torch or
+numpy form. Calls release the GIL.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ MAX_HEAD_SIZE = 256
 
 
 class AttentionArgs(ctypes.Structure):
-    """host.c's `attention`: what its comments say."""
+    """Arguments of `attention` in host.c, described there."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "qkv", "out")),
@@ -34,7 +34,7 @@ class AttentionArgs(ctypes.Structure):
 
 
 class Rows(NamedTuple):
-    """What one piece of a copy is, on both sides: `outer` x `inner` rows; strides and sizes in bytes."""
+    """The shape of one piece of a copy, on both sides: `outer` x `inner` rows; strides and sizes in bytes."""
 
     outer: int
     target_outer_stride: int
@@ -67,20 +67,22 @@ def _sampler() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the kernels for KV are there. Import torch first: they share its OpenMP threads."""
+    """Whether the kernels for KV are available. Import torch first: they share its OpenMP threads."""
     return _library() is not None
 
 
 def can_draw() -> bool:
-    """Whether the draw, masks and penalties are there. Import torch first: they share its OpenMP threads."""
+    """Whether the kernels for draws, masks and penalties are available. Import torch first: they share its OpenMP
+    threads.
+    """
     return _sampler() is not None
 
 
 def call_sampler(function: str, *args: int) -> None:
-    """Call a function of sampler.c with what it says of its arguments; pointers must stay valid meanwhile.
+    """Call a function of sampler.c with its arguments as described there; pointers must stay valid during the call.
 
     Raises:
-        MemoryError: no room for the rows that are worked on.
+        MemoryError: there is no memory for the rows being worked on.
     """
     library = _sampler()
     assert library is not None, "ask can_draw() first"
@@ -89,10 +91,10 @@ def call_sampler(function: str, *args: int) -> None:
 
 
 def attend(args: AttentionArgs) -> None:
-    """Attention of single queries over paged KV, softmax(q K^T * scale) V; pointers must stay valid meanwhile.
+    """Attention of single queries over paged KV, softmax(q K^T * scale) V; pointers must stay valid during the call.
 
-    Head sizes are multiples of 16 up to MAX_HEAD_SIZE, block sizes multiples of 4. The result does not depend on the
-    number of threads, to the bit.
+    Head sizes are multiples of 16 up to MAX_HEAD_SIZE, block sizes multiples of 4. The result is bit-identical for any
+    number of threads.
 
     Raises:
         MemoryError: no room for the scores.
@@ -105,7 +107,9 @@ def attend(args: AttentionArgs) -> None:
 
 
 def attend_pieces(args: AttentionArgs) -> int:
-    """How many pieces of such a call the threads share: queries, or KV heads of parts of their keys."""
+    """Number of pieces into which `attend` divides this call for its threads: queries, or KV heads of parts of their
+    keys.
+    """
     library = _library()
     assert library is not None, "ask available() first"
     pieces: int = library.pdkv_attend_pieces(ctypes.byref(args))
@@ -123,8 +127,8 @@ def copy_pieces(
 
     Args:
         target, source: addresses.
-        target_offsets, source_offsets: (n,) bytes, contiguous.
-        rows: what each piece is.
+        target_offsets, source_offsets: (n,) int64 offsets in bytes, contiguous.
+        rows: the shape and strides of every piece.
     """
     library = _library()
     assert library is not None, "ask available() first"

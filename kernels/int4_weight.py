@@ -1,7 +1,7 @@
 """4-bit weights in groups with scales and zero points, in one layout for all formats.
 
-A word holds 8 numbers, the low bits first, of columns that are 32 apart. So a tile of words gives, shift by shift,
-tiles of 32 neighbouring columns, and nothing is moved between the lanes of a GPU to unpack it.
+A word holds 8 numbers, the low bits first, of columns that are 32 apart. So each shift of a tile of words gives a tile
+of 32 neighbouring columns, and unpacking moves nothing between the lanes of a GPU.
 """
 
 from typing import Final, NamedTuple
@@ -21,7 +21,7 @@ SYMMETRIC_ZERO: Final = 8
 
 
 class Int4Weight(NamedTuple):
-    """weight[output, column] = (number - zero) * scale, of the column's group."""
+    """weight[output, column] = (number - zero) * scale, with zero and scale of the column's group."""
 
     words: torch.Tensor  # (chunks, outputs, 32) int32; bits [4i, 4i + 4) of word j: column chunk * 256 + 32 * i + j
     scales: torch.Tensor  # (groups, outputs), float16, bfloat16 or float32
@@ -36,12 +36,12 @@ class Int4Weight(NamedTuple):
 
 
 def fits(group_size: int, inputs: int) -> bool:
-    """Whether no plane of a weight (outputs, inputs) has columns of two groups, nor a chunk an odd part of one."""
+    """Whether no plane of a weight (outputs, inputs) has columns of two groups, and no chunk an odd part of a group."""
     return group_size >= inputs or group_size % CHUNK == 0 or (group_size % PLANE == 0 and CHUNK % group_size == 0)
 
 
 def pack_int4(numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int) -> Int4Weight:
-    """Lay out numbers (outputs, inputs) uint8 below 16, on the device where they are; `fits` holds.
+    """Lay out numbers (outputs, inputs) uint8 below 16, on the device that holds them; `fits` must be true.
 
     Args:
         scales: (groups, outputs).

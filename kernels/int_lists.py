@@ -1,4 +1,6 @@
-"""Lists of ints as arrays: compiled (int_lists.c) where a compiler was at hand, else numpy's way, which is slow."""
+"""Lists of ints as arrays: compiled (int_lists.c) if the package was built with a compiler, else by numpy, which is
+slow.
+"""
 
 import ctypes
 from collections.abc import Callable, Collection
@@ -21,19 +23,19 @@ def _array_of() -> Callable[[object, int], bytearray] | None:
 
 
 def available() -> bool:
-    """Whether the compiled form is there."""
+    """Whether the compiled form is available."""
     return _array_of() is not None
 
 
 def int64_array(numbers: Collection[int]) -> npt.NDArray[np.int64]:
-    """(n,), writable. Raises OverflowError for a number that no int64 holds."""
+    """The numbers, (n,) int64, writable. Raises OverflowError for a number that does not fit."""
     if type(numbers) in (list, tuple) and len(numbers) > _FEW and (array_of := _array_of()) is not None:
         return np.frombuffer(array_of(numbers, 8), np.int64)
     return np.fromiter(numbers, np.int64, len(numbers))
 
 
 def int32_array(numbers: Collection[int]) -> npt.NDArray[np.int32]:
-    """(n,), writable. Raises OverflowError for a number that no int32 holds."""
+    """The numbers, (n,) int32, writable. Raises OverflowError for a number that does not fit."""
     if type(numbers) in (list, tuple) and len(numbers) > _FEW and (array_of := _array_of()) is not None:
         return np.frombuffer(array_of(numbers, 4), np.int32)
     return np.fromiter(numbers, np.int32, len(numbers))

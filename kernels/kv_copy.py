@@ -1,4 +1,6 @@
-"""Move KV: new tokens into the paged pool; blocks, or parts of them, between it and a contiguous transfer buffer."""
+"""Moves KV: new tokens into the paged pool, and blocks or parts of blocks between the pool and a contiguous transfer
+buffer.
+"""
 
 import torch
 
@@ -27,10 +29,10 @@ def write_kv(
     Args:
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size).
         layer: which layer of the pool.
-        k, v: (T, num_kv_heads, head_size), of the pool's dtype, or of any where the pool is in FP8.
+        k, v: (T, num_kv_heads, head_size), of the pool's dtype, or of any dtype if the pool is in FP8.
         slot_mapping: (T,) int64, block * block_size + offset; a negative one is padding and is never written.
-        kv_scales: what 1.0 in an FP8 pool stands for, in K and in V; values are divided by it, rounded to the nearest,
-            and kept within +-448. What is not finite becomes NaN.
+        kv_scales: the values that 1.0 in an FP8 pool represents, for K and for V; values are divided by it, rounded to
+            the nearest, and clamped to +-448. Non-finite values become NaN.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -89,12 +91,12 @@ def gather_blocks(
 
     Args:
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous.
-        unit_ids: (n,) int64; a unit is as many tokens as the buffer says, unit = block * units_per_block + position.
+        unit_ids: (n,) int64, unit = block * units_per_block + position; the buffer's shape gives the tokens per unit.
         out: (n, layers, sides, heads, tokens, head_size), contiguous; written. `tokens` divides the block size. Its
-            dtype may be another where one of both is FP8; values are then converted as `write_kv` does it.
+            dtype may differ from the pool's if one of the two is FP8; values are then converted as in `write_kv`.
         layers, heads: the ranges [start, stop); None: all of them.
-        kv_scales: (num_layers, 2) float32, of K and V of each of the pool's layers, what 1.0 in FP8 stands for; None:
-            1.0 everywhere. Not used where no dtype changes.
+        kv_scales: (num_layers, 2) float32, the values that 1.0 in FP8 represents for K and V of each of the pool's
+            layers; None: 1.0 everywhere. Not used if the dtype does not change.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
@@ -163,13 +165,13 @@ def scatter_blocks_reference(
 
 
 def quantize(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """`values` / `scale` in FP8, to the nearest; what is too large becomes +-448, what is not finite becomes NaN."""
+    """`values` / `scale` in FP8, rounded to the nearest; too large values become +-448, non-finite ones NaN."""
     scaled = values.float() / scale
     return torch.where(scaled.isfinite(), scaled.clamp(-FP8_MAX, FP8_MAX), torch.nan).to(FP8)
 
 
 def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory of a dtype that torch can index: FP8 as bytes."""
+    """The same memory with a dtype that torch can index: FP8 as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
 
 

@@ -1,4 +1,4 @@
-"""The copies of `kv_copy` in Triton: moves of contiguous runs, which may be converted to FP8 or from it on the way."""
+"""The copies of `kv_copy` in Triton: contiguous runs are moved, and converted to or from FP8 if necessary."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ before the first is stored. A multiprocessor runs sixteen of them, 128 KiB; an H
 
 @jit()
 def to_fp8(values: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """`values` / `scale`, both float32, as `kv_copy.quantize` gives it."""
+    """`values` / `scale`, both float32, with the result of `kv_copy.quantize`."""
     scaled = tl.div_rn(values, scale)  # `/` is only nearly right on a GPU
     kept = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
     return tl.where(tl.abs(scaled) < float("inf"), kept, float("nan")).to(tl.float8e4nv)

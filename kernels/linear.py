@@ -1,8 +1,7 @@
 """Linear layers over packed weights in host memory (linear.c): float32, bfloat16, and weights of 8 bits.
 
-They are there where a compiler was at hand when the package was built: `available()` says so, callers have torch's
-beside. Calls release the GIL. A row's result does not depend on the rows beside it or on the number of threads, to the
-bit.
+They exist if the package was built with a compiler: see `available()`; callers also have torch's. Calls release the
+GIL. A row's result is bit-identical for any other rows in the call and any number of threads.
 """
 
 import ctypes
@@ -88,13 +87,13 @@ class _Layer(ctypes.Structure):
 
 
 class Scratch(threading.local):
-    """Room for what one call lays out; grows, and ends with the thread that calls."""
+    """Scratch memory for one call's data; it grows, and is freed when the calling thread ends."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def address(self, num_bytes: int) -> int:
-        """Where that many bytes are, at a multiple of 64, until the thread's next call."""
+        """The address of this many bytes, a multiple of 64, valid until the thread's next call."""
         if len(self._bytes) < num_bytes:
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)  # torch aligns it
         return self._bytes.data_ptr()
@@ -115,14 +114,15 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the compiled kernels are there. Import torch first: they share its OpenMP threads."""
+    """Whether the compiled kernels are available. Import torch first: they share its OpenMP threads."""
     return _library() is not None
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """(outputs, inputs) as (panels, chunks of 2 KiB): a panel's outputs side by side, by input, or by pair of bfloat16.
+    """Lay out (outputs, inputs) as (panels, chunks of 2 KiB): for each input (or pair of bfloat16 inputs), a panel's
+    outputs side by side.
 
-    Padded with zeros to whole panels and chunks. In huge pages, beside other weights.
+    Padded with zeros to whole panels and chunks. In huge pages shared with other weights.
     """
     outputs, inputs = weight.shape
     dtype = weight.dtype
@@ -203,7 +203,7 @@ class PackedWeight:
     ) -> torch.Tensor:
         """before(x) @ weight.T + bias + residual, rounded once; x (rows, inputs), residual (rows, outputs).
 
-        What `before` gives is rounded where torch rounds it: a norm once, silu and its product one after the other.
+        The result of `before` is rounded as in torch: a norm once, silu and then its product.
         """
         rows, columns = x.shape
         what, norm, epsilon = AS_THEY_ARE, None, 0.0

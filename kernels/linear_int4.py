@@ -9,7 +9,7 @@ _DENSE_ROWS = 256
 
 
 def unpack_int4(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """The dense weight (outputs, inputs), as `unpack_int4_reference` gives it."""
+    """The dense weight (outputs, inputs), with the result of `unpack_int4_reference`."""
     if weight.words.is_cuda:
         from pdkv.kernels.linear_int4_triton import unpack_int4_triton
 
@@ -22,8 +22,8 @@ def linear_int4(
 ) -> torch.Tensor:
     """x @ weight.T + bias + residual.
 
-    The weight's numbers are rounded to x's dtype, as a dense weight is, and products added up in float32. Few rows read
-    the packed weight; for many of them it is unpacked first.
+    The weight's numbers are rounded to x's dtype, like a dense weight, and products are summed in float32. For few rows
+    the packed weight is read directly; for many it is unpacked first.
 
     Args:
         x: (rows, inputs) float16, bfloat16 or float32.
@@ -45,7 +45,7 @@ def linear_int4(
 def linear_int4_reference(
     x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What `linear_int4` does, in float64 but for the rounding of weights; rounded once."""
+    """What `linear_int4` does, in float64 except that weights are rounded first; rounded once."""
     out = x.double() @ unpack_int4_reference(weight, x.dtype).double().T
     for added in (bias, residual):
         out = out if added is None else out + added.double()

@@ -1,8 +1,8 @@
 """`linear_int4` in Triton: packed words are read once, unpacked in registers and multiplied by tensor cores.
 
-The weight's tile is the left operand, so that it stays in registers, and rows of x are the columns of the right one.
-A number n is made a float without a conversion: bits 0x43000000 | n << 16 are 128 + n, and one multiply-add with
--(128 + zero) * scale makes (n - zero) * scale of it, exactly where the scale has 16 bits.
+The weight's tile is the left operand, so that it stays in registers, and rows of x are the columns of the right one. A
+number n becomes a float without a conversion: the bits 0x43000000 | n << 16 are 128 + n, and one multiply-add with
+-(128 + zero) * scale gives (n - zero) * scale, exactly if the scale has 16 bits.
 """
 
 from functools import cache
@@ -182,8 +182,8 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, num_rows: int, weight: Int4Weight, processors: int) -> "_Tiles":
-        """Words are read once up to 64 rows. Where outputs are few, parts of the inputs keep all processors busy; their
-        sums take no more bytes than the words.
+        """The tile sizes for a call. Up to 64 rows, words are read once. If there are few outputs, the inputs are
+        divided to keep all processors busy; the partial sums take no more bytes than the words.
         """
         rows = min(64, max(16, triton.next_power_of_2(num_rows)))
         wanted = processors * _PROGRAMS_PER_PROCESSOR // triton.cdiv(weight.outputs, _TILE_OUTPUTS)

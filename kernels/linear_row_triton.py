@@ -1,7 +1,7 @@
 """A dense linear layer of one row in Triton: all the time goes into reading the weight once.
 
-A matrix library multiplies a single row slower than that where the outputs are few, and adds bias and residual in
-further passes.
+A matrix library multiplies a single row more slowly if there are few outputs, and adds bias and residual in separate
+passes.
 """
 
 import torch

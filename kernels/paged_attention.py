@@ -20,25 +20,25 @@ def paged_attention(
     window: int | None = None,
     kv_scales: Scales = NO_SCALES,
 ) -> torch.Tensor:
-    """Attend from the last tokens of each sequence to its tokens up to each one's own position.
+    """Causal attention for the last tokens of each sequence.
 
     Args:
         q: (T, num_heads, head_size), the sequences' queries one after another.
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), K and V of every token of the
-            sequences, this step's included; of q's dtype, or in FP8.
+            sequences, this step's included; with q's dtype, or in FP8.
         layer: which layer of the pool.
-        block_tables: (R, max_blocks) int32; entries behind a sequence's last block are not read. The launch depends on
-            how many they are and on the other shapes, never on what is in device memory, so a graph that holds it
-            stays right.
+        block_tables: (R, max_blocks) int32; entries after a sequence's last block are not read. The launch depends only
+            on max_blocks and the other shapes, never on the content of device memory, so a CUDA graph that contains it
+            stays valid.
         seq_lens: (R,) int32, tokens of each sequence, this step's included.
         cu_seqlens_q: (R + 1,) int32, sequence i's queries are [cu_seqlens_q[i], cu_seqlens_q[i + 1]); may be empty.
         scale: factor of the logits.
-        window: how many tokens each query sees, its own included; None: all up to its own.
-        kv_scales: what 1.0 in an FP8 pool stands for, in K and in V.
+        window: how many tokens each query attends to, including its own; None: all up to its own.
+        kv_scales: the values that 1.0 in an FP8 pool represents, for K and for V.
 
     Returns:
-        (T, num_heads, head_size) in q's dtype; zeros in rows behind cu_seqlens_q[R] (padding). What is not finite in
-        K and V reaches the queries that may see it, and no others.
+        (T, num_heads, head_size) in q's dtype; zeros in rows from cu_seqlens_q[R] on (padding). Non-finite values in K
+        and V affect only the queries that attend to them.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or a window that hides even a query's own token.
@@ -66,7 +66,7 @@ def paged_attention_reference(
     window: int | None = None,
     kv_scales: Scales = NO_SCALES,
 ) -> torch.Tensor:
-    """What `paged_attention` computes, sequence by sequence in torch; float32 inside, or float64 for float64 inputs."""
+    """What `paged_attention` computes, sequence by sequence in torch; in float32, or float64 for float64 inputs."""
     precision = torch.promote_types(q.dtype, torch.float32)
     kv_heads, block_size, head_size = kv_pool.shape[3:]
     out = torch.zeros_like(q)

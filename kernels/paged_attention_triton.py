@@ -1,7 +1,8 @@
 """`paged_attention` in Triton: one program per (tile of queries of one sequence, KV head), online softmax over its KV.
 
 A tile holds some queries times all query heads that share the KV head, so that a decode row fills the matrix unit's
-rows too. Where that makes fewer programs than a GPU can run, each takes a part of the KV, and the parts are combined.
+rows too. If that makes fewer programs than a GPU can run, each takes a part of the KV, and the parts' results are
+combined.
 Sources: online softmax, Dao et al., "FlashAttention", 2022; parts, Dao et al., "Flash-Decoding", 2023; tiles, vLLM's
 unified attention.
 """
@@ -275,11 +276,12 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, q: torch.Tensor, num_seqs: int, group_size: int) -> "_Tiles":
-        """Small ones for decodes, which are bound by memory; large ones for prompts, which read the KV once per tile.
+        """The tile sizes: small for decodes, which are memory-bound; large for prompts, which read the KV once per
+        tile.
 
-        128 rows are what two warp groups multiply at once, and of larger heads registers hold 64. In float32 the matrix
-        unit has no part in it: large tiles win little there, and take half a minute to compile. Sizes of KV tiles and
-        numbers of stages (of which the block table's loads take one) are the fastest of those tried on an H100.
+        Two warp groups multiply 128 rows at once; with larger heads only 64 fit into registers. In float32 the matrix
+        unit is not used: large tiles gain little there, and take half a minute to compile. Sizes of KV tiles and
+        numbers of stages (one of which the block table's loads take) are the fastest of those tried on an H100.
         """
         rows = max(_MIN_DOT_SIZE, triton.next_power_of_2(group_size))
         if q.dtype != torch.float32 and q.shape[0] * group_size > 2 * rows * num_seqs:
@@ -298,10 +300,10 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, num_elements: int, max_tokens: int, num_programs: int) -> "_Parts":
-        """For an output of `num_elements`, and sequences of at most `max_tokens` that `num_programs` programs would
-        compute without being divided: small where those are few.
+        """The parts for an output of `num_elements` and sequences of at most `max_tokens`, which `num_programs`
+        programs would compute undivided: parts are small if there are few programs.
 
-        Where there is room for the results of one part alone, the queries are work enough without being divided.
+        If there is memory for the results of one part only, the queries are enough work without division.
         """
         most = _MAX_PARTS_BYTES // (4 * num_elements)
         if most <= 1:
@@ -320,7 +322,7 @@ class _Results(NamedTuple):
 
     @classmethod
     def of(cls, out: torch.Tensor, num_parts: int) -> "_Results":
-        """Memory for them; `out` (tokens, heads, head size) is the output of all parts together."""
+        """Memory for the results of the parts; `out` (tokens, heads, head size) is their combined output."""
         num_tokens, num_heads, head_size = out.shape
         in_parts = num_parts > 1
         shape = num_tokens, num_parts, num_heads

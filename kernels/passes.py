@@ -1,7 +1,7 @@
-"""Passes over a step's rows by compiled kernels (passes.c), where linear layers' are: `linear.available()`.
+"""Passes over a step's rows by compiled kernels (passes.c), available together with those of linear layers: see
+`linear.available()`. float32 and bfloat16.
 
-float32 and bfloat16. Calls release the GIL. A row's result does not depend on the rows beside it or on the number of
-threads, to the bit.
+Calls release the GIL. A row's result is bit-identical for any other rows in the call and any number of threads.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ class _PassArgs(ctypes.Structure):
 
 
 class HeadPassArgs(ctypes.Structure):
-    """passes.c's `head_pass`: what its comments say."""
+    """Arguments of `head_pass` in passes.c, described there."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "q_norm", "k_norm", "cosines", "sines", "positions", "kv")),
@@ -45,7 +45,7 @@ def _library() -> ctypes.CDLL:
 
 
 def dtype_number(dtype: torch.dtype) -> int:
-    """vectors.h's."""
+    """The number of a dtype in vectors.h."""
     return DTYPES[str(dtype).removeprefix("torch.")]
 
 
@@ -66,7 +66,7 @@ def rms_norm(x: torch.Tensor, norm: Norm, num_threads: int) -> torch.Tensor:
 
 
 def pass_heads(args: HeadPassArgs) -> None:
-    """Norm and rotate a step's queries and keys in place, and write KV; pointers must stay valid meanwhile.
+    """Norm and rotate a step's queries and keys in place, and write KV; pointers must stay valid during the call.
 
     The caller has checked positions, blocks and offsets.
     """

@@ -1,7 +1,7 @@
 """Passes over a step's rows in Triton: RMSNorm, silu(gate) * up, and queries and keys normed and rotated in place.
 
-Computed in float32, and rounded where the torch operations of models/passes.py, heads.py and rope.py round. What a
-kernel is compiled for are sizes of the model alone: no number of rows compiles another one.
+Computed in float32, and rounded at the same places as by the torch operations of models/passes.py, heads.py and
+rope.py. Kernels are compiled for the model's sizes alone, so a new number of rows compiles nothing.
 """
 
 import torch
@@ -35,7 +35,7 @@ def _rms_norm_kernel(
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """x / sqrt(mean(x * x) + epsilon) * weight of each row of x (n, size), rounded once; (n, size).
 
-    A row's values are contiguous, and `weight` (size,) is.
+    A row's values and `weight` (size,) are contiguous.
     """
     num_rows, size = x.shape
     if x.stride(1) != 1 or weight.shape != (size,) or weight.stride(0) != 1:
@@ -65,7 +65,7 @@ def _silu_mul_kernel(
 
 
 def silu_mul_triton(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of rows x (n, 2 * size) of gates and then what they gate; silu is rounded, then the product."""
+    """silu(gate) * up for rows x (n, 2 * size) of [gate, up]; silu is rounded, then the product."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     if x.stride(1) != 1 or x.shape[1] % 2:
         raise ValueError(f"expected contiguous rows of two halves, got x {tuple(x.shape)} with strides {x.stride()}")
@@ -166,7 +166,7 @@ def pass_heads_triton(
     """Norm (None: not) and rotate queries and keys in place.
 
     Args:
-        qkv: (n, num_heads + 2 * num_kv_heads, head_size), a token's values contiguous; its values stay as they are.
+        qkv: (n, num_heads + 2 * num_kv_heads, head_size), a token's numbers contiguous; the V part is not changed.
         positions: (n,) int64, each below the tables' length.
         cosines, sines: (length, 1, rotary size) as in `RopeTable`, contiguous.
     """

@@ -13,16 +13,16 @@ def copy_pieces(
 ) -> None:
     """Copy equal pieces between two pools that do not overlap, on the current stream of the target's device.
 
-    The caller has checked that all of it lies within the pools; the source may be on another device that this one
-    reaches, and mapped from another process.
+    The caller has checked that all pieces lie within the pools; the source may be on another device that this one can
+    access, and mapped from another process.
 
     Args:
         target, source: uint8, flat, contiguous, aligned to 16 bytes.
-        target_offsets, source_offsets: (n,) int64 bytes, on the target's device.
-        rows: what each piece is; strides and the bytes of a row are multiples of 16.
+        target_offsets, source_offsets: (n,) int64 offsets in bytes, on the target's device.
+        rows: the shape and strides of every piece; strides and the bytes of a row are multiples of 16.
 
     Raises:
-        ValueError: something is no multiple of 16.
+        ValueError: a stride or size is not a multiple of 16.
     """
     sizes = [rows.target_outer_stride, rows.source_outer_stride, rows.target_inner_stride, rows.source_inner_stride]
     if any(size % _QUAD_BYTES for size in (*sizes, rows.row_bytes)):
@@ -38,7 +38,7 @@ def copy_pieces(
 def copy_pieces_reference(
     target: torch.Tensor, source: torch.Tensor, target_offsets: torch.Tensor, source_offsets: torch.Tensor, rows: Rows
 ) -> None:
-    """What `copy_pieces` does, in torch; offsets and strides are multiples of a row, as `Pieces` has them."""
+    """What `copy_pieces` does, in torch; offsets and strides are multiples of a row's size, as in `Pieces`."""
     outer = torch.arange(rows.outer, device=target_offsets.device).unsqueeze(1)
     inner = torch.arange(rows.inner, device=target_offsets.device).unsqueeze(0)
     to = (outer * rows.target_outer_stride + inner * rows.target_inner_stride).view(-1)

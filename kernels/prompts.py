@@ -1,7 +1,8 @@
-"""Attention of prompts over paged KV in host memory (prompts.c), where linear layers' are: `linear.available()`.
+"""Attention of prompts over paged KV in host memory (prompts.c), available together with linear layers' kernels: see
+`linear.available()`. float32 and bfloat16.
 
-float32 and bfloat16. Calls release the GIL. What a query gets depends on the keys that it sees alone, to the bit: not
-on queries beside it, on where its prompt is cut into chunks, or on the number of threads.
+Calls release the GIL. A query's result is bit-identical for the same keys: it does not depend on other queries in the
+call, on where its prompt is cut into chunks, or on the number of threads.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ MAX_GROUP = 252
 
 
 class PromptArgs(ctypes.Structure):
-    """prompts.c's `prompts`: what its comments say."""
+    """Arguments of `prompts` in prompts.c, described there."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("keys", "values", "qkv", "out")),
@@ -42,7 +43,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def takes(dtype: torch.dtype, num_heads: int, kv_heads: int, head_size: int) -> bool:
-    """Whether the kernel is there, and takes these."""
+    """Whether the kernel is available, and supports this dtype and these sizes."""
     fits = head_size % 16 == 0 and head_size <= MAX_HEAD_SIZE and num_heads // kv_heads <= MAX_GROUP
     return fits and dtype in (torch.float32, torch.bfloat16) and _library() is not None
 
@@ -51,7 +52,7 @@ _rooms = Scratch()
 
 
 def attend_prompts(args: PromptArgs) -> None:
-    """Causal attention of runs of queries, softmax(q K^T * scale) V; pointers must stay valid meanwhile."""
+    """Causal attention of runs of queries, softmax(q K^T * scale) V; pointers must stay valid during the call."""
     library = _library()
     assert library is not None, "ask takes() first"
     args.rooms = _rooms.address(args.num_threads * library.pdkv_prompt_room_bytes())

@@ -1,4 +1,4 @@
-"""Rows of activations as FP8 numbers, each row with one scale: what `torch._scaled_mm` multiplies."""
+"""Quantizes rows of activations to FP8 numbers with one scale per row, as `torch._scaled_mm` expects them."""
 
 from typing import Final
 
@@ -13,11 +13,11 @@ MIN_SCALE: Final = 1.0 / (FP8_MAX * 512.0)
 def quantize_rows(x: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """x (rows, inputs) as numbers (rows, inputs) float8_e4m3fn and scales (rows, 1) float32; x is about their product.
 
-    NaN stays NaN and in its row; infinity becomes NaN, or the largest number where the scale is given.
+    NaN stays NaN and affects only its row; infinity becomes NaN, or the largest number if the scale is given.
 
     Args:
-        scale: () float32, of all rows; larger numbers than it can say become the largest. None: each row's largest
-            number becomes the largest of FP8.
+        scale: () float32, for all rows; numbers too large for it become the largest one. None: each row is scaled so
+            that its largest number becomes FP8's largest.
 
     Raises:
         ValueError: x is not (rows, inputs).

@@ -30,7 +30,7 @@ class Tables:
     """How frequent each symbol is in each context, in the forms that the coder reads.
 
     Args:
-        frequencies: (tables, 256), at most MAX_TABLES of them; each adds up to SLOTS, with no symbol that has them all.
+        frequencies: (tables, 256), at most MAX_TABLES tables; each adds up to SLOTS, and no symbol has all slots.
 
     Raises:
         ValueError: anything else.
@@ -59,7 +59,7 @@ def _slots_of(frequencies: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 class Coded(NamedTuple):
-    """What the encoder made of some symbols."""
+    """Symbols as coded by the encoder."""
 
     states: States  # (LANES,)
     words: Words  # at most one a symbol

@@ -7,14 +7,15 @@ from pdkv.kernels.compiled import NUMBER, load_library
 
 
 class StreamArgs(ctypes.Structure):
-    """What goes where. Steps are digested while they are in the cache: before they are sent, or when they are in.
+    """The source or target of a stream. Steps are digested while they are in the CPU cache: before they are sent, or
+    after they have arrived.
 
     fds: blocking sockets with time limits; batches of `batch_bytes` go over `num_fds` of them in turn. A batch is
     whole steps. deadline_ns: by CLOCK_MONOTONIC. rows: (num_rows, 2): offset from `base`, length; `num_bytes` in all.
-    pipe: an empty one, through which rows are sent without a copy, so that they have to stay as they are until the
-    receiver has them; or (-1, -1).
-    digests: (num_units, inner), or NULL. In a step those of `units_per_step` units are made, or of one of `slices` of
-    their outer rows. seeds, sizes, offsets, and the rows of a unit: as for `digest.add_digests`.
+    pipe: an empty pipe, through which rows are sent without a copy, so that they must not change until the receiver has
+    them; or (-1, -1).
+    digests: (num_units, inner), or NULL. Each step digests `units_per_step` units, or one of `slices` of their outer
+    rows. seeds, sizes, offsets, and the rows of a unit: as for `digest.add_digests`.
     """
 
     _fields_ = (
@@ -35,12 +36,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def available() -> bool:
-    """Whether the compiled kernel is there. Import torch first: it shares its OpenMP threads."""
+    """Whether the compiled kernel is available. Import torch first: it shares its OpenMP threads."""
     return _library() is not None
 
 
 def stream(args: StreamArgs) -> int:
-    """Move all rows; pointers must stay valid meanwhile, and the caller has checked all bounds.
+    """Move all rows; pointers must stay valid during the call, and the caller has checked all bounds.
 
     Returns:
         0, or the number of the error that ended it: EAGAIN for a peer that is late, EPIPE for one that is gone.

@@ -1,7 +1,7 @@
 """Streams and events of the devices that KV lies on: the only way in which pdkv orders work on a device.
 
-A device computes asynchronously, in streams: work queued on one runs in order, and two of them are only ordered by an
-event that one records and the other waits for. On the CPU all of it is trivial, since calls are synchronous.
+A device computes asynchronously, in streams: work queued on one stream runs in order, and two streams are only ordered
+by an event that one records and the other waits for. On the CPU all of this is trivial, since calls are synchronous.
 
     streams = streams_of(kv_cache.device)
     copies, done = streams.make_stream(), streams.make_event()
@@ -32,7 +32,7 @@ class Event(ABC):
 
     @abstractmethod
     def record(self) -> None:
-        """Record it after the work so far on this thread's current stream."""
+        """Record the event after the work so far on this thread's current stream."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -43,19 +43,19 @@ class Event(ABC):
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether it has been reached."""
+        """Whether the event has been reached."""
 
     @abstractmethod
     def synchronize(self, timeout_s: float) -> None:
-        """Wait on the host until it has been reached.
+        """Wait on the host until the event has been reached.
 
         Raises:
-            TransferTimeout: it has not within that time.
+            TransferTimeout: it was not reached within that time.
         """
 
 
 class Stream(ABC):
-    """Work in order, on one device."""
+    """A queue of work that runs in order, on one device."""
 
     @abstractmethod
     def on(self) -> AbstractContextManager[Any]:
@@ -139,7 +139,7 @@ HOST: Streams = HostStreams()
 
 
 def looks() -> Iterator[float]:
-    """Pauses in seconds between polls for something on a device: CUDA announces no end in time."""
+    """Pauses in seconds between polls of a device, since CUDA cannot wait for an event with a deadline."""
     yield from (0.0, 2e-5, 5e-5, 1e-4, 2e-4)
     while True:
         yield 5e-4

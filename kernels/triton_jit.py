@@ -9,7 +9,7 @@ LAUNCH_OPTIONS = {"enable_fp_fusion": True}  # multiply-add as one instruction; 
 
 
 def jit(*, do_not_specialize: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
-    """Compile the decorated kernel at its first launch; no variant of it is made for values of the named arguments."""
+    """Compile the decorated kernel at its first launch; it is not specialized on values of the named arguments."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         return triton.jit(function, do_not_specialize=list(do_not_specialize))

@@ -50,7 +50,9 @@ class Backfill:
         delete: Callable[[Tier, Sequence[bytes]], object],
         clock: Clock = MONOTONIC,
     ) -> None:
-        """`put` writes what a tier lacks, and says whether the tier has everything now. Neither raises StoreError."""
+        """`put` writes what a tier lacks, and returns whether the tier now has everything. Neither it nor `delete`
+        raises StoreError.
+        """
         self._source = source
         self._put = put
         self._delete = delete
@@ -67,7 +69,7 @@ class Backfill:
         self._thread = ServiceThread(self._serve, self._wake, "pdkv-backfill")
 
     def used(self, items: Iterable[Sized], terms: Mapping[bytes, Terms] = MappingProxyType({})) -> None:
-        """Note that the source has these values, and they were read. `terms`: of those that have some."""
+        """Note that the source has these values and that they were read. `terms`: the terms of those that have any."""
         if self._tiers["second-use"]:
             self.offer((item for item in items if item[0] not in self._written["second-use"]), terms, "second-use")
 
@@ -113,7 +115,7 @@ class Backfill:
         """A context in which nothing is copied; a running copy ends before it, taking its values back if necessary.
 
         Raises:
-            StoreTimeout: not within `timeout_s`.
+            StoreTimeout: the copy does not end within `timeout_s`.
         """
         deadline = self._clock.now() + timeout_s
         with self._changed:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self, TypeVar
 
-from pdkv.errors import StoreUnable
+from pdkv.errors import StoreUnsupported
 from pdkv.kv_store.read_meter import ReadTime
 from pdkv.kv_store.terms import Terms
 
@@ -89,8 +89,8 @@ def prefixes_of(chains: Sequence[Sequence[bytes]], there: Sequence[bool]) -> lis
 class KVStore(ABC):
     """Thread-safe. Methods may block up to the store's timeout, so they are called on a connector's threads only.
 
-    Any method may raise StoreError (StoreUnavailable, StoreTimeout, StoreFull, StoreUnable) and nothing else; after
-    that the store can be used again: it reconnects by itself. What a failed call had done by then stays done.
+    Any method may raise StoreError (StoreUnavailable, StoreTimeout, StoreFull, StoreUnsupported) and nothing else. The
+    store can be used again afterwards: it reconnects by itself. What a failed call had already done stays done.
 
     Keys of a batch come in the order of their prompt, first blocks first; a store that evicts drops the last of a batch
     before the first, since a prefix is useless without its beginning.
@@ -107,7 +107,7 @@ class KVStore(ABC):
 
     @property
     def asks_key_by_key(self) -> bool:
-        """Whether each key costs `contains` a separate request, so that some rounds of a few keys are cheaper."""
+        """Whether `contains` makes a separate request for each key, so that a few rounds of few keys are cheaper."""
         return False
 
     @abstractmethod
@@ -131,20 +131,21 @@ class KVStore(ABC):
         """Read values into `out`, one buffer per key, in one batch.
 
         Returns:
-            Per key whether its buffer now holds the whole value. False: no such key, a value of another size than its
-            buffer, or one that is cut short; the buffer's content is then undefined. Stores need not notice when bytes
-            have changed: values carry their own checksum, which readers verify.
+            Per key whether its buffer now holds the whole value. False: there is no such key, or the value is cut short
+            or of another size than its buffer, the content of which is then undefined. Stores need not detect changed
+            bytes: values carry their own checksum, which readers verify.
         """
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
-        """`get` that tells how far each value has come, while its bytes are in the cache of the calling thread's core.
+        """As `get`, and report through `arrived` how much of each value has been read, while its bytes are in the CPU
+        cache of the calling thread.
 
         A value may start over from its beginning, as over another connection. A store need not report progress.
         """
         return self.get(keys, out)
 
     def peek(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
-        """`get` for a copy elsewhere: a store that evicts does not count it as a use."""
+        """As `get`, for a copy elsewhere: a store that evicts does not count it as a use."""
         return self.get(keys, out)
 
     @abstractmethod
@@ -156,13 +157,13 @@ class KVStore(ABC):
 
     @abstractmethod
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Remove keys, where they exist."""
+        """Remove those of the keys that exist."""
 
     # --- terms: a store without support for them ignores them; readers of values see expiry from their bytes ----------
 
     def put_on_terms(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        """`put` of values, some with terms, by key. Expired values are not put; a value over a quota evicts the owner's
-        least recently used values, and no others.
+        """As `put`; `terms`: by key, for values that have any. Expired values are not put; a value over a quota evicts
+        the owner's least recently used values, and no others.
 
         Raises:
             StoreFull: also for a value that is larger than its owner's quota.
@@ -172,7 +173,7 @@ class KVStore(ABC):
     def read_on_terms(
         self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived, terms_of: TermsOf
     ) -> list[bool]:
-        """`read`; a store that copies what it reads, as into a faster one, does so on these terms."""
+        """As `read`; a store that copies what it reads, as into a faster store, does so on these terms."""
         return self.read(keys, out, arrived)
 
     @property
@@ -183,36 +184,38 @@ class KVStore(ABC):
     def read_scattered(
         self, keys: Sequence[bytes], out: Sequence[Scattered], arrived: Arrived, terms_of: TermsOf
     ) -> list[bool]:
-        """`read_on_terms` of values directly into their destinations, from the fastest part alone. A subclass with its
-        own `read` has its own `read_scattered`, too, or says that it cannot.
+        """As `read_on_terms`, but directly into the values' destinations, and from the fastest part alone. A subclass
+        with its own `read` has its own `read_scattered`, too, or says that it cannot.
 
         A value that is not found may exist all the same: the other reads decide.
         """
         return [False] * len(keys)
 
     def terms_of(self, keys: Sequence[bytes]) -> Mapping[bytes, Terms]:
-        """The terms of values that this process has here, by key, if they have some and the store keeps them."""
+        """The terms of values that this process has in the store, by key, for those that have any, if the store keeps
+        them.
+        """
         return {}
 
     def forget(self, keys: Sequence[bytes] | None) -> None:
-        """Note that these values (None: all) will be discarded from its parts: no copy between parts may bring one
-        back. Does not block.
+        """Note that these values (None: all) will be discarded from the store's parts: no copy between parts may bring
+        one back. Does not block.
         """
         return
 
     def still(self, timeout_s: float) -> AbstractContextManager[None]:
-        """A context in which nothing is copied between its parts in the background; a running copy ends before.
+        """A context in which nothing is copied between the store's parts in the background; a running copy ends first.
 
         Raises StoreTimeout, on entry, for one that does not end in time.
         """
         return nullcontext()
 
     def keep(self, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        """`put_on_terms` of values that only must be found again: slower parts may have them later, or never."""
+        """As `put_on_terms`, for values that need only be found again: slower parts may get them later, or never."""
         put_all(self, items, terms)
 
     def ask_part(self, part: "KVStore", call: Callable[[], T], *, writes: bool = False) -> T:
-        """Run a call of one of its `parts`. Raises StoreUnavailable at once for one that is currently left alone."""
+        """Run a call of one of its `parts`. Raises StoreUnavailable at once for a part that is currently left alone."""
         return call()
 
     def hang_up(self, *, for_good: bool = False) -> None:
@@ -220,20 +223,20 @@ class KVStore(ABC):
         run to their deadline.
 
         Args:
-            for_good: a store that can end calls refuses those that begin later, too. Else it can be used again.
+            for_good: a store that can end calls also refuses later ones. Otherwise the store can be used again.
         """
         return
 
     @property
     def problem(self) -> str:
-        """Why a part of it is currently left alone; empty: no problem is known."""
+        """Why a part of the store is currently left alone; empty: no problem is known."""
         return ""
 
     def on_problem(self, tell: Callable[[], None]) -> None:
         """Have `tell` called, by any thread, whenever `problem` changes."""
 
     def put_into(self, part: "KVStore", items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-        """`put_on_terms` into one of its `parts`, whatever that part accepts by its write policy."""
+        """As `put_on_terms`, into one of the store's `parts`, regardless of that part's write policy."""
         part.put_on_terms(items, terms)
 
     def contains_own(self, keys: Sequence[bytes]) -> list[bool]:
@@ -243,10 +246,10 @@ class KVStore(ABC):
     def discard(self, keys: Sequence[bytes] | None) -> int:
         """Remove the values that this process may remove, of these keys or (None) of all; returns how many it found.
 
-        Raises StoreUnable where it cannot tell which are all.
+        Raises StoreUnsupported for None if the store cannot list its keys.
         """
         if keys is None:
-            raise StoreUnable(f"{kind_of(self)} is not emptied as a whole: others may use it, and it lists no keys")
+            raise StoreUnsupported(f"{kind_of(self)} cannot be emptied: others may use it, and it lists no keys")
         there = [key for key, is_there in zip(keys, self.contains(keys), strict=True) if is_there]
         self.delete(there)
         return len(there)
@@ -256,20 +259,20 @@ class KVStore(ABC):
         the process). All of those that exist are pinned, or none.
 
         Returns:
-            Which of the keys it has, and has pinned.
+            Which of the keys exist, and so are pinned.
 
         Raises:
-            StoreFull: together with those pinned before they would take too much of the store.
-            StoreUnable: this process does not decide about eviction.
+            StoreFull: all pinned values together would take too much of the store.
+            StoreUnsupported: this process does not control eviction.
         """
-        raise StoreUnable(f"{kind_of(self)} evicts by its own rules: only host memory can be pinned")
+        raise StoreUnsupported(f"{kind_of(self)} evicts by its own rules: only host memory can be pinned")
 
     def unpin(self, keys: Sequence[bytes] | None) -> int:
-        """Remove pins from these keys or (None) all; returns how many there were. Raises StoreUnable as `pin`."""
-        raise StoreUnable(f"{kind_of(self)} has no pins: only host memory can be pinned")
+        """Remove pins from these keys or (None) all; returns how many there were. Raises StoreUnsupported as `pin`."""
+        raise StoreUnsupported(f"{kind_of(self)} has no pins: only host memory can be pinned")
 
     def parts(self) -> Mapping[str, "KVStore"]:
-        """The stores that it consists of, fastest first, by the names of `count_tiers`."""
+        """The stores that this store consists of, fastest first, under the names used by `count_tiers`."""
         return {tier_name(0, self): self}
 
     # --- values to be read soon; a store without support ignores this -------------------------------------------------
@@ -288,21 +291,21 @@ class KVStore(ABC):
         return
 
     def count_damaged(self) -> int:
-        """Number of values since the start that the store itself found damaged, and called misses. Does not block."""
+        """Number of values since the start that the store itself found damaged, and so missing. Does not block."""
         return 0
 
     def count_held(self) -> Held:
-        """What this process has in it. Does not block."""
+        """What this process has in the store. Does not block."""
         return Held()
 
     @property
     def own_capacity(self) -> int | None:
-        """Bytes that this process's values may use before they make room for others; None: not known. Never blocks."""
+        """Bytes that this process's values may use before some are evicted; None: not known. Never blocks."""
         return None
 
     def coldest(self, num_bytes: int) -> list[Sized]:
-        """Values that would be evicted if this many more bytes were put, first ones first; empty if the store does not
-        know.
+        """Values that would be evicted if this many more bytes were put, in the order of eviction; empty if the store
+        does not know.
         """
         return []
 
@@ -322,7 +325,7 @@ class KVStore(ABC):
 
 
 def put_all(store: KVStore, items: Sequence[Item], terms: Mapping[bytes, Terms]) -> None:
-    """Put values; those without terms are put without."""
+    """Put values, each with its terms if it has any."""
     if terms:
         store.put_on_terms(items, terms)
     else:
@@ -340,7 +343,7 @@ def tier_name(place: int, store: KVStore) -> str:
 
 
 class TellingStore(KVStore):
-    """A store that reports the progress of reads: it implements `read`, and `get` is that without a callback."""
+    """A store that reports the progress of reads: it implements `read`, and `get` calls it without a callback."""
 
     def get(self, keys: Sequence[bytes], out: Sequence[Buffer]) -> list[bool]:
         return self.read(keys, out, lambda index, stop: None)
@@ -350,7 +353,7 @@ class TellingStore(KVStore):
 
 
 class ScatteringStore(TellingStore):
-    """A store that reads values into their destinations: `read` is that with one buffer for each."""
+    """A store that implements `read_scattered`; `read` calls it with one buffer for each value."""
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         return self._read_all(keys, [Scattered(buffer) for buffer in out], arrived)

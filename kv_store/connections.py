@@ -1,4 +1,6 @@
-"""Sockets to a store's server: every wait ends at a deadline, bytes land where they belong, a lost one is replaced."""
+"""Sockets to a store's server: every wait ends at a deadline, bytes are read into their destination, and lost
+connections are replaced.
+"""
 
 import itertools
 import socket
@@ -65,7 +67,7 @@ class Channel:
         self._start = self._stop = 0  # what was read ahead: _ahead[_start:_stop]
 
     def send(self, buffers: Sequence[bytes | Buffer]) -> None:
-        """Send buffers one behind the other, without joining them."""
+        """Send buffers one after the other, without joining them."""
         pending = [memoryview(buffer) for buffer in buffers if len(buffer)]
         if isinstance(self._sock, ssl.SSLSocket):
             self._send_records(pending)
@@ -104,7 +106,8 @@ class Channel:
         return bytes(buffer)
 
     def read_into(self, out: Buffer, arrived: Callable[[int], None] = lambda stop: None) -> None:
-        """Fill `out` with the next bytes; all but those read ahead come from the socket without a copy.
+        """Fill `out` with the next bytes, which come from the socket without a copy except for those already read
+        ahead.
 
         `arrived(stop)` is called after at most PART_BYTES each.
         """
@@ -116,7 +119,7 @@ class Channel:
             arrived(done)
 
     def skip(self, size: int) -> None:
-        """Throw the next `size` bytes away."""
+        """Discard the next `size` bytes."""
         ahead = min(self._stop - self._start, size)
         self._start += ahead
         size -= ahead
@@ -178,13 +181,13 @@ class ConnectionPool(Generic[C]):
     def run(self, operation: Callable[[C], T], deadline: Deadline) -> T:
         """Run an idempotent operation on a channel.
 
-        A connection that lay idle and is lost since, or ends at a server that is not the master any more, is replaced
-        once, unseen, unless this side hung up. What ended it has ended the other idle ones, too: they are closed.
+        A connection that was lost while idle, or that leads to a server no longer the master, is replaced once without
+        an error, unless this side hung up. The other idle connections are then probably lost, too, and are closed.
 
         Raises:
             StoreTimeout: it is not done by the deadline.
             StoreUnavailable: no connection, a lost one, or the pool is closed.
-            StoreReadOnly: a new connection is of no use for the operation, either.
+            StoreReadOnly: a new connection does not allow the operation, either.
         """
         number = self._num_hang_ups
         if (channel := self._take_idle(number)) is not None:

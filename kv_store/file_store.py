@@ -30,22 +30,21 @@ _SCANS_PER_CAPACITY = 16
 class FileStore(ScatteringStore):
     """A value is one file, named after its key's digest; the directory is the truth, whichever process writes to it.
 
-    - A file is written under a temporary name and renamed: it is there whole or not at all. Nothing is synced: what a
-      crash of the machine cuts short is found by its size, removed, and was a miss. What is damaged otherwise is for
-      the reader to see, as in every store (connectors/store/envelope.py).
-    - A writer holds a lock on its temporary file. One without a lock is a dead writer's; the next start removes it.
-    - With a capacity the least recently used files go first, by their time of modification, which a hit renews. Each
-      process counts what it writes and looks at the directory again after every 1/16 of the capacity: n processes
-      exceed it by at most n/16.
+    - A file is written under a temporary name and renamed: it exists whole or not at all. Nothing is synced: a file
+    that a crash of the machine cut short is recognized by its size, removed, and counts as a miss. Other damage is
+    detected by the reader, as with every store (connectors/store/envelope.py). - A writer holds a lock on its temporary
+    file. A temporary file without a lock belonged to a dead writer; the next start removes it. - With a capacity the
+    least recently used files go first, by their time of modification, which a hit renews. Each process counts what it
+    writes and looks at the directory again after every 1/16 of the capacity: n processes exceed it by at most n/16.
 
-    The deadline is looked at between files; a file system that hangs holds the calling thread. What is no regular file
-    of this user is a miss and is removed like a damaged value; nothing waits for it.
+    The deadline is checked between files; a file system that hangs holds the calling thread. Anything but a regular
+    file of this user is a miss and is removed like a damaged value; nothing waits for it.
     """
 
     medium: ClassVar[str] = "disk"
 
     def __init__(self, directory: str | Path, options: StoreOptions | None = None, clock: Clock = MONOTONIC) -> None:
-        """The directory is made (mode 0700) where it is missing, and swept.
+        """The directory is created (mode 0700) if it is missing, and cleaned of leftovers.
 
         Raises:
             ConfigError: it cannot be made, read or written, or others could write there (PrivateDirectory).

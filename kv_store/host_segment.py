@@ -1,4 +1,4 @@
-"""A segment of host memory with values: one process writes it, others read it meanwhile without a lock.
+"""A segment of host memory with values: one process writes it while others read it without a lock.
 
 | bytes | |
 |---|---|
@@ -8,8 +8,8 @@
 | buckets | int32 each: the first entry, plus 1, of the keys whose lowest bits are its number |
 | pages | of the values, from a multiple of 4096 on; memory is taken when a page is first written |
 
-An entry's version is even while it holds a value, and odd, or 0, while it does not. A reader looks at it before and
-after it reads: if it has changed, what was read may be another value's, and is a miss. So a writer that dies leaves
+An entry's version is even while it holds a value, and odd, or 0, while it does not. A reader checks the version before
+and after it reads: if it has changed, what was read may be another value's, and is a miss. So a writer that dies leaves
 nothing half visible, and its successor continues with every complete entry.
 
 The index is mapped. Values are written by system calls, and read by them, too, which fail where a mapping would end the
@@ -84,10 +84,10 @@ class Segment:
     """
 
     def __init__(self, fd: int, *, writable: bool, unix_time: Callable[[], float] = unix_time) -> None:
-        """Takes the descriptor over. `unix_time`: by which values expire.
+        """Takes ownership of the descriptor. `unix_time`: the clock by which values expire.
 
         Raises:
-            StoreUnavailable: it is not a segment of this version, or is shorter than it says.
+            StoreUnavailable: it is not a segment of this version, or is shorter than its header says.
             OSError: it cannot be mapped.
         """
         self.fd = fd
@@ -139,7 +139,7 @@ class Segment:
         return None
 
     def is_there(self, found: Found) -> bool:
-        """Whether it is still there: data read before this call is then the value."""
+        """Whether the value is still there; if so, data read before this call is valid."""
         fence()
         return int(self.versions[found.entry]) == found.version
 
@@ -167,7 +167,7 @@ class Segment:
         return True
 
     def write(self, pages: list[int], value: Buffer) -> None:
-        """Fill pages with a value. Raises OSError if there is no memory."""
+        """Write a value across these pages. Raises OSError if there is no memory."""
         done = 0
         for offset, size in _joined(pages, self._pages_at, value.nbytes):
             while size:
@@ -209,7 +209,7 @@ class _Shape:
 
 
 def num_pages_for(num_bytes: int) -> int:
-    """Number of pages of a value; an empty one has one, too."""
+    """Number of pages of a value; an empty value has one, too."""
     return max(-(-num_bytes // PAGE_BYTES), 1)
 
 
@@ -240,7 +240,8 @@ def _read_header(fd: int) -> int:
     if magic != MAGIC or page_bytes != PAGE_BYTES or not 0 < num_pages < 1 << 31:
         raise StoreUnavailable(f"host memory: expected a segment to begin with {MAGIC!r}, got {data[:8]!r}")
     if os.fstat(fd).st_size != _Shape(num_pages).num_bytes:
-        raise StoreUnavailable(f"host memory: a segment of {num_pages} pages has {os.fstat(fd).st_size} bytes")
+        size, expected = os.fstat(fd).st_size, _Shape(num_pages).num_bytes
+        raise StoreUnavailable(f"host memory: a segment of {num_pages} pages has {size} bytes, expected {expected}")
     return int(num_pages)
 
 

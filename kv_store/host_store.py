@@ -2,8 +2,8 @@
 
 Segments are named in a directory. A launch keeps them as memfds and names them there by their addresses; a directory
 without addresses gets a file for each process that opens it, and belongs on a tmpfs. A process that opens the store
-writes the first segment without another writer, keeping its values: so a restarted engine finds its own. A launch says
-whose a segment is by its name, ENGINE.RANK-…, and each engine asks for its own ones (`segment`).
+writes the first segment without another writer, keeping its values: so a restarted engine finds its own. A launch names
+each segment after its owner, ENGINE.RANK-…, and each engine asks for its own segments (`segment`).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ import numpy as np
 
 from pdkv.base.clock import MONOTONIC, Clock, unix_time, unix_time_ns
 from pdkv.base.log_limit import LogLimit
-from pdkv.errors import ConfigError, StoreUnable, StoreUnavailable
+from pdkv.errors import ConfigError, StoreUnavailable, StoreUnsupported
 from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
@@ -87,8 +87,8 @@ class HostStore(ScatteringStore):
         unix_time: Callable[[], float] = unix_time,
         clock: Clock = MONOTONIC,
     ) -> None:
-        """`capacity` is used for a segment made here; `segment` chooses among a launch's. `unix_time`: by which values
-        expire.
+        """`capacity` is used for a segment made here; `segment` chooses among a launch's segments. `unix_time`: the
+        clock by which values expire.
 
         Raises:
             ConfigError: the directory is not only this user's, or there is no memory for a segment's index.
@@ -271,7 +271,9 @@ class HostStore(ScatteringStore):
                 )  # fmt: skip
             return name, writer
         if any(name.endswith(_ADDRESS) for name in names):
-            logger.warning("%s: all segments are other processes': this one reads them, and writes none", self._where)
+            logger.warning(
+                "%s: all segments belong to other processes: this one reads them, and writes none", self._where
+            )
             return "", None
         return self._make_segment(len(names), asked or DEFAULT_CAPACITY)
 
@@ -291,7 +293,7 @@ class HostStore(ScatteringStore):
         """The own segment's writer. One whose writer was still there when this store was opened may be free by now.
 
         Raises:
-            StoreUnable: there is none. What others have written can be read all the same.
+            StoreUnsupported: there is none. What others have written can be read all the same.
         """
         with self._lock:
             if self.own is None and self._clock.now() >= self._asked_at + _ASK_AGAIN_S:
@@ -299,7 +301,7 @@ class HostStore(ScatteringStore):
                 self._own_name, self.own = self._take_free(self._names())
                 self._others = {name: other for name, other in self._others.items() if name != self._own_name}
             if self.own is None:
-                raise StoreUnable(f"{self._where}: all segments are other processes'")
+                raise StoreUnsupported(f"{self._where}: all segments belong to other processes")
             return self.own
 
     def _make_segment(self, number: int, capacity: int) -> tuple[str, SegmentWriter]:

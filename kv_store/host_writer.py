@@ -1,4 +1,4 @@
-"""The one writer of a segment: what it holds, in which order it goes, and which pages are free."""
+"""The single writer of a segment: which values it holds, in which order they are evicted, and which pages are free."""
 
 import threading
 from collections import OrderedDict
@@ -33,10 +33,10 @@ class _Held(NamedTuple):
 
 
 class SegmentWriter:
-    """Threads may share it; the segment is no other process's to write."""
+    """Threads may share it; no other process may write the segment."""
 
     def __init__(self, segment: Segment, clock: Clock = MONOTONIC) -> None:
-        """Go on with what is whole in the segment; the rest of it is free."""
+        """Keep the values that are whole in the segment; the rest of it is free."""
         self.segment = segment
         self._clock = clock
         self.num_evicted = 0
@@ -57,7 +57,7 @@ class SegmentWriter:
         return key in self._held
 
     def count(self) -> Held:
-        """What it holds."""
+        """Counts of the segment's values and bytes."""
         num_bytes = (self.segment.num_pages - self.num_free_pages) * PAGE_BYTES
         return Held(len(self._held), num_bytes, self._num_bytes, self.num_evicted, self._ledger.count())
 
@@ -67,8 +67,9 @@ class SegmentWriter:
         return len(self._free_pages)
 
     def coldest(self, num_bytes: int) -> list[Sized]:
-        """What goes if so many bytes more are put, first what goes first, without what a predecessor wrote; and what
-        goes of each owner's if its values take the same share of its quota more.
+        """The values that would be evicted if this many more bytes were put, in that order, without those that a
+        predecessor wrote; and for each owner, those that would be evicted if its values took the same share of its
+        quota more.
         """
         with self._lock:
             others = (key for key in self._held if key not in self._expected)
@@ -93,12 +94,12 @@ class SegmentWriter:
         return found
 
     def terms_of(self, keys: Iterable[Key]) -> list[Terms]:
-        """The terms of each value: none if it has none or is not here."""
+        """The terms of each value; empty if it has none or is not here."""
         with self._lock:
             return [self._ledger.terms_of(key) for key in keys]
 
     def find(self, key: Key, *, is_use: bool = True) -> Found | None:
-        """Where a value lies; it is the most recently used one now, if this is a use."""
+        """The place of a value, which becomes the most recently used one if this counts as a use."""
         with self._lock:
             held = self._held.get(key)
             if held is None:
@@ -112,11 +113,11 @@ class SegmentWriter:
             return Found(held.entry, int(fields["version"]), int(fields["size"]), held.pages[0])
 
     def put(self, key: Key, value: Buffer, name: bytes = b"", terms: Terms = NO_TERMS) -> None:
-        """Add a value, at the cost of the least recently used ones; one that is there is left as it is.
+        """Add a value, evicting the least recently used ones; a value that exists is left as it is.
 
         Args:
-            name: the key of which `key` was made: `coldest` tells it.
-            terms: within a quota room is made by its owner's values alone; what is over is not added.
+            name: the key from which `key` was made, for the result of `coldest`.
+            terms: with a quota, only the owner's values are evicted; an expired value is not added.
 
         Raises:
             StoreFull: it is larger than the segment or its owner's quota, or there is no memory.
@@ -167,10 +168,10 @@ class SegmentWriter:
             return len(found)
 
     def pin(self, keys: Sequence[Key], ttl_s: float | None) -> list[bool]:
-        """Keep the values that are here of these from making room, for `ttl_s` from now; None: until `unpin`.
+        """Protect those of these values that are here from eviction, for `ttl_s` from now; None: until `unpin`.
 
         Raises:
-            StoreFull: they would take more than a bounded share, with those pinned before. None is pinned then.
+            StoreFull: all pinned values together would take more than a bounded share; then none of these is pinned.
         """
         self._drop_what_is_over()
         with self._lock:
@@ -188,7 +189,7 @@ class SegmentWriter:
             return [key in self._held for key in keys]
 
     def unpin(self, keys: Sequence[Key] | None) -> int:
-        """Take pins away, of these keys or all; returns how many there were."""
+        """Remove the pins of these keys, or all; returns how many there were."""
         with self._lock:
             self._end_pins()
             found = list(self._pins) if keys is None else [key for key in dict.fromkeys(keys) if key in self._pins]
@@ -197,12 +198,14 @@ class SegmentWriter:
             return len(found)
 
     def expect(self, keys: Iterable[Key]) -> None:
-        """They will be read soon, in this order: nothing of them goes before all else has gone, then the last ones."""
+        """Note that these values will be read soon, in this order: they are evicted only when nothing else is left, the
+        last ones first.
+        """
         with self._lock:
             self._expected.update(dict.fromkeys(keys))
 
     def unexpect(self, keys: Sequence[Key]) -> None:
-        """They were read, or will not be; those that are here have just been used, the first one last."""
+        """Note that these values were read, or will not be; those that are here count as just used, the first last."""
         with self._lock:
             for key in reversed(keys):
                 self._expected.pop(key, None)
@@ -221,7 +224,9 @@ class SegmentWriter:
         if num_pages > self.segment.num_pages:
             raise StoreFull(f"host memory: {num_bytes} bytes do not fit into {self._num_bytes}")
         if terms.quota is not None and num_pages * PAGE_BYTES > terms.quota:
-            raise StoreFull(f"host memory: {num_bytes} bytes, in pages, do not fit into their owner's {terms.quota}")
+            raise StoreFull(
+                f"host memory: {num_bytes} bytes, in pages, do not fit into their owner's quota of {terms.quota}"
+            )
         while not self._ledger.fits(terms, num_pages * PAGE_BYTES):
             self._evict(self._ledger.owned(terms.owner))
         while len(self._free_pages) < num_pages or not self._free_entries:

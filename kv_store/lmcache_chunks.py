@@ -46,7 +46,7 @@ class ChunkForm(NamedTuple):
 
 
 class LMCacheChunks(LMCacheServerStore):
-    """Chunks that any engine may have written. Bytes are trusted; a chunk with another header is a miss.
+    """Chunks that any engine may have written. Their bytes are not verified; a chunk with another header is a miss.
 
     `delete` does nothing: chunks belong to others as well.
     """

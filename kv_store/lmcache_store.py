@@ -1,13 +1,12 @@
 """Values in an LMCache server (`python -m lmcache.v1.server HOST PORT`), spoken to in its own protocol.
 
-A request is a header of nine integers and a key of 150 bytes, behind it the value of a PUT; an answer is nine integers,
-behind them the value of a GET. The server answers no PUT, evicts nothing, deletes nothing and, when a client goes away
-in the middle of a value, keeps a broken one. Hence:
+A request is a header of nine integers and a key of 150 bytes, followed by the value of a PUT; an answer is nine
+integers, followed by the value of a GET. The server answers no PUT, evicts nothing, deletes nothing and, when a client
+goes away in the middle of a value, keeps a broken one. Hence:
 
-- Each value has a marker, an empty value under a key of its own that is put behind it: only with it is the value there.
-- The EXIST that follows a PUT is answered when the PUT is done.
-- `delete` overwrites with empty values, which gives the memory back.
-- Our connections end by reset, never in the middle of a value by what looks like its end.
+- Each value has a marker, an empty value under a key of its own that is put behind it: the value counts as stored only
+with it. - The EXIST that follows a PUT is answered when the PUT is done. - `delete` overwrites with empty values, which
+gives the memory back. - Our connections end by reset, never in the middle of a value by what looks like its end.
 """
 
 import hashlib
@@ -64,7 +63,7 @@ class Answer(NamedTuple):
 
 
 def encode_request(command: int, name: str, length: int = 0, kind: Kind | Shape = _NOTHING) -> bytes:
-    """Encode the header of a request; with only a shape: of bytes."""
+    """Encode the header of a request; `kind`: by default a value of plain bytes."""
     form = kind if isinstance(kind, Kind) else Kind(shape=kind)
     key = name.encode().ljust(MAX_NAME_BYTES)
     return _REQUEST.pack(command, length, form.format, form.dtype, LOCATION_ANY, *form.shape, key)
@@ -86,7 +85,7 @@ def value_name(key: bytes) -> str:
 
 
 def marker_name(key: bytes) -> str:
-    """The key of its marker."""
+    """The key of the value's marker."""
     return f"pdkv-marker@1@0@{_digest(key)}@uint8"
 
 
@@ -112,7 +111,7 @@ class LMCacheServerStore(ServerStore):
     def _read_answer(self, channel: Channel) -> Answer:
         answer = decode_answer(channel.read_exactly(_ANSWER.size))
         if answer.code not in (SUCCESS, FAIL) or answer.length < 0:
-            raise StoreUnavailable(f"{self.what}: {answer} is no answer of LMCache")
+            raise StoreUnavailable(f"{self.what}: {answer} is not an answer of LMCache")
         return answer
 
     def _read_done(self, channel: Channel, _index: int) -> None:

@@ -68,7 +68,7 @@ class _Shelf:
             return {key: terms for key in keys if (terms := self._ledger.terms_of(key)) != NO_TERMS}
 
     def remove(self, keys: Sequence[bytes] | None) -> int:
-        """Drop keys (None: all), where they exist; returns how many did."""
+        """Drop those of the keys (None: all) that exist; returns how many did."""
         with self.lock:
             found = list(self._values) if keys is None else [key for key in dict.fromkeys(keys) if key in self._values]
             for key in found:
@@ -116,7 +116,7 @@ class MemoryStore(KVStore):
     def __init__(
         self, name: str = "", capacity: int | None = None, unix_time: Callable[[], float] | None = None
     ) -> None:
-        """`capacity` in bytes, 1 GiB by default. `unix_time`: for all stores of the name.
+        """`capacity` in bytes, 1 GiB by default. `unix_time`: the clock of all stores of that name.
 
         Raises:
             ConfigError: the name is in use with another capacity.

@@ -47,7 +47,9 @@ class ClientConnection(Channel):
                 os.ftruncate(self.arena_fd, num_bytes)
                 self.arena = memoryview(mmap.mmap(self.arena_fd, num_bytes))
             except OSError as error:
-                raise StoreUnavailable(f"{self._what}: {num_bytes} bytes to pass values through: {error}") from error
+                raise StoreUnavailable(
+                    f"{self._what}: {num_bytes} bytes for passing values cannot be allocated: {error}"
+                ) from error
 
     def call(
         self,
@@ -226,7 +228,7 @@ class MooncakeHost:
         try:
             ready = msgspec.msgpack.decode(answer, type=Ready)
         except msgspec.MsgspecError as error:
-            raise StoreUnavailable(f"{self._end('did not start')}: {error}") from error
+            raise StoreUnavailable(self._end("sent an unreadable answer", error)) from error
         if ready.error:
             self._end("is not ready")
             message = f"{self._what}: {ready.error}"
@@ -240,7 +242,7 @@ class MooncakeHost:
         self._process = self._control = None
         if control is not None:
             control.close()
-        says = f"{self._what}: the process of its client {reason}" + (f" ({error})" if error is not None else "")
+        says = f"{self._what}: its client process {reason}" + (f" ({error})" if error is not None else "")
         if process is None:
             return says
         status = process.poll()

@@ -58,7 +58,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The client accepts calls; or there is none, for the reason given, and the process ends."""
+    """The client accepts calls; or it could not start, for the reason given, and the process ends."""
 
     error: str = ""
     is_final: bool = False  # the next one would fail in the same way
@@ -75,7 +75,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """Mooncake's result for each name: of `contains` 1 or 0, of `get` the value's bytes, else 0; errors are below 0."""
+    """Mooncake's result for each name: 1 or 0 for `contains`, the size for `get`, else 0; errors are negative."""
 
     codes: Sequence[int]
     error: str = ""  # instead of all codes
@@ -147,10 +147,10 @@ class _Arena:
         self._size = self.address = 0
 
     def resize(self, size: int) -> None:
-        """Map it anew where the engine has made it larger.
+        """Map the arena again if the engine has enlarged it.
 
         Raises:
-            RuntimeError: the client does not take it.
+            RuntimeError: the client refuses it.
         """
         if size == self._size:
             return

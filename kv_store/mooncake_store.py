@@ -1,7 +1,8 @@
 """Values in Mooncake's store: in the memory that processes of a cluster lend to it, found by its master.
 
-Mooncake's client runs in a process of its own (`mooncake_process.py`), and lends nothing: values outlive the engines.
-A value is one object, named after its key's digest; since an object has a byte at least, one byte follows the value.
+Mooncake's client runs in a process of its own (`mooncake_process.py`), and lends nothing: values outlive the engines. A
+value is one object, named after its key's digest; since an object must have at least one byte, one byte follows the
+value.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ _MAX_STALE_CONNECTIONS = 64  # of the client to its master: one for each call th
 class MooncakeStore(TellingStore):
     """A call moves at most `max_bytes_in_flight` bytes at a time, through memory that the client's process shares.
 
-    What goes when there is too much, and when, is the master's to say.
+    The master decides what is evicted, and when.
     """
 
     def __init__(self, host: str, port: int, options: StoreOptions | None = None, clock: Clock = MONOTONIC) -> None:

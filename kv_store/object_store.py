@@ -1,6 +1,6 @@
 """Values as objects of a bucket: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
 
-By obstore, which runs requests on threads of its own. A value is one object, named after its key's digest, and there
+Uses obstore, which runs requests on its own threads. A value is one object, named after its key's digest, which exists
 whole or not at all. Eviction is up to the bucket's lifecycle rules.
 """
 
@@ -47,7 +47,7 @@ class ObjectStore(TellingStore):
     """At most `pipeline` requests of a batch run at a time, with at most `max_bytes_in_flight` bytes of values over all
     batches.
 
-    Credentials and the region come from where the provider's own tools have them, such as AWS_ACCESS_KEY_ID,
+    Credentials and the region come from the same places as for the provider's own tools, such as AWS_ACCESS_KEY_ID,
     AWS_REGION or an instance's role; never from the URL, which is shown in logs.
     """
 
@@ -309,7 +309,7 @@ class _Budget:
 
     @asynccontextmanager
     async def of(self, num_bytes: int) -> AsyncIterator[None]:
-        """A context in which the bytes of a value are in flight."""
+        """A context in which this many bytes of values are in flight."""
         num_bytes = min(num_bytes, self._num_bytes)
         async with self._changed:
             await self._changed.wait_for(lambda: self._num_free >= num_bytes)

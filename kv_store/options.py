@@ -19,41 +19,43 @@ class StoreOptions(Options):
         None, "memory://, host://, file://: maximum number of bytes kept (default: 1 GiB in memory, no limit in files)"
     )
     segment: str | None = option(
-        None, "host://: which of a launch's segments may be written: those of this name; absent: any", metavar="NAME"
+        None, "host://: name of the launch's segments that may be written (default: any)", metavar="NAME"
     )
-    connect_timeout_s: Seconds = option(2.0, "servers: deadline for connecting, in seconds")
+    connect_timeout_s: Seconds = option(2.0, "servers: deadline for connecting")
     operation_timeout_s: Seconds = option(
         10.0, "file://, servers: deadline of one call, whatever the size of its batch"
     )
     ttl_s: Annotated[float, Meta(gt=0, le=TTL_MAX_S)] | None = option(
-        None, "redis://: a value's life in seconds, from its put (default: unlimited)"
+        None, "redis://: a value's time to live, counted from its put (default: unlimited)"
     )
     max_bytes_in_flight: Size | None = option(
         None,
-        "servers: bytes requested and not yet read, over all calls, which a server must buffer (default: 8 MiB, 256 "
-        "MiB for buckets)",
+        "servers: maximum bytes requested but not yet read, over all calls, which a server must buffer (default: 8 "
+        "MiB, 256 MiB for buckets)",
     )
     pipeline: Positive = option(64, "servers: maximum number of commands that one call sends ahead of their replies")
     endpoint: str | None = option(None, "s3://, az://: the server's URL (default: the provider's own)", metavar="URL")
     region: str | None = option(None, "s3://: the bucket's region (default: AWS_REGION)")
     metadata_server: str = option(
         "P2PHANDSHAKE",
-        "mooncake://: the metadata service by which its clients find one another, as given to the clients that lend "
-        "memory: P2PHANDSHAKE, http://host:port/metadata or another that Mooncake knows",
+        "mooncake://: the metadata service by which Mooncake's clients find one another, the same as for the clients "
+        "that lend memory: P2PHANDSHAKE, http://host:port/metadata or another that Mooncake knows",
     )
     write: WritePolicy = option(
         "all",
-        "tiers after the first: values to store: all: everything written; second-use: what is written or read again; "
-        "evicted: what is about to be evicted from host://",
+        "which values tiers after the first one store; all: all that are written; second-use: values written or read "
+        "again; evicted: values about to be evicted from host://",
     )
-    retry_after_s: Seconds = option(1.0, "tiers: how long a failed tier is left alone, in seconds")
+    retry_after_s: Seconds = option(1.0, "tiers: how long a failed tier is left alone")
     ssl_ca_certs: str | None = option(
-        None, "rediss://: file of the certificates that sign the server's (default: the system's)", metavar="FILE"
+        None,
+        "rediss://: file with the CA certificates for the server's certificate (default: the system's)",
+        metavar="FILE",
     )
     ssl_certfile: str | None = option(
         None, "rediss://: this client's certificate, if the server asks for one", metavar="FILE"
     )
-    ssl_keyfile: str | None = option(None, "rediss://: private key of that certificate", metavar="FILE")
+    ssl_keyfile: str | None = option(None, "rediss://: private key of this client's certificate", metavar="FILE")
     ssl_cert_reqs: Literal["required", "optional", "none"] = option(
         "required", "rediss://: whether to verify the server's certificate; none: any server is accepted"
     )

@@ -1,4 +1,4 @@
-"""Many commands ahead of their replies, within a limit on the bytes in flight."""
+"""Sends many commands ahead of their replies, within a limit on the bytes in flight."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ class ByteBudget:
         """Take bytes, waiting for others to be given back.
 
         Raises:
-            StoreTimeout: not before the deadline.
+            StoreTimeout: not enough bytes were given back by the deadline.
         """
         with self._freed:
             while not self._take(num_bytes):
                 deadline.wait(self._freed)
 
     def try_acquire(self, num_bytes: int) -> bool:
-        """Take bytes if there are as many."""
+        """Take bytes if there are enough."""
         with self._freed:
             return self._take(num_bytes)
 

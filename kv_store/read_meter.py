@@ -1,4 +1,4 @@
-"""Measures how fast a store is read: bytes, and the seconds in which there was a read."""
+"""Measures how fast a store is read: bytes, and the seconds during which a read was running."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ class ReadTime(NamedTuple):
 
 
 class ReadMeter:
-    """Threads may share it. Reads at the same time share their seconds, as they share the way to the store."""
+    """Threads may share it. Concurrent reads share their seconds, as they share the connection to the store."""
 
     def __init__(self, now: Callable[[], float] = MONOTONIC.now) -> None:
         self._now = now

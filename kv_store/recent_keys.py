@@ -12,7 +12,7 @@ _NUM_SLOTS = 1 << 16  # 1 MiB
 class RecentKeys:
     """A table with one place for each key: another key that has the same place takes it. Threads may share it.
 
-    So a key may be forgotten early; two keys are taken for one about never (64 bits of a hash).
+    So a key may be forgotten early; two keys are practically never confused (64 bits of a hash).
     """
 
     def __init__(
@@ -25,13 +25,13 @@ class RecentKeys:
         self._times = array("d", bytes(8 * num_slots))
 
     def add(self, key: bytes) -> None:
-        """Note that it was seen now."""
+        """Note that the key was seen now."""
         number = hash(key)
         slot = number % len(self._hashes)
         self._hashes[slot], self._times[slot] = number, self._now()
 
     def discard(self, key: bytes) -> None:
-        """Forget it, if it is known."""
+        """Forget the key, if it is known."""
         if key in self:
             self._hashes[hash(key) % len(self._hashes)] = 0
 

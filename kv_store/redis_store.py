@@ -1,7 +1,7 @@
 """Values in a Redis server: pipelined commands, and values that go from the socket straight into their buffers.
 
-redis-py opens the connections (addresses, AUTH, SELECT). What it reads it copies several times, so the commands of a
-connection are written and their replies read here: 2.5 to 5 times as fast for values from 256 KiB to 4 MiB.
+redis-py opens the connections (addresses, AUTH, SELECT). Since redis-py copies what it reads several times, commands
+are written and replies read here: 2.5 to 5 times as fast for values from 256 KiB to 4 MiB.
 """
 
 import socket
@@ -115,10 +115,10 @@ class RedisStore(ServerStore):
         clock: Clock = MONOTONIC,
     ) -> None:
         """`url`: redis://[user:password@]host:port/db, rediss:// for TLS, or unix://[user:password@]/path. `unix_time`:
-        by which values expire.
+        the clock by which values expire.
 
         Raises:
-            ConfigError: redis-py is not installed, it refuses the URL, or a file of certificates cannot be read.
+            ConfigError: redis-py is not installed or refuses the URL, or a file of certificates cannot be read.
         """
         try:
             from redis.connection import Connection, parse_url

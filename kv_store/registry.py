@@ -69,7 +69,7 @@ def open_store(url: str, options: Mapping[str, str] | None = None) -> KVStore:
 
     memory://[name], host:///directory, file:///directory, redis://[user:password@]host:port/db (rediss:// with TLS),
     unix:///socket (or redis+unix://), lmcache://host:port, mooncake://host:port, s3://bucket/prefix (gs://, az://),
-    or a scheme that an installed package has among its entry points `pdkv.kv_stores`. Options are given in `options`,
+    or a scheme for which an installed package has an entry point in `pdkv.kv_stores`. Options are given in `options`,
     for all URLs that know them, or in a URL's query; `write` is for all but the first.
 
     Raises:
@@ -113,7 +113,7 @@ def _check_policies(parts: Sequence[_Part]) -> None:
             "write: the first tier, which takes everything, must be one that other processes see, not memory://"
         )
     if "evicted" in policies and first.parts.scheme != "host":
-        raise ConfigError(f"write=evicted: it takes what goes from host://, but {first.parts.scheme}:// is the first")
+        raise ConfigError(f"write=evicted stores what host:// evicts, but the first tier is {first.parts.scheme}://")
 
 
 def _read_url(url: str, scheme: _Scheme, common: Mapping[str, Any], *, others: Collection[str]) -> _Part:

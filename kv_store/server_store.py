@@ -35,7 +35,7 @@ class ServerStore(TellingStore):
         """A new connection.
 
         Raises:
-            StoreTimeout: not within `timeout_s`.
+            StoreTimeout: there is none within `timeout_s`.
             StoreUnavailable: it was refused.
         """
 

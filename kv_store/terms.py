@@ -28,7 +28,7 @@ _SLACK = 64  # Expiry entries of values that are gone may exceed the number of v
 
 
 class Ledger(Generic[K]):
-    """Bytes of the values in a memory, by owner, and their expiry. The lock of the values' keeper guards it.
+    """Bytes of the values in a memory, by owner, and their expiry. The lock of the memory's owner guards it.
 
     Bytes are taken before a value is written and entered, so that two concurrent writes of one owner do not both get
     the last of its quota. They are given back when the value has left, or is not entered after all.
@@ -63,7 +63,7 @@ class Ledger(Generic[K]):
             self._quotas.pop(terms.owner, None)
 
     def enter(self, key: K, terms: Terms) -> None:
-        """Enter a value as the most recently used one of its owner's."""
+        """Enter a value as its owner's most recently used one."""
         if terms.owner or terms.expires_at:
             self._terms[key] = terms
         if terms.owner:
@@ -72,13 +72,13 @@ class Ledger(Generic[K]):
             heapq.heappush(self._ends, (terms.expires_at, key))
 
     def use(self, key: K) -> None:
-        """Make it the most recently used one of its owner's."""
+        """Make a value its owner's most recently used one."""
         terms = self._terms.get(key)
         if terms is not None and terms.owner:
             self._owned[terms.owner].move_to_end(key)
 
     def leave(self, key: K) -> None:
-        """Note that it is gone; its bytes are not given back yet."""
+        """Note that a value is gone; its bytes are not given back yet."""
         terms = self._terms.pop(key, None)
         if terms is None:
             return
@@ -108,7 +108,7 @@ class Ledger(Generic[K]):
         return None
 
     def bytes_over(self, share: float) -> Mapping[int, int]:
-        """By owner: bytes that would have to be evicted if its values used that share of its quota more."""
+        """For each owner, the bytes that would have to be evicted if its values used that share of its quota more."""
         over = {owner: self._num_bytes[owner] + int(quota * share) - quota for owner, quota in self._quotas.items()}
         return {owner: num_bytes for owner, num_bytes in over.items() if num_bytes > 0}
 

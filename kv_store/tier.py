@@ -1,4 +1,4 @@
-"""One of several stores: what it accepts, its history, and when it is left alone."""
+"""One of several stores combined into one: what it accepts, its history, and when it is left alone."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Rest:
             self._next_s = min(2 * self._next_s, max(MAX_REST_S, self._first_s))
 
     def succeeded(self) -> None:
-        """Note a call that went well."""
+        """Note a successful call."""
         self._next_s = self._first_s
 
 
@@ -77,13 +77,15 @@ class Tier:
             self.writes.begin(now)
 
     def probe_at(self, late_s: float) -> float:
-        """When to probe it: after a rest, or when a call takes long."""
+        """When to probe the tier: after a rest, or when a call takes long."""
         if self.away is not None:
             return self.reads.until
         return max(next(iter(self.calls.values())), self.vouched_at) + late_s if self.calls else inf
 
     def taken(self, items: Sequence[Item]) -> Sequence[Item]:
-        """The part of put values that it stores. With second-use, those that it was offered before."""
+        """The values, of those being put, that the tier stores. With second-use, these are values that it was offered
+        before.
+        """
         if self.put_once is None:
             return items if self.write == "all" else ()
         again = [item for item in items if item[0] in self.put_once]

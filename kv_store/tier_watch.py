@@ -15,13 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class TierWatch:
-    """Tracks the calls of tiers. If one takes long, a probe asks its store for a nonexistent key: without an answer in
-    the same time again, the store's running calls are ended, and it is left alone, as after a failed call, until a
-    probe succeeds. Each probe comes after twice as long a time as the last.
+    """Tracks the calls of tiers. If one takes long, a probe asks its store for a nonexistent key: if that gets no
+    answer within the same time again, the store's running calls are ended, and the tier is left alone, as after a
+    failed call, until a probe succeeds. Each probe comes after twice as long a time as the last.
 
     Args:
         lock: guards the tiers' state; all methods but `close` are called under it.
-        late_s: what takes long.
+        late_s: duration from which a call counts as long.
     """
 
     def __init__(self, tiers: Sequence[Tier], lock: threading.Lock, late_s: float, clock: Clock = MONOTONIC) -> None:
@@ -55,7 +55,7 @@ class TierWatch:
             self._begin()
 
     def close(self) -> None:
-        """End the thread, after a probe that the stores were told to end. Idempotent."""
+        """End the thread, after its current probe, which the stores have been told to end. Idempotent."""
         self._thread.stop()
 
     def _begin(self) -> None:

@@ -37,13 +37,14 @@ LATE_S = 1.0
 class TieredStore(TellingStore):
     """Reads ask the tiers in order, each for what is still missing, and copy a slower tier's hits into the faster ones.
 
-    A tier's write policy says what it takes. "all": what is put. "second-use": what is put again, and what is read from
-    a faster tier, which is copied in the background. "evicted": what is about to be evicted from the first tier, copied
-    before. The first tier takes everything, so values are found until they are evicted there.
+    A tier's write policy says which values it takes. "all": all that are put. "second-use": values that are put again,
+    and values read from a faster tier, which are copied in the background. "evicted": values about to be evicted from
+    the first tier, which are copied beforehand. The first tier takes everything, so values are found until they are
+    evicted there.
 
     Guarantees: `put` writes to the tiers that take it and succeeds if one that other processes see took the batch (if
-    there is none, any tier); `get` and `contains` succeed if one of them answered; what a failing tier would have had
-    is then a miss. `delete` fails if any tier did: the value may still be there. Failures that no error tells are
+    there is none, any tier); `get` and `contains` succeed if one of them answered; values that only a failing tier has
+    are then misses. `delete` fails if any tier did: the value may still be there. Failures that no error tells are
     counted in `tiers`.
 
     A server that does not answer is found out by TierWatch and left alone, so that no call waits for it; of one that
@@ -59,8 +60,8 @@ class TieredStore(TellingStore):
         watches: bool = True,
         clock: Clock = MONOTONIC,
     ) -> None:
-        """Takes the stores over: `close` closes them. `write`: policy of each tier; empty: all take everything.
-        `watches`: False: calls are waited for as long as they take, and rests end by time alone.
+        """Owns the stores: `close` closes them. `write`: policy of each tier; empty: all take everything. `watches`:
+        False: calls are awaited as long as they take, and rests end by time alone.
         """
         policies = write or ["all"] * len(stores)
         assert policies[0] == "all", policies

@@ -1,8 +1,8 @@
 """One value in one safetensors file: 8 bytes of header length, a JSON header padded with blanks, the value.
 
-The header has the key and the size of the value and nothing else: a file is whole if it has the size, and its header
-is, byte for byte, the one that follows from them. There is no checksum: values bring their own, see
-connectors/store/envelope.py, and a second one would cost a tenth of a hit.
+The header has the key and the size of the value and nothing else: a file is whole if it has the right size and its
+header is, byte for byte, the one computed from key and size. There is no checksum: values have their own
+(connectors/store/envelope.py), and a second one would add a tenth to the time of a hit.
 """
 
 import json
@@ -37,7 +37,7 @@ def write_value(fd: int, key: bytes, value: Buffer) -> None:
 
 
 def read_value(fd: int, key: bytes, out: Scattered, arrived: Callable[[int], None]) -> ReadResult:
-    """Read a value's file into `out`, without a copy besides the kernel's. Raises OSError.
+    """Read a value's file into `out`, without any copy except the kernel's. Raises OSError.
 
     `arrived(stop)` is called after every PART_BYTES of the value.
     """

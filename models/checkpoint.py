@@ -23,7 +23,7 @@ class Checkpoint:
     """Tensors by their Hugging Face names, read on demand from mapped files; a context manager."""
 
     def __init__(self, weights: WeightFiles) -> None:
-        """Map every file of `weights`, which stay open as long as this.
+        """Map every file of `weights`, which stay open as long as this checkpoint.
 
         Raises:
             ModelError: a file is broken.
@@ -53,20 +53,21 @@ class Checkpoint:
         return name in self._holders
 
     def check_all_read(self, *, quantized: bool) -> None:
-        """Refuse tensors of which nothing was read, unless they change nothing. Raises ModelError, which names some."""
+        """Refuse tensors that were not read, unless they change nothing. Raises ModelError, which names some."""
         unread = [name for name in self._holders if name not in self._read and not _HARMLESS.search(name)]
         unread = [name for name in unread if not (quantized and _HARMLESS_QUANTIZED.search(name))]
         # GPTQ's writers add a bias of zeros to each layer.
         if names := [name for name in unread if not _ADDED.search(name) or self.stored(name).float().any()]:
             raise ModelError(
-                f"{self.path}: the model that config.json describes leaves out {len(names)} tensors, {names[0]!r} "
-                "among them: its layers, biases, norms or quantization are not the weights', and tokens could be wrong"
+                f"{self.path}: the model described by config.json does not use {len(names)} tensors, {names[0]!r} "
+                "among them: its layers, biases, norms or quantization differ from the weights': tokens could be wrong"
             )
 
     def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
-        """The tensor `name` of this whole shape, in the file's dtype, or a part of it: then only that is read.
+        """The tensor `name`, which must have this whole shape, in the file's dtype; with `part`, only that part is
+        read.
 
-        It may lie in the mapped file, and change with it: who keeps it makes a copy.
+        The result may be a view of the mapped file and change with it: callers that keep it make a copy.
 
         Raises:
             ModelError: it is missing, or has another shape than config.json implies.
@@ -79,7 +80,7 @@ class Checkpoint:
         return tensor
 
     def stored(self, name: str) -> torch.Tensor:
-        """The whole tensor `name` of whatever shape, as `get` gives it. Raises ModelError if it is missing."""
+        """The whole tensor `name`, whatever its shape, as `get` returns it. Raises ModelError if it is missing."""
         tensor: torch.Tensor = self._handle(name).get_tensor(name)
         return tensor
 

@@ -51,8 +51,8 @@ class ModelConfig:
 
     @property
     def num_positions(self) -> int:
-        """Positions that the model can compute, as vLLM counts them: scaling stretches those that it was trained with,
-        unless `max_position_embeddings` is the stretched number already.
+        """Number of positions that the model can compute, as vLLM counts them: RoPE scaling multiplies the trained
+        number, unless `max_position_embeddings` already includes it.
         """
         scaling = self.rope_scaling
         if scaling is None or scaling.kind in ("llama3", "longrope"):
@@ -63,14 +63,16 @@ class ModelConfig:
 
     @property
     def default_max_model_len(self) -> int:
-        """The default length of an engine: with longrope, as in vLLM, the one up to which the short factors hold."""
+        """The default max_model_len of an engine: with longrope, as in vLLM, the length up to which the short factors
+        apply.
+        """
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "longrope":
             return min(scaling.original_max_position_embeddings, self.num_positions)
         return self.num_positions
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
-        """The model as it is computed with such a `--max-model-len`: the frequencies of RoPE may depend on it."""
+        """The model as computed with this `--max-model-len`, on which RoPE frequencies may depend."""
         if self.rope_scaling is None:
             return self
         scaling = self.rope_scaling.for_length(max_model_len or self.default_max_model_len)
@@ -92,7 +94,7 @@ class ModelConfig:
         return replace(self, quantization=Quantization(how))
 
     def with_fp8_inputs(self) -> "ModelConfig":
-        """The model as it is computed where inputs of FP8 layers are quantized, too."""
+        """The model as computed when the inputs of FP8 layers are quantized, too."""
         assert self.quantization is not None
         return replace(self, quantization=self.quantization._replace(fp8_inputs=True))
 
@@ -127,10 +129,10 @@ _FAMILIES: Mapping[str, _Family] = {
 def load_model_config(
     path: Path, max_model_len: int | None = None, ignored_fields: Collection[str] = ()
 ) -> ModelConfig:
-    """Read config.json of a model directory, and what other files say of end tokens, dtype and quantization.
+    """Read config.json of a model directory, and from other files end tokens, dtype and quantization.
 
     Args:
-        max_model_len: of the engine that computes it; see `ModelConfig.for_length`.
+        max_model_len: the engine's; see `ModelConfig.for_length`.
         ignored_fields: fields of config.json that are unknown, and do not matter.
 
     Raises:
@@ -150,9 +152,9 @@ def load_model_config(
     hidden_size = fields.count("hidden_size")
     num_kv_heads = fields.count("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise ModelError(f"{file}: {num_heads} attention heads are no multiple of {num_kv_heads} key-value heads")
+        raise ModelError(f"{file}: {num_heads} attention heads are not a multiple of {num_kv_heads} key-value heads")
     if fields.values.get("head_dim") is None and hidden_size % num_heads:
-        raise ModelError(f"{file}: hidden_size {hidden_size} is no multiple of num_attention_heads {num_heads}")
+        raise ModelError(f"{file}: hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads}")
     head_size = fields.count("head_dim", hidden_size // num_heads)
     if head_size % 2:
         raise ModelError(f"{file}: the head size must be even, got {head_size}")
@@ -203,7 +205,7 @@ def _architecture(fields: Fields, ignored: Collection[str]) -> tuple[str, _Famil
     if model_type not in (None, own):
         raise ModelError(
             f"{fields.path}: model_type {clip(repr(model_type))} is not that of architecture {known!r}, {own!r}: "
-            "transformers computes the one, vLLM the other"
+            "transformers goes by model_type, vLLM by the architecture"
         )
     check_fields(fields.path, known, fields.values, ignored, reads_window=_FAMILIES[known].reads_window)
     return known, _FAMILIES[known]
@@ -251,10 +253,10 @@ def _dtype(directory: ModelDirectory) -> Dtype:
 
 
 def resolve_max_model_len(model: ModelConfig, requested: int | None) -> int:
-    """The longest prompt + output in tokens.
+    """The maximum number of prompt + output tokens.
 
     Raises:
-        ConfigError: more was requested than the model has positions for.
+        ConfigError: the model has too few positions for the requested length.
     """
     if requested is not None and requested > model.num_positions:
         raise ConfigError(f"max_model_len {requested} exceeds the model's {model.num_positions} positions")

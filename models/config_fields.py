@@ -1,4 +1,5 @@
-"""Which fields of a config.json the model code computes, which change nothing, and which are refused by name. No torch.
+"""Which fields of a config.json the model code implements, which change nothing, and which are refused by name. No
+torch.
 
 A field that is silently ignored is a model that speaks fluently and says the wrong thing. So a field must be read by
 `load_model_config`, be known to change nothing at inference, or have a value that switches its feature off.
@@ -58,7 +59,7 @@ HARMLESS = _names(
     begin_suppress_tokens prefix generation_config
     """
 )
-"""They describe the file, training, initialisation, generation defaults or the way to compute, not what is computed."""
+"""Fields about the file, training, initialisation, generation defaults or the way to compute, not what is computed."""
 
 _ROPE_READ = frozenset({"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"})
 _ROPE_KIND_READS: Mapping[str, frozenset[str]] = {
@@ -117,10 +118,10 @@ _NEUTRAL: Mapping[str, _Check] = {
 def check_fields(
     path: Path, architecture: str, values: Mapping[str, Any], ignored: Collection[str] = (), *, reads_window: bool
 ) -> None:
-    """Refuse what the model code would ignore although it may change what the model says.
+    """Refuse fields that the model code would ignore although they may change the model's output.
 
     Args:
-        path: of the config.json, for the message.
+        path: the config.json, for the message.
         ignored: fields that are unknown, and do not matter.
         reads_window: whether the family has sliding windows (`read_windows`).
 
@@ -140,7 +141,7 @@ def check_fields(
 
 
 def check_rope_fields(path: Path, kind: str, rope: Mapping[str, Any]) -> None:
-    """Refuse what RoPE parameters of a known kind say and the kind does not compute.
+    """Refuse RoPE parameters that the code for their kind does not implement.
 
     Raises:
         ModelError: names the first such field and its value.

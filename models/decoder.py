@@ -58,7 +58,7 @@ class Decoder:
         lm_head: Linear,
         rotation: Rotation,
     ) -> None:
-        """`num_heads` and `num_kv_heads` are this rank's; the layers say by themselves what ranks must exchange."""
+        """`num_heads` and `num_kv_heads` are this rank's; the layers themselves exchange data with other ranks."""
         self.config = config
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -78,10 +78,11 @@ class Decoder:
         Args:
             token_ids: (n,) int64.
             positions: (n,) int64, each token's position in its request.
-            rows: (m,) int64, the rows whose hidden state is wanted, None for all. The last layer computes only these.
+            rows: (m,) int64, the rows of which the hidden state is needed; None: all. The last layer computes only
+                these.
 
         Returns:
-            (m, hidden), normalised: what `logits` takes.
+            (m, hidden), normalised, as `logits` expects it.
         """
         rotation = self._rotation.at(positions)
         qkv_shape = (len(positions), self.num_heads + 2 * self.num_kv_heads, self.config.head_size)
@@ -103,7 +104,7 @@ class Decoder:
         return self._lm_head(hidden).float()
 
     def step_bytes(self, num_tokens: int, num_logits: int) -> int:
-        """About how much memory steps' temporaries take: a layer's activations, twice since steps of other sizes leave
+        """Estimated memory of steps' temporaries: a layer's activations, doubled because steps of other sizes leave
         gaps between them, and float32 logits.
         """
         config = self.config

@@ -1,4 +1,4 @@
-"""Quantized checkpoints as the dense weights that they stand for."""
+"""Quantized checkpoints read as dense weights."""
 
 import torch
 
@@ -8,10 +8,10 @@ from pdkv.models.quantized_tensors import MARKS, LayerTensors, read_weight
 
 
 class DequantizedCheckpoint:
-    """Gives each weight as float32 if it is quantized, and as it is stored if it is not."""
+    """Returns quantized weights as float32, and others as they are stored."""
 
     def __init__(self, checkpoint: Checkpoint, quantization: Quantization, device: torch.device) -> None:
-        """`checkpoint` stays the caller's; `device` is where quantized weights are made dense."""
+        """`checkpoint` remains owned by the caller; quantized weights are made dense on `device`."""
         self._checkpoint = checkpoint
         self._quantization = quantization
         self._device = device
@@ -20,7 +20,7 @@ class DequantizedCheckpoint:
         return name in self._checkpoint or self.quantized(name.removesuffix(".weight")) is not None
 
     def quantized(self, layer: str) -> LayerTensors | None:
-        """The tensors of a layer, None if its weight is not quantized."""
+        """The tensors of a layer; None if its weight is not quantized."""
         if not any(layer + mark in self._checkpoint for mark in MARKS[self._quantization.method]):
             return None
         return LayerTensors(self._checkpoint, layer, self._device)

@@ -1,6 +1,7 @@
-"""Digests of weight files that were taken before: a private directory with one entry per path.
+"""A cache of weight files' digests: a private directory with one entry per path.
 
-Nothing here is ever fatal: what cannot be trusted, read or written is ignored, and the digests are taken again.
+Nothing here is ever fatal: entries that cannot be trusted, read or written are ignored, and the digests are computed
+again.
 """
 
 import contextlib
@@ -51,7 +52,9 @@ class DigestCache:
     """An open cache directory, or none. Used by one thread at a time."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        """The user's cache, or that of `directory`. One that others may write to, or that cannot be, is not used."""
+        """Open the user's cache, or the one in `directory`. A directory that others may write to, or that cannot be
+        created, is not used.
+        """
         self._directory: PrivateDirectory | None = None
         try:
             self._directory = PrivateDirectory(directory or cache_directory(), "cache of weight digests")
@@ -68,7 +71,7 @@ class DigestCache:
         return self._directory is not None and file.opened_at - file.stamp.ctime_ns / 1e9 > _MIN_AGE_S
 
     def get(self, file: WeightFile) -> list[bytes] | None:
-        """The digests of the file's tensors as it was when it was opened."""
+        """The digests of the file's tensors, as it was when it was opened; None: they are not known."""
         try:
             data = self._read(_entry_name(file), limit=_MAX_OTHER_BYTES + 20 * len(file.tensors))
             body = data[_CHECKSUM_BYTES:]
@@ -83,7 +86,7 @@ class DigestCache:
         return entry.digests if whole and found == expected else None
 
     def put(self, file: WeightFile, digests: Sequence[bytes]) -> None:
-        """Keep what was taken of an unchanged file, all or nothing."""
+        """Store the digests of an unchanged file, all or nothing."""
         directory = self._directory
         if directory is None or not self.keeps(file):
             return
@@ -95,7 +98,7 @@ class DigestCache:
             logger.info("the digests of %s are not cached: %s", file.path, error)
 
     def lock(self, file: WeightFile) -> FileLock | None:
-        """A lock that all who take digests of this path respect; None: there can be none."""
+        """A lock shared by all processes that compute digests of this path; None: it cannot be made."""
         if self._directory is None:
             return None
         name = f"{_entry_name(file)}.lock"

@@ -1,7 +1,7 @@
-"""A model directory as a whole: which of its files says what, as transformers and vLLM read them (docs/models.md).
+"""A model directory as a whole: which of its files decides what, as in transformers and vLLM (docs/models.md).
 
-No torch, no tokenizers. Where files disagree, what counts here is what counts there, with a warning; what cannot be
-taken so is refused by file and field.
+No torch, no tokenizers. If files disagree, the one that counts for transformers and vLLM counts here, with a warning;
+where that is not possible, the file and field are refused by name.
 """
 
 import functools
@@ -40,7 +40,7 @@ _OTHER_THINGS: Mapping[str, str] = {
 
 
 class AddedToken(msgspec.Struct, frozen=True):
-    """A token beside a tokenizer's vocabulary, as `tokenizers.AddedToken` takes it."""
+    """A token added to a tokenizer's vocabulary, with the arguments of `tokenizers.AddedToken`."""
 
     content: str
     single_word: bool = False
@@ -63,10 +63,10 @@ class _TokenizerFile(msgspec.Struct):
 
 
 class ModelDirectory:
-    """The JSON files and templates of a directory, each read once, when it is asked for."""
+    """The JSON files and templates of a directory, each read once, on first use."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError: there is no such directory, or it holds something else, which the message names."""
+        """Raises ModelError for a missing directory or one without a model; the message says what it is."""
         self.path = path
         if path.is_file():
             hint = _OTHER_THINGS["*.gguf"] if path.suffix == ".gguf" else "name the directory that holds the model"
@@ -79,7 +79,7 @@ class ModelDirectory:
                 raise ModelError(f"{found}: this is {what}")
 
     def optional(self, name: str) -> dict[str, Any]:
-        """The object in a file; empty where there is no file. Raises ModelError."""
+        """The JSON object in a file; empty if there is no file. Raises ModelError."""
         file = self.path / name
         return read_json(file) if file.exists() else {}
 
@@ -90,9 +90,10 @@ class ModelDirectory:
 
     @functools.cached_property
     def tokenizer_config(self) -> dict[str, Any]:
-        """tokenizer_config.json, and what special_tokens_map.json says before it.
+        """tokenizer_config.json, overridden by special_tokens_map.json.
 
-        As in transformers, that is if it does not list the added tokens itself. Raises ModelError.
+        As in transformers, that happens only if tokenizer_config.json does not list the added tokens itself. Raises
+        ModelError.
         """
         config, name = self.optional("tokenizer_config.json"), "special_tokens_map.json"
         if (self.path / "tokenizer.json").exists():  # whose post-processor decides
@@ -102,7 +103,7 @@ class ModelDirectory:
         older = self.optional(name)
         for key, value in older.items():
             if not key.endswith(("_token", "_tokens")) or isinstance(value, bool):
-                raise ModelError(f"{self.path / name}: field {key!r} = {value!r:.80} is no special token")
+                raise ModelError(f"{self.path / name}: field {key!r} = {value!r:.80} is not a special token")
         return config | older
 
     @functools.cached_property
@@ -119,7 +120,7 @@ class ModelDirectory:
 
     @functools.cached_property
     def tokenizer_class(self) -> str | None:
-        """The class as which transformers makes the tokenizer anew; None: tokenizer.json counts as it is written.
+        """The class by which transformers rebuilds the tokenizer; None: tokenizer.json is used as written.
 
         Raises ModelError.
         """
@@ -144,7 +145,9 @@ class ModelDirectory:
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, str]:
-        """Name to text, as chat templates get them. Raises ModelError: a file is broken, or a token is no text."""
+        """Special tokens, name to text, as chat templates get them. Raises ModelError: a file is broken, or a token is
+        no text.
+        """
         return {name: token.content for name, token in self._named.items()}
 
     @functools.cached_property
@@ -158,7 +161,7 @@ class ModelDirectory:
 
     @functools.cached_property
     def added_tokens(self) -> list[AddedToken]:
-        """What transformers adds to the vocabulary of tokenizer.json, in its order. Raises ModelError."""
+        """The tokens that transformers adds to the vocabulary of tokenizer.json, in its order. Raises ModelError."""
         config = self.tokenizer_config
         rebuilt, has_file = self.tokenizer_class is not None, (self.path / "tokenizer.json").exists()
         own = self._tokenizer_file.added_tokens if has_file else []
@@ -224,10 +227,11 @@ class ModelDirectory:
         return self._ids.get(text)
 
     def chat_templates(self) -> dict[str, str]:
-        """By name: those in files of their own, else of tokenizer_config.json, else of chat_template.json.
+        """Chat templates by name: those in separate files, else those in tokenizer_config.json, else in
+        chat_template.json.
 
         Raises:
-            ModelError: one is no text.
+            ModelError: a template is not a text.
         """
         main, listed = self.path / "chat_template.jinja", self.optional("tokenizer_config.json").get("chat_template")
         files = {"default": main} if main.exists() else {}
@@ -254,7 +258,9 @@ class ModelDirectory:
 
 
 def loaded_bytes(directory: Path) -> int:
-    """What an engine may take for its weights: twice the files', as bfloat16 takes in float32. 0: there are none."""
+    """Upper estimate of the bytes that an engine needs for its weights: twice the files' size, as for bfloat16 computed
+    in float32. 0: there are no weights.
+    """
     return 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 

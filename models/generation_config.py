@@ -1,4 +1,4 @@
-"""Sampling defaults of a model's generation_config.json: what requests get where they say nothing. No torch."""
+"""Sampling defaults of a model's generation_config.json, used for parameters that a request leaves out. No torch."""
 
 import logging
 from collections.abc import Mapping
@@ -19,10 +19,11 @@ _THEIRS = {"max_tokens": "max_new_tokens"}
 
 
 def read_sampling_defaults(path: Path, source: Source = "auto") -> dict[str, Any]:
-    """The fields of SamplingParams that a model directory's generation_config.json sets; those that vLLM takes.
+    """The fields of SamplingParams that a model directory's generation_config.json sets, restricted to those that vLLM
+    uses.
 
     Raises:
-        ModelError: the file cannot be read, or a value is none that a request could have; names the field.
+        ModelError: the file cannot be read, or a value would be invalid in a request; names the field.
     """
     file = path / "generation_config.json"
     if source == "none" or not file.exists():
@@ -34,12 +35,12 @@ def read_sampling_defaults(path: Path, source: Source = "auto") -> dict[str, Any
     except InvalidRequest as error:
         name = error.param or ""
         text = str(error).replace(name, _THEIRS.get(name, name), 1)
-        raise ModelError(f"{file}: {text}; generation_config none leaves such fields out") from None
+        raise ModelError(f"{file}: {text}; --generation-config none ignores the file") from None
     return {name: getattr(params, name) for name in given}
 
 
 def log_sampling_defaults(path: Path, defaults: Mapping[str, Any]) -> None:
-    """Say what was taken where it changes anything; once, where requests come in."""
+    """Log the defaults that change anything. Called once, in the process that receives requests."""
     usual = SamplingParams()
     changed = [f"{name}={value!r}" for name, value in defaults.items() if value != getattr(usual, name)]
     if changed:

@@ -1,6 +1,6 @@
-"""What becomes of queries and keys between their projection and attention: normed where the model does, and rotated.
+"""Processes queries and keys between their projection and attention: norms them if the model does, and rotates them.
 
-By torch, by a kernel on CUDA, or by a compiled pass that also writes keys and values to the cache.
+Done by torch, by a kernel on CUDA, or by a compiled pass that also writes keys and values to the cache.
 """
 
 from typing import NamedTuple, Protocol
@@ -14,14 +14,14 @@ from pdkv.models.rope import RopeTable, rotate
 
 
 class KVSlots(NamedTuple):
-    """Where the KV of a step's first tokens goes in one layer; in bounds."""
+    """Where to write the KV of a step's first tokens in one layer; checked to be within bounds."""
 
     kv: torch.Tensor  # (num_blocks, block_size, 2 * kv_heads, head_size), a view of the layer's part of the pool
     block_ids: torch.Tensor  # (n,) int64
     offsets: torch.Tensor  # (n,) int64, within the block
 
     def put(self, kv: torch.Tensor) -> None:
-        """Keys and values of the first tokens of (at least n, 2 * kv_heads, head_size)."""
+        """Write the keys and values of the first tokens of `kv` (at least n, 2 * kv_heads, head_size)."""
         self.kv.index_put_((self.block_ids, self.offsets), kv[: len(self.block_ids)])
 
 
@@ -32,21 +32,21 @@ class Heads(Protocol):
         """Norm and rotate queries and keys in place."""
 
     def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
-        """The same, and write keys and values to their slots."""
+        """As `apply`, and write keys and values to their slots."""
 
 
 class Rotation(Protocol):
-    """What all layers have in common."""
+    """The part of rotation that all layers share."""
 
     def at(self, positions: torch.Tensor) -> "StepRotation":
-        """For tokens at `positions` (n,), each below the table's length."""
+        """The rotation of tokens at `positions` (n,), each below the table's length."""
 
 
 class StepRotation(Protocol):
-    """The same for one step."""
+    """The part of rotation that all layers share in one step."""
 
     def of(self, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Heads:
-        """A layer's, until the next layer's is asked for."""
+        """One layer's `Heads`, valid until the next layer's is requested."""
 
 
 class TorchRotation:
@@ -84,7 +84,7 @@ class _TorchHeads(NamedTuple):
 
 
 class TritonRotation(TorchRotation):
-    """By one kernel, on CUDA; rounds where torch rounds."""
+    """By one kernel, on CUDA; rounds at the same places as torch."""
 
     def at(self, positions: torch.Tensor) -> StepRotation:
         return _TritonHeads(self.table, positions, *self._sizes)
@@ -114,7 +114,7 @@ class _TritonHeads(NamedTuple):
 
 
 class CompiledRotation:
-    """By the compiled pass, in host memory; rounds where torch rounds."""
+    """By the compiled pass, in host memory; rounds at the same places as torch."""
 
     def __init__(self, table: RopeTable, num_heads: int, num_kv_heads: int) -> None:
         assert table.cos.is_contiguous()
@@ -174,12 +174,12 @@ class _CompiledHeads:
 
 
 def _pointer(norm: RMSNorm | None) -> tuple[int | None, float]:
-    """Its weight's address, and its epsilon."""
+    """A norm's weight address, and its epsilon."""
     return (None, 0.0) if norm is None else (norm.fused.address, norm.fused.epsilon)
 
 
 def make_rotation(table: RopeTable, num_heads: int, num_kv_heads: int, kind: LinearKind) -> Rotation:
-    """What goes with linear layers of that kind."""
+    """The rotation that matches linear layers of that kind."""
     if kind == "compiled":
         return CompiledRotation(table, num_heads, num_kv_heads)
     return (TritonRotation if by_triton(table.cos) else TorchRotation)(table, num_heads, num_kv_heads)

@@ -1,4 +1,4 @@
-"""Models by their names on the Hugging Face hub: the files that are read, in the hub's own cache. No torch.
+"""Models by their names on the Hugging Face hub: fetches the files that are read into the hub's own cache. No torch.
 
 No code of a repository ever runs. Cache, mirrors, tokens and the offline mode are those of `huggingface_hub`
 (HF_HOME, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE).
@@ -29,13 +29,13 @@ Files = TypeVar("Files", bound=ModelFiles)
 
 
 def with_local_model(files: Files) -> Files:
-    """The same with a directory in the place of a hub name such as ORG/NAME or ORG/NAME@REVISION.
+    """The same configuration with a local directory in place of a hub name such as ORG/NAME or ORG/NAME@REVISION.
 
-    What is a path here counts before what is a name there.
+    An existing local path takes precedence over a hub name.
 
     Raises:
         ConfigError: there is no such model, or it cannot be fetched.
-        ModelError: it is none that is computed; then no weights are fetched.
+        ModelError: the model is not supported; then no weights are fetched.
     """
     found = _NAME.fullmatch(str(files.model))
     if found is None or files.model.exists():
@@ -63,11 +63,11 @@ def _download(repo: str, revision: str | None, names: list[str]) -> Path:
     except Exception as error:  # of the hub, of HTTP, of the file system
         what = f"{type(error).__name__}: {error}".strip().splitlines()[0]
         where = f"{repo}@{revision}" if revision else repo
-        raise ConfigError(f"model {where}: no such directory, and the hub does not give it: {what}") from None
+        raise ConfigError(f"model {where}: no such directory, and fetching it from the hub failed: {what}") from None
 
 
 def hub_name(path: Path) -> str | None:
-    """The name of the repository whose snapshot a directory is; None: it is none."""
+    """The name of the hub repository of which a directory is a snapshot; None: it is not a snapshot."""
     folder = path.parent.parent.name
     is_snapshot = path.parent.name == "snapshots" and folder.startswith("models--")
     return folder.removeprefix("models--").replace("--", "/", 1) if is_snapshot else None

@@ -1,8 +1,8 @@
-"""The identity of a model: what KV must have been computed with to be of use, as one digest. No torch.
+"""The identity of a model: one digest of everything that determines its KV. No torch.
 
-It covers every byte of every tensor, the index that says which file a tensor is read from, all of config.json but for a
-few fields that name things, and the format of KV. It is taken on a thread of its own while the weights are loaded from
-the very same open files (docs/kv-identity.md).
+It covers every byte of every tensor, the index that says which file a tensor is read from, all of config.json except a
+few fields that only name things, and the format of KV. It is computed on its own thread while the weights are loaded
+from the same open files (docs/kv-identity.md).
 """
 
 import contextlib
@@ -39,14 +39,14 @@ _LOCK_BASE_S, _LOCK_BYTES_PER_S = 5.0, 100e6
 
 
 class ModelSource:
-    """A model's weight files, open, and its identity, which a thread takes meanwhile. A context manager."""
+    """A model's open weight files, and its identity, which a thread computes in the meantime. A context manager."""
 
     def __init__(self, path: Path, config: ModelConfig | None = None, *, cache: Path | None = None) -> None:
         """Open the files and begin.
 
         Args:
-            config: what the model code makes of the directory's JSON files, where that is known.
-            cache: the directory of digests taken before; None: the user's own.
+            config: the configuration that the model code reads from the directory's JSON files, if it is known.
+            cache: the directory of cached digests; None: the user's own.
 
         Raises:
             ModelError: a file is missing or broken; the message names it.
@@ -70,11 +70,13 @@ class ModelSource:
             raise
 
     def known(self) -> str | None:
-        """The identity if it was known without reading the weights; it stands when `identity` has confirmed it."""
+        """The identity if it was cached, so that no weights had to be read; it is certain only once `identity` has
+        confirmed it.
+        """
         return self._result.result() if self._result.done() and self._result.exception() is None else None
 
     def identity(self) -> str:
-        """Wait for the identity. Call it when the weights are loaded: what was loaded is then what it stands for.
+        """Wait for the identity. To be called when the weights are loaded, so that it covers exactly what was loaded.
 
         Raises:
             ModelError: a file changed or was replaced since it was opened, or cannot be read; the message names it.
@@ -84,7 +86,7 @@ class ModelSource:
         return identity
 
     def close(self) -> None:
-        """Give up what is not done, and close the files. Idempotent."""
+        """Cancel the computation if it is not done, and close the files. Idempotent."""
         self._thread.stop(threading.TIMEOUT_MAX)
         self._cache.close()
         self.files.close()
@@ -181,8 +183,8 @@ class ModelSource:
 
 
 def model_identity(path: Path, config: ModelConfig | None = None, *, cache: Path | None = None) -> str:
-    """The identity of the model in a directory: equal in every process that reads the same model, in copies of it and
-    in other divisions into files; another one for any other weights, configuration or KV format.
+    """The identity of the model in a directory. It is equal in every process that reads the same model, for copies of
+    it and for other divisions into files, and differs for any other weights, configuration or KV format.
 
     Raises:
         ModelError: a file is missing, broken, or changed while it was read; the message names it.

@@ -64,7 +64,7 @@ def read_bytes(path: Path, most: int = _MAX_BYTES) -> bytes:
     """A file's content.
 
     Raises:
-        ModelError: it is missing, unreadable, no regular file, larger than `most`, or stands for another one.
+        ModelError: it is missing, unreadable, not a regular file, larger than `most`, or a git-lfs pointer.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO is refused, not awaited
@@ -80,7 +80,7 @@ def read_bytes(path: Path, most: int = _MAX_BYTES) -> bytes:
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     if content.startswith(LFS_POINTER):
-        raise ModelError(f"{path}: is a pointer of git-lfs to the file itself: fetch it with `git lfs pull`")
+        raise ModelError(f"{path}: is a git-lfs pointer instead of the file: fetch the file with `git lfs pull`")
     return content
 
 

@@ -1,4 +1,4 @@
-"""What 1.0 stands for in KV that is stored in FP8, as a quantized checkpoint says it."""
+"""The scales of KV stored in FP8 (the value that 1.0 represents), as given in a quantized checkpoint."""
 
 import contextlib
 import math
@@ -9,7 +9,7 @@ from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.weight_files import WeightFiles
 
 KVScales = tuple[tuple[float, float], ...]
-"""By layer, of K and of V; empty: 1.0 everywhere."""
+"""The scales of K and V for each layer; empty: 1.0 everywhere."""
 
 _NAMES = tuple(
     "model.layers.{layer}.self_attn." + name for name in ("{side}_scale", "{side}_proj.{side}_scale", "kv_scale")
@@ -18,10 +18,10 @@ _NAMES = tuple(
 
 
 def read_kv_scales(path: Path, num_layers: int, weights: WeightFiles | None = None) -> KVScales:
-    """The scales of the checkpoint in the directory `path`; 1.0 where it has none, as in vLLM.
+    """The scales of the checkpoint in the directory `path`; 1.0 if it has none, as in vLLM.
 
     Args:
-        weights: its files, already open; None: they are opened here.
+        weights: the checkpoint's files, already open; None: they are opened here.
 
     Raises:
         ModelError: a file is broken, or a scale is not one positive number.

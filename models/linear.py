@@ -1,4 +1,4 @@
-"""A linear layer: its weight laid out once for its device, what comes before and after it fused where it can be."""
+"""A linear layer: its weight laid out once for its device, fused with the operations before and after if possible."""
 
 from typing import Literal, Protocol
 
@@ -17,13 +17,15 @@ _ROWS_BYTES = 1 << 20
 
 
 class Linear(Protocol):
-    """x (n, in) -> (n, out), or from what `before` makes (n, in) of."""
+    """x (n, in) -> (n, out), or x of another shape, which `before` turns into (n, in)."""
 
     def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
         """before(x) @ weight.T + bias."""
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        """before(x) @ weight.T + bias + residual (n, out), which is the caller's no more: it may be overwritten."""
+        """before(x) @ weight.T + bias + residual; `residual` (n, out) may be overwritten, so the caller must not use it
+        afterwards.
+        """
 
 
 class PlainLinear:
@@ -69,7 +71,7 @@ class PackedLinear:
 
 
 class CompiledLinear:
-    """A weight laid out for the compiled kernels (docs/cpu-linears.md): near what memory allows from 1 row to 64."""
+    """A weight laid out for the compiled kernels (docs/cpu-linears.md): near memory bandwidth from 1 row to 64."""
 
     def __init__(
         self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
@@ -110,9 +112,10 @@ def _after(before: RowPass | None, x: torch.Tensor) -> torch.Tensor:
 
 
 def narrowed(weight: torch.Tensor) -> torch.Tensor:
-    """As bfloat16 where that loses nothing, as in a bfloat16 checkpoint computed in float32: half the bytes to read.
+    """The weight as bfloat16 if that is lossless, as for a bfloat16 checkpoint computed in float32: half the bytes to
+    read.
 
-    Reads a few rows of any other weight, and each number once of one that is narrowed.
+    The test reads only a few rows of other weights, and each number once of a weight that is narrowed.
     """
     if weight.dtype != torch.float32 or not _is_narrow(weight[:: max(1, len(weight) // _SAMPLED_ROWS)]):
         return weight
@@ -134,9 +137,9 @@ LinearKind = Literal["compiled", "packed", "plain"]
 
 
 def linear_kind(dtype: torch.dtype, device: torch.device, choice: Literal["auto", "torch"] = "auto") -> LinearKind:
-    """What layers of `dtype` are made of; a function of build, processor and arguments alone, so that engines agree.
+    """The kind of linear layers for `dtype`, a function of build, processor and arguments alone, so that engines agree.
 
-    `choice` torch: without the kernels of our own.
+    `choice` torch: without pdkv's kernels.
     """
     if choice == "auto" and can_compile(dtype, device):
         return "compiled"
@@ -144,7 +147,7 @@ def linear_kind(dtype: torch.dtype, device: torch.device, choice: Literal["auto"
 
 
 def can_compile(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build and this processor have compiled kernels for `dtype`, and no better ones in oneDNN: AMX."""
+    """Whether this build and this processor have compiled kernels for `dtype`, and oneDNN has no better ones (AMX)."""
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not available():
         return False
     return dtype == torch.float32 or "amx_bf16" not in flags()
@@ -170,5 +173,5 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKin
 
 
 def make_norm(weight: torch.Tensor, epsilon: float, kind: LinearKind) -> RMSNorm:
-    """What goes before layers of that kind."""
+    """The norm to use before layers of that kind."""
     return CompiledRMSNorm(weight, epsilon) if kind == "compiled" else RMSNorm(weight, epsilon)

@@ -42,10 +42,10 @@ def load_decoder(
     linears: Literal["auto", "torch"] = "auto",
     keep_quantized: bool | None = None,
 ) -> Decoder:
-    """Load one rank's weights, which then are this process's own: no later change of a file reaches them.
+    """Load one rank's weights into this process's own memory, so that later changes to a file do not affect them.
 
     Args:
-        max_model_len: positions reach up to it.
+        max_model_len: upper limit of positions.
         weights: the files of `path`, already open; None: they are opened here.
         linears: as in `linear_kind`.
         keep_quantized: quantized weights stay as the checkpoint has them where a kernel reads them; None: those of 4
@@ -82,7 +82,7 @@ def load_decoder(
 
 
 class TensorSource(Protocol):
-    """Where weights come from by their Hugging Face names."""
+    """A source of weights by their Hugging Face names."""
 
     def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
         """A tensor of that shape, or a part of it. Raises ModelError."""
@@ -92,9 +92,9 @@ class TensorSource(Protocol):
 
 @dataclass
 class Loader:
-    """One load: where tensors come from and what becomes of them.
+    """One load: reads tensors and turns them into layers.
 
-    What is packed or concatenated is copied by that; all else that stays is read with `keep`.
+    Packing or concatenating a tensor copies it; every other tensor that is kept is read with `keep`.
     """
 
     source: TensorSource
@@ -228,9 +228,7 @@ class Loader:
         """
         stored = self.source.get(name, shape, part)
         if stored.dtype not in _DENSE:
-            raise ModelError(
-                f"tensor {name!r} is stored as {stored.dtype}, and no quantization says what that stands for"
-            )
+            raise ModelError(f"tensor {name!r} is stored as {stored.dtype}, which its quantization does not explain")
         moved = stored.to(self.device)
         return moved.to(self.dtype, copy=keep and moved is stored)
 
@@ -283,7 +281,7 @@ class Loader:
 
 
 def _pieces_of(fused_name: str, parts: list[tuple[str, int, slice]]) -> list[Piece]:
-    """The same parts as rows of the one layer that holds them all; one piece where all rows are wanted."""
+    """The parts as rows of the one layer that holds them all; one piece where all rows are wanted."""
     rows = sum(each for _, each, _ in parts)
     if all(mine == slice(0, each) for _, each, mine in parts):
         return [Piece(fused_name, rows, slice(0, rows))]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: what the ranks of one model say to each other in the middle of a forward pass."""
+"""Tensor parallelism: the exchanges between the ranks of one model during a forward pass."""
 
 import logging
 import re
@@ -21,12 +21,12 @@ _GRACE_S = 30.0
 
 
 class TensorParallel:
-    """One rank alone. Layers that one rank uses never call it."""
+    """The exchanges of a single rank, which are trivial; layers of a model on one rank never call them."""
 
     shard = WHOLE
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' x (any shape, contiguous), the same on each of them. Overwrites x and returns it.
+        """The sum of all ranks' x (any shape, contiguous), identical on each rank. Overwrites x and returns it.
 
         Raises:
             RankTimeout: a rank did not come in time.
@@ -35,7 +35,7 @@ class TensorParallel:
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' x (n, k) side by side, (n, size * k), on each of them. Raises as `all_reduce` does."""
+        """All ranks' x (n, k) side by side, (n, size * k), on each rank. Raises as `all_reduce` does."""
         return x
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -49,10 +49,10 @@ ALONE = TensorParallel()
 
 
 class HostRanks(TensorParallel):
-    """Several ranks of one host, on CPU, over memory that they share."""
+    """Several ranks on one host's CPU, over shared memory."""
 
     def __init__(self, shard: Shard, peers: Sequence[socket.socket], timeout_s: float) -> None:
-        """Meet the others over `peers`. Raises as RankMemory does."""
+        """Meet the other ranks over `peers`. Raises as RankMemory does."""
         self.shard = shard
         self._memory = RankMemory(shard, peers, timeout_s)
 
@@ -83,11 +83,12 @@ class HostRanks(TensorParallel):
 
 
 class DeviceRanks(TensorParallel):
-    """Several ranks over a group of torch.distributed: on CUDA devices NCCL. There is no global default group.
+    """Several ranks over a torch.distributed group, which uses NCCL on CUDA devices. There is no global default group.
 
-    NCCL's collectives go to the current stream, like any kernel, and the host waits for none of them. So a lost rank
-    shows in no call here but in the step's event, which does not come: who waits for that has a deadline (PendingStep),
-    and then closes this, which aborts what still runs. torch's own watchdog only ends the process, and comes later.
+    NCCL's collectives go to the current stream, like any kernel, and the host waits for none of them. So no call here
+    notices a lost rank; the step's event simply never comes. Waits for the event have a deadline (PendingStep), after
+    which this object is closed, which aborts running collectives. torch's own watchdog only ends the process, and acts
+    later.
 
     In CUDA graphs: the calls can be captured if each was made once before, with capture_error_mode="thread_local",
     and all ranks capture and replay the same graphs in the same order. Neither the watchdog nor an abort has been
@@ -95,7 +96,7 @@ class DeviceRanks(TensorParallel):
     """
 
     def __init__(self, shard: Shard, group: Any, grace_s: float = 0.0) -> None:
-        """`grace_s`: so much longer than `set_timeout` says the group itself waits."""
+        """`grace_s`: how much longer than the timeout of `set_timeout` the group itself waits."""
         from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions  # type: ignore[attr-defined]
 
         self.shard = shard
@@ -119,7 +120,7 @@ class DeviceRanks(TensorParallel):
         self._group._set_default_timeout(timedelta(seconds=timeout_s + self._grace_s))
 
     def close(self) -> None:
-        """Leave the group at once, whatever it still does; who waits for this rank fails."""
+        """Leave the group at once, even if it is still working; ranks that wait for this one fail."""
         group, self._group = self._group, None
         if group is not None:
             try:
@@ -147,7 +148,7 @@ def join_ranks(
     Args:
         peers: a socket to each other rank, in their order (rank_sockets.py); owned from now on.
         store: CUDA: the file, in a private directory, in which NCCL's ranks find each other's addresses.
-        timeout_s: bound of this meeting and, until `set_timeout`, of every later wait for another rank.
+        timeout_s: limit of this meeting and, until `set_timeout`, of every later wait for another rank.
 
     Raises:
         RankTimeout, RankGone: not all came.

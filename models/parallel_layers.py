@@ -1,4 +1,4 @@
-"""Layers whose weights are divided among ranks; each takes and gives what the whole layer would.
+"""Layers with weights divided among ranks; each has the inputs and outputs of the whole layer.
 
 A column-parallel layer needs no class: a rank computes its own outputs. Its row-parallel successor adds them up.
 """
@@ -61,10 +61,10 @@ class RowParallelLinear:
 
 
 class GatheredLinear:
-    """A layer divided by its outputs, which every rank gets in full: the head, whose rows are the vocabulary's."""
+    """A layer divided by its outputs, which every rank gets in full: the LM head."""
 
     def __init__(self, part: Linear, num_outputs: int, parallel: TensorParallel) -> None:
-        """`part` has as many outputs on every rank; what the last ones have beyond `num_outputs` is padding."""
+        """`part` has the same number of outputs on every rank; outputs beyond `num_outputs` in total are padding."""
         self._part = part
         self._num_outputs = num_outputs
         self._parallel = parallel

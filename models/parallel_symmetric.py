@@ -1,7 +1,7 @@
 """Sums of few rows over memory that the GPUs of all ranks map into each other (torch's symmetric memory).
 
-A decode step adds up some KiB behind every layer, which NCCL does in many times what the bytes take. Here each GPU
-reads the others' parts itself (or their switch adds them up), in one kernel between two barriers.
+A decode step sums a few KiB after every layer, for which NCCL takes many times as long as moving the bytes. Here each
+GPU reads the others' parts itself (or their switch adds them up), in one kernel between two barriers.
 """
 
 import logging
@@ -30,20 +30,22 @@ _RELEASE_TIMEOUT_S = 2.0
 
 
 class SharedSums(ABC):
-    """What one rank has of the memory."""
+    """One rank's part of the shared memory."""
 
     buffer: torch.Tensor  # (MAX_BYTES,) uint8, this rank's own
 
     @abstractmethod
     def add_up(self, part: torch.Tensor, out: torch.Tensor) -> None:
-        """The sum of all ranks' `part` (n,), the start of their buffers, to `out` (n,), on the current stream."""
+        """Write the sum of all ranks' `part` (n,), the start of their buffers, to `out` (n,), on the current stream."""
 
     def release(self) -> None:
-        """End what still waits for other ranks: it gives wrong sums."""
+        """End kernels that still wait for other ranks; their sums are then wrong."""
 
 
 class SymmetricRanks(TensorParallel):
-    """Small sums over shared memory, all else over the group. On one stream: barriers are counted in its order."""
+    """Small sums go over shared memory, everything else over the group. All on one stream, since barriers are counted
+    in its order.
+    """
 
     def __init__(self, group: DeviceRanks, sums: SharedSums) -> None:
         self.shard = group.shard
@@ -78,7 +80,7 @@ class CudaSums(SharedSums):
         """Meet the other ranks, which must all do so, over the file `path`.
 
         Raises:
-            Exception: of any kind: of the driver's, of time, or because this torch does it in another way.
+            Exception: of any type: from the driver, for a timeout, or because this version of torch works differently.
         """
         from torch._C._distributed_c10d import ProcessGroup, _register_process_group, _SymmetricMemory
         from torch.distributed import FileStore  # type: ignore[attr-defined]
@@ -106,9 +108,8 @@ class CudaSums(SharedSums):
         out.copy_(add_up(part, "sum", self._name))
 
     def release(self) -> None:
-        """Kernels wait in a loop for signals of the other ranks, which no abort ends: a lost rank's are given here.
-
-        Own signals are taken as given, and those for others as taken, from another stream.
+        """Kernels wait in a loop for signals of other ranks, and no abort ends them: this sets the signals that a lost
+        rank would have sent, and clears those that it would have received, from another stream.
         """
         done, given, signals = self._streams.make_event(), self._streams.make_event(), self._streams.make_stream()
         done.record()
@@ -137,12 +138,13 @@ def over_symmetric_memory(
     timeout_s: float,
     make: Callable[[Shard, torch.device, Path, float], SharedSums] = CudaSums,
 ) -> TensorParallel:
-    """The ranks of `group`, over symmetric memory if all of them can; on all of them the same, and logged.
+    """The ranks of `group`, over symmetric memory if all of them support it. The choice is the same on all ranks, and
+    logged.
 
     Args:
-        path: a file, not there yet, in which the ranks find each other.
-        timeout_s: bound of that.
-        make: what makes a rank's sums.
+        path: a file that does not exist yet, by which the ranks find each other.
+        timeout_s: limit for that.
+        make: makes a rank's sums.
 
     Raises:
         RankTimeout, RankGone: a rank went away meanwhile.

@@ -1,6 +1,7 @@
-"""What a decoder does to rows before it multiplies them: RMSNorm, and silu(gate) * up; by torch, compiled or in Triton.
+"""The passes of a decoder over rows before it multiplies them: RMSNorm, and silu(gate) * up; by torch, compiled or in
+Triton.
 
-A compiled linear layer takes a pass along: its rows go through it where they are laid out for the kernels (linear.py).
+A compiled linear layer fuses such a pass: its rows go through it when they are laid out for the kernels (linear.py).
 """
 
 from typing import Literal, Protocol
@@ -17,14 +18,14 @@ class RowPass(Protocol):
 
     @property
     def fused(self) -> Norm | Literal["gated"]:
-        """As compiled linear layers take it along."""
+        """The form in which compiled linear layers fuse the pass."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """By itself; `x` may be overwritten where b < a."""
 
 
 def by_triton(x: torch.Tensor) -> bool:
-    """Whether `x` is passed over by a Triton kernel: on CUDA."""
+    """Whether a Triton kernel makes the pass over `x`, which is on CUDA then."""
     return x.is_cuda
 
 
@@ -45,14 +46,14 @@ class RMSNorm:
 
 
 class CompiledRMSNorm(RMSNorm):
-    """The same of rows (n, size) in host memory."""
+    """RMSNorm by a compiled kernel, for rows (n, size) in host memory."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.fused, torch.get_num_threads())
 
 
 class SiluMul:
-    """Rows of gates and then what they gate -> silu(gate) * up; silu is rounded, then the product."""
+    """Rows of [gate, up] -> silu(gate) * up; silu is rounded, then the product."""
 
     fused: Literal["gated"] = GATED
 

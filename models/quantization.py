@@ -14,7 +14,7 @@ InputScheme = Literal["static", "dynamic"]
 
 
 class Quantization(NamedTuple):
-    """What tells quantized numbers from weights; which layers have them is told by their tensors' names.
+    """The format of quantized weights. Which layers are quantized follows from the names of their tensors.
 
     Methods, by the tensors of a layer `X` with a weight (out, in):
         scaled: X.weight in 8 bits (FP8 e4m3 or int8), X.weight_scale or X.weight_scale_inv that broadcasts, or has one
@@ -36,10 +36,11 @@ class Quantization(NamedTuple):
 
 
 def read_quantization(path: Path, config: object, method: str | None = None) -> Quantization:
-    """From the field `quantization_config` of the config.json at `path`, or a like one; `method` if that names none.
+    """Read the field `quantization_config` of the config.json at `path`, or a similar object; `method` applies if it
+    names none.
 
     Raises:
-        ModelError: a method, or a way of it, that is not computed; names the field and its value.
+        ModelError: an unsupported method or variant; names the field and its value.
     """
     if not isinstance(config, Mapping):
         raise ModelError(f"{path}: quantization_config must be an object, got {clip(repr(config))}")

@@ -13,7 +13,7 @@ _MOST_PADDED = 2
 
 
 class PackedColumns(NamedTuple):
-    """Columns in the order of their groups, each group padded to whole planes where nothing else makes them regular."""
+    """Columns in the order of their groups, each group padded to whole planes unless the groups are regular."""
 
     order: torch.Tensor | None  # (packed,): of each the column it is, for padding 0; None: as they come
     is_padding: torch.Tensor | None  # (packed,) bool; None: there is none
@@ -21,16 +21,16 @@ class PackedColumns(NamedTuple):
     group_size: int  # packed columns of a packed group; the last one may have fewer
 
     def padded_groups(self) -> torch.Tensor:
-        """The layer's group of each padding."""
+        """The group of each padding column."""
         assert self.is_padding is not None
         return self.groups[self.is_padding.nonzero().flatten() // self.group_size]
 
 
 def pack_columns(groups: torch.Tensor) -> PackedColumns | None:
-    """Lay out columns by the group of each (columns,) int64.
+    """Lay out columns by `groups` (columns,) int64, the group of each column.
 
-    Ranks may have cut groups, which then are divided into smaller ones; a checkpoint that orders inputs by activation
-    may have any columns in a group, and a rank any number of them.
+    Groups that ranks have cut are divided into smaller ones. In a checkpoint that orders inputs by activation, a group
+    may contain any columns, and a rank any number of them.
 
     Returns:
         None if the groups are too small for that.

@@ -1,4 +1,4 @@
-"""Which linear layers of a quantized checkpoint keep their weights as they are, and those layers."""
+"""Makes the linear layers of a quantized checkpoint that keep their quantized weights, and decides which do."""
 
 import logging
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _MAX_NUMBER = 15
 
 
 class Piece(NamedTuple):
-    """Outputs of one layer of the checkpoint; pieces with a common input become one layer of the model."""
+    """The outputs of one layer of the checkpoint; pieces with the same input become one layer of the model."""
 
     name: str
     rows: int  # all of the layer's
@@ -36,7 +36,7 @@ class QuantizedLayers:
     """Makes layers that keep quantized weights."""
 
     def __init__(self, source: DequantizedCheckpoint, quantization: Quantization, dtype: torch.dtype) -> None:
-        """`dtype` of the model's computation."""
+        """`dtype`: the model's computation dtype."""
         self._source = source
         self._quantization = quantization
         self._dtype = dtype
@@ -46,7 +46,7 @@ class QuantizedLayers:
         """One layer of `pieces`, with this rank's columns `mine` of all `columns`.
 
         Returns:
-            None if the layer is to be dense: the checkpoint has dense weights for it, or ones that no kernel here
+            None if the layer must be dense: the checkpoint has dense weights for it, or weights that no kernel here
             reads, which is logged once for each reason.
 
         Raises:
@@ -133,7 +133,7 @@ class _Part(NamedTuple):
     order: torch.Tensor | None  # (columns,), as of Int4Linear
 
     def is_like(self, other: "_Part") -> bool:
-        """Whether rows of both can follow one another."""
+        """Whether rows of both pieces can be concatenated."""
         kinds = [(part.group_size, len(part.scales), part.scales.dtype, part.zeros is None) for part in (self, other)]
         if kinds[0] != kinds[1] or self.order is None or other.order is None:
             return kinds[0] == kinds[1] and self.order is other.order

@@ -1,4 +1,4 @@
-"""Linear layers whose weights stay as a quantized checkpoint has them."""
+"""Linear layers that keep the weights of a quantized checkpoint quantized."""
 
 import torch
 
@@ -16,10 +16,10 @@ _FP8_CAPABILITY = (8, 9)
 
 
 class Int4Linear:
-    """4-bit weights in groups; inputs stay as they are. Computes what the dense weights compute."""
+    """4-bit weights in groups, with inputs that are not quantized. Computes the same as the dense weights."""
 
     def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, order: torch.Tensor | None) -> None:
-        """`order` (columns,): which input each column of the weight takes, where they are not as they come."""
+        """`order` (columns,): the input that each column of the weight belongs to; None: they are in order."""
         self._weight = weight
         self._bias = bias
         self._order = order
@@ -38,15 +38,15 @@ class Int4Linear:
 class Fp8Linear:
     """FP8 weights with a scale for each output, times inputs that are quantized row by row.
 
-    Always by row-wise scaling, a scale of the whole tensor being one for each row: it takes what any checkpoint has,
-    and every device that multiplies FP8 has it, with bfloat16 results.
+    Row-wise scaling is always used, with a whole tensor's scale repeated for each row: it covers every checkpoint, and
+    every device that multiplies FP8 supports it, with bfloat16 results.
     """
 
     def __init__(
         self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
     ) -> None:
-        """`weight` (outputs, inputs) float8_e4m3fn, `scales` (outputs,) float32, `input_scale` () float32 or None:
-        each row's own.
+        """`weight` (outputs, inputs) float8_e4m3fn, `scales` (outputs,) float32, `input_scale` () float32; None: each
+        row has its own scale.
         """
         assert weight.dtype == torch.float8_e4m3fn, weight.dtype
         assert scales.dtype == torch.float32, scales.dtype
@@ -67,7 +67,8 @@ class Fp8Linear:
 
 
 def why_not_fp8(config: ModelConfig, dtype: torch.dtype, device: torch.device, num_ranks: int) -> str | None:
-    """Why a model with FP8 weights is not multiplied in FP8 there; None: it can be, in every layer that has them.
+    """Why a model with FP8 weights cannot be multiplied in FP8 on this device; None: it can, in every layer that has
+    FP8 weights.
 
     One answer for the whole model and all its ranks, since KV depends on it (docs/kv-identity.md).
     """

@@ -1,4 +1,6 @@
-"""What a quantized checkpoint holds for one layer: numbers, scales and zero points, checked and in one form."""
+"""The tensors of a quantized checkpoint for one layer: numbers, scales and zero points, checked and converted to one
+form.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -35,7 +37,7 @@ class LayerTensors:
         self.device = device
 
     def has(self, suffix: str) -> bool:
-        """Whether the checkpoint has it."""
+        """Whether the checkpoint has the layer's tensor with this suffix."""
         return self._name + suffix in self._checkpoint
 
     def get(self, suffix: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
@@ -60,16 +62,16 @@ class LayerTensors:
         if not scales.dtype.is_floating_point:
             raise self.error(f"{suffix[1:]} must be of floating-point numbers, got {scales.dtype}")
         if not bool(scales.float().isfinite().all()):
-            raise self.error(f"{suffix[1:]} must be finite, and has NaN or infinity")
+            raise self.error(f"{suffix[1:]} must be finite, but has NaN or infinity")
         return scales
 
     def error(self, text: str) -> ModelError:
-        """One that names the layer."""
+        """A ModelError that names the layer."""
         return ModelError(f"{self._checkpoint.path}: {self._name}: {text}")
 
 
 class GroupedWeight(NamedTuple):
-    """weight[row, column] = (number - zero) * scale, those of the row and of the column's group."""
+    """weight[row, column] = (number - zero) * scale, with scale and zero point of the row and the column's group."""
 
     numbers: torch.Tensor  # (rows, columns) uint8
     scales: torch.Tensor  # (groups, rows), as they are stored

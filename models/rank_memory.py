@@ -1,5 +1,5 @@
-"""Exchanges between the ranks of one model on one host: each writes its part into shared memory, says so, and reads
-all.
+"""Exchanges between the ranks of one model on one host: each writes its part into shared memory, signals that, and
+reads all parts.
 
 The ranks are joined by socket pairs that their launcher has made: none of them listens, so no other process can
 connect. The memory is a memfd without a name. Nothing spins: a waiting rank sleeps on a socket, which also reports a
@@ -36,15 +36,15 @@ class RankMemory:
     """One rank's end. Single-threaded."""
 
     def __init__(self, shard: Shard, peers: Sequence[socket.socket], timeout_s: float) -> None:
-        """Meet the others.
+        """Meet the other ranks.
 
         Args:
             peers: a SOCK_SEQPACKET socket to each other rank, in their order; owned from now on.
-            timeout_s: bound of this meeting and, until it is changed, of every later wait.
+            timeout_s: limit of this meeting and, until it is changed, of every later wait.
 
         Raises:
-            RankTimeout, RankGone: not all came.
-            ConfigError: the memory cannot be had.
+            RankTimeout, RankGone: not all ranks came.
+            ConfigError: the memory cannot be allocated.
         """
         assert len(peers) == shard.size - 1, (len(peers), shard)
         self.timeout_s = timeout_s
@@ -66,14 +66,14 @@ class RankMemory:
         )
 
     def exchange(self, part: torch.Tensor) -> torch.Tensor:
-        """All ranks' parts, (size, *part.shape), which stay as they are until the next exchange but one begins.
+        """All ranks' parts, (size, *part.shape), valid until the second exchange after this one begins.
 
         Args:
             part: of any layout, at most SLOT_BYTES, of the same shape and type on all ranks.
 
         Raises:
             RankTimeout: a rank did not come in time; the ranks cannot be used any more.
-            RankGone: a rank went away, or exchanges something else.
+            RankGone: a rank went away, or exchanges something different.
         """
         if self._broken or self._slots is None:
             raise RankGone(f"{self}: another rank was lost before")
@@ -89,12 +89,12 @@ class RankMemory:
         for rank in self._peers:
             said = self._receive(rank, deadline)
             if said != word:
-                raise RankGone(f"{self}: rank {rank} is at another exchange than {_WORD.unpack(word)}: {said.hex()}")
+                raise RankGone(f"{self}: rank {rank} is not at exchange {_WORD.unpack(word)}: it sent {said.hex()}")
         self._broken = False
         return parts
 
     def close(self) -> None:
-        """Leave; the others see it. Idempotent."""
+        """Leave, which the other ranks notice. Idempotent."""
         self._slots = None
         for peer in self._peers.values():
             peer.close()

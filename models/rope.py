@@ -10,7 +10,9 @@ from pdkv.models.rope_config import RopeScaling
 
 
 class RopeTable(NamedTuple):
-    """Rows by position, (max_len, 1, rotary_size); `sin` has its first half negated, for the rolled vector."""
+    """Cosines and sines by position, (max_len, 1, rotary_size); the first half of `sin` is negated, for the rolled
+    vector.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -78,7 +80,7 @@ def _yarn_shares(half: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
     """YaRN: 1 for frequencies that turn at least beta_fast times in the original length, 0 below beta_slow times."""
 
     def index_of(num_turns: float) -> float:
-        """Where in the frequencies, as a fraction, lies the one that turns so many times."""
+        """The fractional index of the frequency that makes this many turns."""
         return half * math.log(scaling.original_max_position_embeddings / (num_turns * 2 * math.pi)) / math.log(theta)
 
     first, last = index_of(scaling.beta_fast), index_of(scaling.beta_slow)
@@ -91,7 +93,7 @@ def _yarn_shares(half: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
 
 
 def rotate(x: torch.Tensor, rows: RopeTable) -> None:
-    """Rotate the first values of x (n, heads, head_size), as many as the table has, in place by its n positions."""
+    """Rotate the first rotary_size values of x (n, heads, head_size) in place, by the n rows."""
     x = x[..., : rows.cos.shape[-1]]
     rolled = torch.roll(x, x.shape[-1] // 2, -1).mul_(rows.sin)
     torch.addcmul(rolled, x, rows.cos, out=x)

@@ -1,8 +1,8 @@
-"""What config.json says about rotary position embedding: its base, the part of a head that is rotated, its scaling.
+"""The rotary position embedding in config.json: its base, the part of a head that is rotated, and its scaling.
 
-No torch. Two kinds of scaling depend on a length. transformers takes that of the sequence, which grows while a request
-runs: its later keys are rotated by other frequencies than those in the cache. Here, as in vLLM, they are fixed for one
-length, the engine's `--max-model-len`, and belong to the model's identity (docs/models.md).
+No torch. Two kinds of scaling depend on a length. transformers uses the sequence's length, which grows while a request
+runs, so that later keys are rotated by other frequencies than those in the cache. Here, as in vLLM, the frequencies are
+fixed for one length, the engine's `--max-model-len`, and belong to the model's identity (docs/models.md).
 """
 
 import logging
@@ -41,9 +41,9 @@ class RopeScaling:
     length: int = 0  # dynamic and longrope: what the frequencies are for, see `for_length`
 
     def for_length(self, max_model_len: int) -> "RopeScaling":
-        """The same with its frequencies fixed for prompts and outputs of up to so many tokens together.
+        """The same scaling with its frequencies fixed for prompts and outputs of up to this many tokens together.
 
-        Lengths that give the same frequencies give equal results, so that their KV is of use to one another.
+        Lengths with the same frequencies give equal results, so that their engines can share KV.
         """
         original = self.original_max_position_embeddings
         if self.kind == "dynamic":
@@ -62,12 +62,13 @@ class Rope(NamedTuple):
 
 
 def read_rope(fields: Fields, architecture: str, head_size: int) -> Rope:
-    """Base, rotated part and scaling; transformers 5 writes all under `rope_parameters`, earlier ones side by side.
+    """Read base, rotated part and scaling; transformers 5 writes all of them under `rope_parameters`, earlier versions
+    as separate fields.
 
-    As in transformers, a `rope_scaling` that is there replaces `rope_parameters`.
+    As in transformers, `rope_scaling` replaces `rope_parameters` if it is given.
 
     Raises:
-        ModelError: a field is wrong, unknown, or of a kind that is not computed; the message names it and its value.
+        ModelError: a field is wrong, unknown, or of an unsupported kind; the message names it and its value.
     """
     values = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
     if not isinstance(values, dict):

@@ -12,7 +12,7 @@ class Shard(NamedTuple):
     size: int = 1
 
     def part(self, total: int, what: str) -> slice:
-        """This rank's range of `total` things.
+        """This rank's range of `total` items.
 
         Raises:
             ConfigError: they cannot be divided evenly.
@@ -34,7 +34,7 @@ class Shard(NamedTuple):
         return slice(head, head + 1)
 
     def padded_part(self, total: int) -> slice:
-        """This rank's range of `total` things that need not divide evenly: the last ranks have fewer, maybe none."""
+        """This rank's range of `total` items that need not divide evenly: the last ranks have fewer, possibly none."""
         each = -(-total // self.size)
         return slice(min(self.rank * each, total), min((self.rank + 1) * each, total))
 

@@ -1,6 +1,7 @@
-"""The safetensors files of a model directory, held open: what they hold, where, and whether they stay as they are.
+"""The safetensors files of a model directory, held open: their tensors, the tensors' places, and whether the files stay
+unchanged.
 
-No torch: identities are taken where there is none.
+No torch, since identities are also computed in processes without it.
 """
 
 import json
@@ -28,7 +29,7 @@ _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 
 class Stamp(NamedTuple):
-    """What changes when a file does: writing, replacing, truncating or renaming it."""
+    """The attributes by which a changed file is recognized: it was written, replaced, truncated or renamed."""
 
     device: int
     inode: int
@@ -53,13 +54,13 @@ class StoredTensor(NamedTuple):
 
 
 class WeightFile:
-    """One open file. Who opens it closes it."""
+    """One open file, to be closed by its opener."""
 
     def __init__(self, path: Path) -> None:
-        """Open it and read its header.
+        """Open the file and read its header.
 
         Raises:
-            ModelError: it is missing, no regular file, or no whole safetensors file.
+            ModelError: it is missing, not a regular file, or not a whole safetensors file.
         """
         self.path = path.absolute()
         try:
@@ -79,7 +80,7 @@ class WeightFile:
 
     @property
     def reopen_path(self) -> str:
-        """A path to this very file, whatever its name leads to by now."""
+        """A path to this same file, whatever its name refers to by now."""
         return f"/proc/self/fd/{self.fd}"
 
     def check_unchanged(self) -> None:
@@ -103,12 +104,12 @@ class WeightFile:
 class WeightFiles:
     """All weight files of a model; a context manager.
 
-    `holders` says which file a tensor is read from: the one that the index names, else model.safetensors, as in
-    transformers, else the last that has it.
+    `holders` maps each tensor to the file that it is read from: the one named by the index, else model.safetensors, as
+    in transformers, else the last file that has it.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open them.
+        """Open all weight files.
 
         Raises:
             ModelError: no weights, or a file or an index that is missing or broken; the message names it.
@@ -214,9 +215,9 @@ def _read_header(fd: int, path: Path, size: int) -> list[StoredTensor]:
     length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     start = _LENGTH_BYTES + length
     if os.pread(fd, len(LFS_POINTER), 0) == LFS_POINTER:
-        raise ModelError(f"{path}: is a pointer of git-lfs to the file itself: fetch it with `git lfs pull`")
+        raise ModelError(f"{path}: is a git-lfs pointer instead of the file: fetch the file with `git lfs pull`")
     if not 2 <= length <= _MAX_HEADER_BYTES or start > size:
-        raise ModelError(f"{broken}: a header of {length} bytes in a file of {size}")
+        raise ModelError(f"{broken}: the header should have {length} bytes, but the file has {size}")
     try:
         header = json.loads(os.pread(fd, length, _LENGTH_BYTES), object_pairs_hook=_without_twins)
         header.pop("__metadata__", None)

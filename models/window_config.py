@@ -1,4 +1,4 @@
-"""Which layers see only a window of tokens, as config.json says it. No torch."""
+"""Which layers attend only to a window of tokens, according to config.json. No torch."""
 
 from typing import Any
 
@@ -12,10 +12,10 @@ _SHOWN_CHARS = 80
 
 
 def read_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """By layer, how many tokens a query sees, its own included; None: all up to its own.
+    """For each layer, how many tokens a query attends to, including its own; None: all up to its own.
 
-    Qwen's windows begin with layer `max_window_layers`, those of others with the first, unless `layer_types` says which
-    layers have one.
+    In Qwen models windows begin with layer `max_window_layers`, in others with the first, unless `layer_types` lists
+    the layers that have one.
 
     Raises:
         ModelError: a wrong value; names the field.
@@ -42,7 +42,7 @@ def read_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[in
 
 
 def _window(fields: Fields, architecture: str) -> int | None:
-    """That of the file or the family's default; Llama has none, and Qwen has to use it."""
+    """The window in the file or the family's default; Llama has none, and in Qwen it must be switched on."""
     if architecture == "LlamaForCausalLM" or (architecture in _QWEN and not fields.flag("use_sliding_window")):
         return None
     return None if fields.values.get("sliding_window") is None else fields.count("sliding_window")

@@ -1,4 +1,4 @@
-"""Leases: KV that was handed off stays until its reader releases it, its deadline passes or its router leaves."""
+"""Leases: handed-off KV is kept until its reader releases it, its deadline passes or its router leaves."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from pdkv.engine.request import Request, held_blocks
 
 @dataclass(slots=True)
 class Lease:
-    """One hand-off. There are no blocks where the connector has copied the KV out already."""
+    """One leased hand-off. It has no blocks if the connector has already copied the KV out."""
 
     request: Request
     block_tables: BlockTables  # as the request had them at its end

@@ -1,4 +1,4 @@
-"""The prefill role: hands KV off, keeps it under lease, and lets prefills queue before leases fill the pool."""
+"""The prefill role: hands KV off, keeps it under lease, and makes prefills wait before leases fill the pool."""
 
 import logging
 from collections import OrderedDict
@@ -52,13 +52,15 @@ class PrefillRole(PrefillHooks):
         self._num_promised_blocks = num_promised_blocks
 
     def may_start(self, request: Request, num_blocks: int) -> bool:
-        """Whether the pool may take another prompt that will be handed off. A waiting receiver passes the cap."""
+        """Whether the pool may take another prompt that will be handed off. The limit does not apply if a receiver is
+        already waiting.
+        """
         if request.kv != "handoff" or request.ticket is not None:
             return True
         return self._num_taken() == 0 or self.may_lend(num_blocks)
 
     def may_lend(self, num_blocks: int) -> bool:
-        """Whether the limit has room for a loan. The borrower computes one that is too large."""
+        """Whether the limit has room for a loan. If not, the borrower computes the KV itself."""
         return self._num_taken() + num_blocks <= self._max_leased_blocks
 
     def _num_taken(self) -> int:
@@ -89,7 +91,7 @@ class PrefillRole(PrefillHooks):
             self.sending_ended(request.transfer_key, False, failed)
 
     def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:
-        """Note that a sending ended, delivered or not: the reader is told, and the lease has done its work."""
+        """Note that a transfer to a reader ended, delivered or not: tell the reader, and end the lease."""
         lease = self.leases.get(key)
         if lease is None:
             if not ok:
@@ -106,7 +108,7 @@ class PrefillRole(PrefillHooks):
                 self._external.aborted(key)
 
     def handle(self, router_id: str, message: RouterToEngine) -> bool:
-        """Handle Release, and a ticket that comes after the prefill's end."""
+        """Handle a Release, or a ticket that arrives after the prefill has ended."""
         match message:
             case Release(transfer_id=transfer_id, attempt=attempt, lent=lent):
                 return self._release(router_id, TransferKey(transfer_id, attempt, lent))

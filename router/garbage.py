@@ -21,7 +21,7 @@ class ShortCollections:
     """Garbage collection of the process, from `start` to `close`."""
 
     def __init__(self, count: Callable[[], tuple[int, int]], clock: Callable[[], float] = MONOTONIC.now) -> None:
-        """`count` says how many requests run, and how many have begun since the start."""
+        """`count` returns how many requests are running, and how many have begun since the start."""
         self._count = count
         self._clock = clock
         self._last_count = (0, 0)

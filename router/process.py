@@ -160,7 +160,7 @@ def run_router(
 def server_config(
     app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, room: Connections, tls: Tls | None = None
 ) -> uvicorn.Config:
-    """The configuration of uvicorn with our limits and TLS; `bodies` is the application's budget, `room` admits
+    """The configuration of uvicorn with pdkv's limits and TLS; `bodies` is the application's budget, `room` admits
     connections.
     """
     plain = functools.partial(LimitedProtocol, limits=limits, room=room, bodies=bodies, turnstile=Turnstile())

@@ -52,11 +52,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def patience_s(self) -> float:
-        """Seconds within which something has to happen."""
+        """Seconds within which the next event, such as a token, must come."""
         return min(self.timeout_s, self.stall_timeout_s)
 
     def most_tokens(self, num_output: int) -> int:
-        """Tokens of prompt and output at the end, at most; without max_tokens, one more than `num_output`."""
+        """The maximum final number of prompt and output tokens; without max_tokens, one more than `num_output`."""
         most = num_output + 1 if self.params.max_tokens is None else self.params.max_tokens
         return len(self.prompt_token_ids) + most
 
@@ -72,7 +72,7 @@ class Delta(NamedTuple):
 
 
 class Offer(NamedTuple):
-    """Prompt KV that another engine has, and the prompt's engine lacks."""
+    """KV of a prompt that another engine has and the prompt's engine lacks."""
 
     lender: str
     num_tokens: int  # of the prompt's first tokens, as far as is known
@@ -81,9 +81,9 @@ class Offer(NamedTuple):
 
 
 class Route(NamedTuple):
-    """The engines that run a request. If both are one engine, it is aggregated and the order means nothing.
+    """The engines that run a request. If both are the same engine, it is aggregated and the order has no meaning.
 
-    An empty decode engine is chosen once the prompt has been handed off.
+    If the decode engine is empty, it is chosen once the prompt has been handed off.
     """
 
     prefill: str

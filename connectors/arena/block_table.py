@@ -186,7 +186,7 @@ class BlockTableReader:
         self._entries = arrays.entries.reshape(-1).data
 
     def may_have(self, key: bytes) -> bool:
-        """Whether looking the key up is worthwhile: cheap, and false for nearly every key that is not in the pool."""
+        """Whether looking the key up is worthwhile: a cheap test that is false for nearly every key not in the pool."""
         tag, first = _place(key, self._num_sets)
         return any(entry >> 32 == tag for entry in self._entries[first : first + WAYS].tolist())
 
@@ -198,7 +198,7 @@ class BlockTableReader:
         """Look all keys up at once.
 
         Args:
-            keys: (n, 2), of `key_words`.
+            keys: (n, 2), as returned by `key_words`.
         """
         arrays, shape = self._arrays, self._shape
         sets = (keys[:, 1] & np.uint64(self._num_sets - 1)).astype(np.int64)

@@ -68,7 +68,7 @@ class _DeviceMemory:
 
     @classmethod
     def map(cls, device: int, handle: bytes, num_bytes: int) -> "_DeviceMemory":
-        """Another process's allocation, as `device` reaches it. Raises CudaDriverError."""
+        """Map another process's allocation for access from `device`. Raises CudaDriverError."""
         return cls(device, cuda_driver.open_memory(device, handle), num_bytes, cuda_driver.close_memory)
 
     def as_tensor(self, device: torch.device) -> torch.Tensor:

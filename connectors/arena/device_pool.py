@@ -1,7 +1,7 @@
 """KV pools in device memory that peers map.
 
 An arena in host memory has the generations, the device has the pool. A reader copies from device to device, and
-compares the generations after the copy, as in host memory (memory.py). Published content is complete: the source's host
+compares the generations after the copy, as in host memory (arena.py). Published content is complete: the source's host
 has seen the end of the step that computed it.
 """
 
@@ -53,7 +53,7 @@ class PoolDevice(ABC):
         Args: num_bytes: the size that it must have according to its card.
 
         Raises:
-            IncompatiblePeers: it has another size, or cannot be mapped here.
+            IncompatiblePeers: the pool has another size, or cannot be mapped here.
         """
         if address.num_bytes != num_bytes:
             raise IncompatiblePeers(f"expected a pool of {num_bytes} bytes, as its card says, got {address.num_bytes}")
@@ -63,7 +63,7 @@ class PoolDevice(ABC):
         """Queue a copy of pieces between two pools, (bytes,) uint8 each, on the current stream.
 
         Raises:
-            TransferError: some of it is not within its pool; nothing is copied.
+            TransferError: a piece is not within its pool; nothing is copied.
         """
         from pdkv.kernels.pool_copy import copy_pieces
         from pdkv.kernels.upload import to_tensor

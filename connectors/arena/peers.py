@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pdkv.connectors.arena.arena import ArenaAddress, PeerArena, open_peer_arena
 from pdkv.connectors.arena.device_pool import PoolDevice
-from pdkv.connectors.arena.memory import ArenaAddress, PeerArena, open_peer_arena
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import Incarnation, PeerCards, decode_ranks
 from pdkv.errors import IncompatiblePeers, PeerGone, StaleEpoch, TransferError

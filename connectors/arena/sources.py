@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from pdkv.connectors.arena.memory import PeerArena
+from pdkv.connectors.arena.arena import PeerArena
 from pdkv.connectors.transfer.planning import Bytes, Ids
 from pdkv.connectors.transfer.pool_copy import Pieces, copy_pieces
 from pdkv.errors import PeerGone, TransferError
@@ -34,11 +34,11 @@ class PoolSource(ABC):
 
     @abstractmethod
     def generations(self, blocks: Ids) -> Ids:
-        """The generations of blocks now, after all that was copied before; of rank 0 only. Raises a TransferError."""
+        """The current generations of blocks, read after all earlier copies; only of rank 0. Raises a TransferError."""
 
     @abstractmethod
     def word(self, number: int) -> int:
-        """One of the peer's words now, after all that was copied before. Raises a TransferError."""
+        """The current value of one of the peer's words, read after all earlier copies. Raises a TransferError."""
 
     @abstractmethod
     def digest_rows(self, units: Ids) -> Ids:
@@ -98,11 +98,11 @@ class Span(NamedTuple):
 
 
 class ProcessSource(PoolSource):
-    """A peer's memory by its addresses.
+    """A peer's memory, read by address through the kernel.
 
     Args:
-        pool, generations, words, digests: their addresses and sizes. nonce: the first of its words, which differs in
-        another incarnation in that process.
+        pool, generations, words, digests: their addresses and sizes. nonce: the expected first word, which is different
+            for another incarnation in that process.
     """
 
     path = "cma"

@@ -31,9 +31,7 @@ from pdkv.wire.reports import ConnectorStats
 class MemoryOptions(Options):
     """--connector-config of the memory connector, in every mode."""
 
-    mode: Literal["pull", "push", "store"] = option(
-        "pull", "how KV is transferred; only store has more options than these three"
-    )
+    mode: Literal["pull", "push", "store"] = option("pull", "how KV is transferred; mode=store has further options")
     fabric: str = option("default", "engines with the same name exchange KV")
 
 
@@ -117,7 +115,7 @@ class MemoryWorker(WorkerConnector):
 
     @abstractmethod
     def stop(self, key: TransferKey, direction: Direction) -> None:
-        """End this transfer: nothing of it lands or is read from now on."""
+        """End this transfer: from now on none of its data is written or read."""
 
     def get_stats(self) -> Stats:
         return {"": self._stats}

@@ -34,5 +34,5 @@ class MemoryConnector(KVConnector):
         chosen = MODES[mode]
         foreign = sorted(options.keys() - chosen.options_type.names())
         if foreign:
-            raise ConfigError(f"connector memory: option {foreign[0]!r} is one of mode=store, and this is mode={mode}")
+            raise ConfigError(f"connector memory: option {foreign[0]!r} belongs to mode=store, but the mode is {mode}")
         return msgspec.structs.replace(chosen.plan(options), build=f"{chosen.__module__}:{chosen.__name__}.build")

@@ -114,11 +114,11 @@ class MemoryPushWorker(MemoryWorker):
             self.sent(key, outgoing.num_acknowledged)
 
     def incoming(self, key: TransferKey) -> Incoming | None:
-        """The registered receive of a transfer; None: data for it is late and refused."""
+        """The registered receive of a transfer; None: its data is too late and is refused."""
         return self._incoming.get(key)
 
     def digests_of(self, send: PushSend, receiver: MemoryWorker) -> bytes:
-        """Digests of a batch at its source; empty: one of the ends does not want any."""
+        """Digests of a batch at its source; empty if one of the ends has checksums off."""
         if not self.checksums.are_wanted(receiver.config.kv_checksum, send.ticket.transfer_id):
             return b""
         tokens, part = range(send.start, send.stop), self.checksums.pool.whole

@@ -34,7 +34,7 @@ def plan_children(options: Mapping[str, str]) -> list[ConnectorPlan]:
 
     Raises:
         ConfigError: none is named, an option belongs to no child or could belong to several, or its child refuses it;
-            UnknownConnector for a name.
+            UnknownConnector: a child's name is unknown.
     """
     names = [name.strip() for name in options.get("connectors", "").split(",") if name.strip()]
     if not names:
@@ -140,8 +140,8 @@ class MultiOptions(Options):
     """Options of `multi` itself; others belong to its children and have a prefix."""
 
     connectors: str = option(
-        help="the children, in order of preference; the prefix of their options is NAME. or the child's number "
-        "from 0, as in store.url=… or 1.url=…",
+        help="the children, in order of preference; an option of a child is prefixed with its name or its number, "
+        "counted from 0, as in store.url=… or 1.url=…",
         metavar="NAME[,NAME…]",
     )
 
@@ -158,8 +158,8 @@ class MultiConnector(KVConnector):
 
     @classmethod
     def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:
-        """Build the children. All follow the pool's writes: those with a table of their own, and stores through one of
-        these.
+        """Build the children. All follow the pool's writes, either in a block table of their own or, for stores,
+        through another child's.
         """
         parts = config.plan.parts
         made: dict[int, Built] = {}

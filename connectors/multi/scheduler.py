@@ -141,8 +141,8 @@ class MultiScheduler(SchedulerConnector):
     # --- loads ----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
-        """The longest match, the first of equal ones. A child that still looks is waited for unless everything is
-        found. Own finds next to a hand-off are only used if it cannot be read.
+        """The longest match, among equal ones the first. Children that are still looking are waited for unless
+        everything is found. Cached KV found besides a hand-off is used only if the hand-off cannot be read.
         """
         key = request.transfer_key
         self._choices.pop(key, None)
@@ -276,8 +276,8 @@ class MultiScheduler(SchedulerConnector):
         ]
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
-        """Ask the children; blocks stay while one of them needs them. A pulling child that keeps none, or one with a
-        payload too long for the common limit, takes no part in the hand-off.
+        """Ask the children; blocks stay while one of them needs them. A pulling child that keeps no blocks, or has too
+        long a payload for the common limit, takes no part in the hand-off.
         """
         key = request.transfer_key
         self._choices.pop(key, None)

@@ -1,4 +1,4 @@
-"""Hand-offs from an engine with several connectors: tracks when all that send one have ended."""
+"""Hand-offs from an engine with several connectors: tracks when all connectors that send a hand-off have ended."""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
@@ -27,7 +27,7 @@ def _merge(first: TransferOutcome, second: TransferOutcome) -> TransferOutcome:
 
 
 class SendingTable:
-    """A hand-off has been sent, or has failed, when all the children that send it have ended."""
+    """Tracks hand-offs. One has been sent, or has failed, once all children that send it have ended."""
 
     def __init__(self) -> None:
         self._sendings: dict[TransferKey, _Sending] = {}
@@ -54,7 +54,8 @@ class SendingTable:
     def begin(self, key: TransferKey, children: Collection[int], *, tells_failure: bool) -> None:
         """Begin a hand-off, the end of which these children will report.
 
-        Args: tells_failure: False: others hand it off, too, and the reader should only know that no more will come.
+        Args: tells_failure: False: other children hand the KV off, too, so the reader need only know that no more will
+        come.
         """
         sending = _Sending(set(children), tells_failure, TransferOutcome())
         early = self._early.pop(key, {})
@@ -65,8 +66,8 @@ class SendingTable:
             self.end(key, child, outcome)
 
     def begin_again(self, key: TransferKey, child: int) -> None:
-        """Let one child send it once more, to another reader, which an earlier failure to reach the first one does not
-        affect.
+        """Let one child send the hand-off again, to another reader; an earlier failure to reach the first reader does
+        not count.
         """
         sending = self._sendings.setdefault(key, _Sending(set(), True, TransferOutcome()))
         sending.waiting.add(child)

@@ -25,20 +25,20 @@ class ChildViews:
     """Views of one engine's requests, by child."""
 
     def __init__(self, kind: ConnectorKind, children: Sequence[ConnectorPlan]) -> None:
-        """`kind`: of the combination."""
+        """`kind`: the kind of the combined connector."""
         self.num_malformed = 0  # hand-offs and tickets that could not be read
         self._kind = kind
         self._kinds = [child.kind for child in children]
         self._lends = [child.lends for child in children]
 
     def takes_part(self, key: TransferKey, child: int) -> bool:
-        """Whether a child takes part in a hand-off under that key: all do, except in a loan, and stores next to
-        others.
+        """Whether a child takes part in a hand-off under that key. All do, except in a loan, and except stores next to
+        other connectors.
         """
         return not self.is_beside(child) and (not key.lent or self._lends[child])
 
     def is_beside(self, child: int) -> bool:
-        """Whether a child is a store, and others hand over."""
+        """Whether a child is a store, and other children do the hand-offs."""
         return self._kinds[child] == "store" != self._kind
 
     def sees_handoff(self, request: RequestView, child: int) -> bool:
@@ -76,7 +76,9 @@ class ChildViews:
         return view
 
     def step(self, view: SchedulerView, child: int, observes: Observed) -> SchedulerView:
-        """A step as one child sees it: a hand-off again, for a late ticket, if it pushes; a loan if it lends."""
+        """A step as one child sees it. A pushing child sees a hand-off again when its ticket is late; a lending child
+        sees a loan.
+        """
         confirmed: Sequence[ConfirmedRange] = view.confirmed if observes.confirmed else ()
         if not self._lends[child]:
             confirmed = [c for c in confirmed if not c.request.lent]

@@ -45,7 +45,7 @@ LEAVE_S = 0.5
 """Seconds that a disconnect waits for transfers to let go; their posts take a few milliseconds."""
 
 CLOSE_S = 5.0
-"""The same at the end, for all of them together: transfers that have not let go keep the agent's memory and
+"""As LEAVE_S, at the end and for all peers together: transfers that have not let go keep the agent's memory and
 descriptors.
 """
 
@@ -165,13 +165,13 @@ def _wheels() -> list[str]:
 
 
 class NixlAgent:
-    """Thread-safe. After a read has returned or raised, it touches no memory any more, unless it `may_land_late` and
-    failed.
+    """Thread-safe. Once a read has returned or raised, it no longer touches memory, unless it failed and
+    `may_land_late`.
     """
 
     def __init__(self, name: str, *, progress_thread: bool = False, clock: Clock = MONOTONIC) -> None:
         """Without a progress thread, UCX works only within calls of this agent, so `receive` must be called again and
-        again. With one, it works by itself, and that thread spins on UCX's lock while another one copies.
+        again. With one, UCX works by itself, but that thread spins on UCX's lock while another thread copies.
 
         Raises:
             ConfigError: NIXL is missing, or its UCX backend cannot start.
@@ -222,8 +222,8 @@ class NixlAgent:
         with self._lock:
             return bytes(self._agent.getLocalMD())
 
-    def connect(self, peer: str, metadata: bytes) -> None:
-        """Add a peer by its metadata; UCX connects with the first transfer. Idempotent.
+    def add_peer(self, peer: str, metadata: bytes) -> None:
+        """Add a peer by its metadata; UCX connects on the first transfer. Idempotent.
 
         Raises:
             PeerGone: there is no peer where the metadata says. IncompatiblePeers: the metadata is not this peer's, or
@@ -248,8 +248,8 @@ class NixlAgent:
         """Tear a connection down; its transfers fail. Idempotent.
 
         Returns:
-            Whether all of them have ended. False: one has not let go for `timeout_s`; the connection takes no more, and
-            the last one to leave tears it down.
+            Whether all of them have ended. False: a transfer is still in use after `timeout_s`; the connection then
+            takes no new transfers, and the last one to end tears it down.
         """
         with self._lock:
             connection = self._peers.get(peer)
@@ -275,11 +275,10 @@ class NixlAgent:
     ) -> None:
         """Copy remote[i] to local[i], and return when that is done.
 
-        A transfer that is given up takes its connection with it. Then nothing of it lands later, unless it
-        `may_land_late`.
+        Giving a transfer up closes its connection. After that none of its data is written, unless it `may_land_late`.
 
-        Args: deadline: by this agent's clock. kinds: memory of the local and of the remote side. check: called while it
-        waits; raises the error that ends the transfer.
+        Args: deadline: by this agent's clock. kinds: the kinds of memory on the local and the remote side. check:
+        called during the wait; raises the error that ends the transfer.
 
         Raises:
             PeerGone: the peer is not connected (any more).

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from pdkv.connectors.arena.memory import Arena
+from pdkv.connectors.arena.arena import Arena
 from pdkv.connectors.base import Built, ConnectorConfig, KVConnector, SchedulerConnector, Shown, WorkerConnector
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.nixl.endpoint import NixlEndpoint

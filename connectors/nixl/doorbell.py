@@ -21,7 +21,7 @@ import msgspec
 
 from pdkv.connectors.nixl.agent import MAX_AGENT_NAME, MAX_MESSAGE_BYTES, Message
 from pdkv.connectors.nixl.outbox import Content, Outbox
-from pdkv.errors import PeerGone
+from pdkv.errors import PeerGone, TransferCancelled
 from pdkv.host.process_info import process_start_time
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ class Doorbell:
 
         For one thread, which must be done before `close`.
 
-        Returns: Whether there was one: check everything, there may also be more to read.
+        Returns: Whether there was a wake-up or a message; if so, check everything, since there may also be more to
+        read.
         """
         if self._closed:
             return False
@@ -116,7 +117,7 @@ class Doorbell:
         Returns: False: too many wait; this one is lost.
 
         Raises:
-            PeerGone: the owner does not exist (any more).
+            PeerGone: the owner does not exist (any more). TransferCancelled: this doorbell is closed.
         """
         outbox = self._outbox(address)
         try:
@@ -174,10 +175,10 @@ class Doorbell:
             self.num_bad_packets += 1
 
     def _outbox(self, address: DoorbellAddress) -> Outbox:
-        """The outbox for a peer. Raises PeerGone."""
+        """The outbox for a peer. Raises PeerGone, or TransferCancelled once this doorbell is closed."""
         with self._lock:
             if self._closed:
-                raise PeerGone("the own doorbell is closed")
+                raise TransferCancelled("this engine's doorbell is closed")
             outbox = self._open.get(address)
             if outbox is None:
                 fd = _open_pipe(address)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.service_thread import ServiceThread
-from pdkv.connectors.arena.memory import NUM_WORDS, Arena
+from pdkv.connectors.arena.arena import NUM_WORDS, Arena
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.nixl.agent import LEAVE_S, NOTHING, Memory, NixlAgent, may_land_late
 from pdkv.connectors.nixl.doorbell import Doorbell
@@ -80,7 +80,7 @@ class NixlEndpoint:
     def __init__(
         self, config: ConnectorConfig, peers: NixlPeers, options: NixlOptions, arena: Arena | None = None
     ) -> None:
-        """`arena`: where the pool will be. Raises ConfigError if NIXL is missing."""
+        """`arena`: the arena that will hold the pool. Raises ConfigError if NIXL is missing."""
         import torch
 
         self.config = config
@@ -210,7 +210,8 @@ class NixlEndpoint:
         remote: tuple[Memory, npt.NDArray[np.int64]],
         sizes: npt.NDArray[np.int64] | int,
     ) -> None:
-        """Read pieces of a peer's region, given as (region, offsets), into an own one. Raises TransferError.
+        """Read pieces of a peer's region into one of this rank's regions, each given as (region, offsets). Raises
+        TransferError.
 
         A read that may land late goes only into `buffers`, and is not ended by a cancel, which would cost a buffer, but
         by its deadline.
@@ -355,7 +356,7 @@ class NixlEndpoint:
 
     def _greet(self, blob: RankBlob) -> None:
         """Connect, have UCX do so, which the first read would otherwise wait for, and report what is open here."""
-        self._agent.connect(blob.agent, blob.metadata)
+        self._agent.add_peer(blob.agent, blob.metadata)
         if blob.host == host_id():
             self._agent.send(blob.agent, NOTHING)
             self._send_reset(blob)
@@ -412,9 +413,9 @@ def _paths_to(kv_cache: "torch.Tensor", allowed: Sequence[Path], in_arena: bool)
     paths = [path for path in _paths_from(kv_cache, allowed) if in_arena or path != "arena"]
     if not paths:
         raise ConfigError(
-            f"connector nixl: by path={allowed[0]} only KV in host memory can be read, for arena only what this "
+            f"connector nixl: path={allowed[0]} reads only KV in host memory, and path=arena only what this "
             f"connector allocates; it lies on {kv_cache.device}, allocated by "
-            f"{'this' if in_arena else 'another'} connector or the engine: path=auto takes what works"
+            f"{'this' if in_arena else 'another'} connector or the engine: path=auto uses a path that works"
         )
     return paths
 

@@ -1,4 +1,4 @@
-"""The reading side of gathering (gather.py): has peers gather, reads their slots and scatters them.
+"""The reading side of gathering (gather.py): asks peers to gather, reads their slots and scatters the content.
 
 Memory is only written by its owner: a reader's blocks are written by its own threads, so a load can be given up without
 asking the peer.
@@ -58,7 +58,7 @@ class GatherReader:
         endpoint.report_open_requests(self._open_requests)
 
     def fetch(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> int:
-        """Copy a peer's units into own ones.
+        """Copy a peer's units into this rank's units.
 
         Returns: The bytes copied.
 

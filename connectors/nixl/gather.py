@@ -94,9 +94,9 @@ class _Ready(NamedTuple):
 
 
 class GatherSource:
-    """Gathers for peers. All but `_fill` and `_run` runs on the endpoint's message thread, which never waits.
+    """Gathers for peers. Everything except `_fill` and `_run` runs on the endpoint's message thread, which never waits.
 
-    A slot is reused when its reader says so, or is gone: a later read sees another generation.
+    A slot is reused once its reader has freed it or is gone; a later read then sees another generation.
 
     Args: guard: a context, for an offer's number, in which its blocks may be read. Raises KVNotFound.
     """

@@ -38,8 +38,8 @@ class LandingBuffers(StagingBuffers):
 
     Args:
         streams: of the pool's device, for which buffers are pinned. register: registers a region with NIXL.
-            may_land_late: whether failed reads may. Then a buffer is not lent again after a failure, and a new one
-                takes its place, at most MAX_LOST times.
+            may_land_late: whether failed reads may. In that case a buffer is not lent again after a failure; a new one
+                replaces it, at most MAX_LOST times.
     """
 
     def __init__(
@@ -124,8 +124,8 @@ class Permits:
 class Slots:
     """Memory to gather units in: `count` slots of `slot_bytes`, followed by an int64 generation of each.
 
-    The owner bumps a slot's generation before it writes there; a reader reads it after the data. They are pinned for
-    the device of `streams`.
+    The owner increments a slot's generation before it writes there; a reader reads it after the data. They are pinned
+    for the device of `streams`.
     """
 
     def __init__(self, count: int, slot_bytes: int, streams: Streams) -> None:

@@ -19,20 +19,22 @@ class NixlOptions(Options):
     )
     transfer_timeout_s: Seconds = option(10.0, "deadline of one transfer on one rank, from its start")
     gather_below: Natural = option(
-        4096, "ucx: runs of blocks shorter than this, in bytes, are gathered with others into one piece"
+        4096, "ucx: runs of blocks with fewer bytes than this are gathered into larger pieces"
     )
-    gather_min_pieces: Positive = option(64, "ucx: if there are fewer runs than this, they are sent one by one")
+    gather_min_pieces: Positive = option(64, "ucx: if fewer runs than this would be gathered, they are sent one by one")
     slots: Annotated[int, Meta(ge=1, le=4096)] = option(
         4, "buffers for gathering; one reader uses at most half of them"
     )
-    slot_bytes: Annotated[Bytes, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = option(4 << 20, "size of such a buffer")
+    slot_bytes: Annotated[Bytes, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = option(
+        4 << 20, "size of a buffer for gathering"
+    )
     path: Literal["auto", "arena", "cma", "ucx"] = option(
         "auto",
-        "how peers on this host are read: arena: by mapping their pools; cma: by copies from process to process; "
-        "ucx: by NIXL, the only way for other hosts; auto: the first of these that works",
+        "how peers on this host are read; arena: by mapping their pools; cma: by copies from process to process; "
+        "ucx: by NIXL, the only path to other hosts; auto: the first of these that works",
     )
     threads_per_peer: Threads | None = option(
-        None, "pull: threads that load from each rank of a peer (default: 1, or 4 on a GPU)"
+        None, "mode=pull: number of threads that load from each rank of a peer (default: 1, or 4 on a GPU)"
     )
     progress_thread: bool = option(
         False, "run NIXL's own progress thread, for transports that need the peer's help, such as TCP between hosts"

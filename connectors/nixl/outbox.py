@@ -1,6 +1,4 @@
-"""Messages on their way into a peer's doorbell: those that do not fit wait here, in order, without blocking a
-thread.
-"""
+"""Messages for a peer's doorbell: those that do not fit into it wait here, in order, without blocking a thread."""
 
 import os
 import threading
@@ -16,7 +14,7 @@ Content = bytes | Callable[[], bytes]
 
 
 class Outbox:
-    """Thread-safe. A message is not interrupted by another thread of this process.
+    """Thread-safe. Messages of several threads of this process are not interleaved.
 
     Args: fd: of the peer's pipe, non-blocking; closed by `close`.
         pack: makes the packets of a message, at least one.
@@ -32,7 +30,7 @@ class Outbox:
         self._packets: deque[bytes] = deque()  # the rest of a message whose first packets may be written
 
     def put(self, message: Content, *, alone: bool = False) -> bool:
-        """Write a message after those that wait, or let it wait, too. `alone`: drop all other waiting messages.
+        """Write a message after the waiting ones, or add it to them. `alone`: drop all other waiting messages.
 
         Returns: False: too many wait, or it is closed; the message is lost.
 
@@ -50,7 +48,7 @@ class Outbox:
             return True
 
     def flush(self) -> bool:
-        """Write what there is room for. Returns whether nothing waits any more. Raises OSError."""
+        """Write as many waiting messages as there is room for. Returns whether none is left. Raises OSError."""
         with self._lock:
             self._flush()
             return self._closed or not (self._packets or self._waiting)

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 
-from pdkv.connectors.arena.memory import open_peer_arena
+from pdkv.connectors.arena.arena import open_peer_arena
 from pdkv.connectors.arena.sources import MappedSource, PoolSource, ProcessSource, Span
 from pdkv.connectors.nixl.agent import Memory
 from pdkv.connectors.nixl.peers import NixlPeers
@@ -35,7 +35,7 @@ class PeerPaths:
 
         Raises:
             PeerGone: the peer is not known (any more). IncompatiblePeers: no path leads there. TransferError: this
-                process lacks something for it now, but may have it later.
+                process currently lacks a resource for it, such as memory.
         """
         agent = blob.agent
         with self._lock:

@@ -14,7 +14,7 @@ from pdkv.wire.kv import EngineCard
 
 
 def agent_name(engine: str, epoch: str, rank: int) -> str:
-    """The name of a rank's agent: no two incarnations have the same one."""
+    """The name of a rank's agent, different for each incarnation."""
     return f"{engine}/{epoch}/{rank}"
 
 
@@ -53,7 +53,7 @@ class NixlPeers(PeerCards):
             return list(self._ranks.get((engine, epoch), []))
 
     def agents_of(self, engine: str, epoch: str) -> list[str]:
-        """Their agents."""
+        """The agents of a known incarnation's ranks."""
         return [blob.agent for blob in self.ranks_of(engine, epoch)]
 
     # --- under the lock -------------------------------------------------------------------------------------------

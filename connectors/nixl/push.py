@@ -47,7 +47,9 @@ class NixlPushWorker(NixlPush):
         self._receiver.register(job.key)
 
     def interrupt(self, job: Job) -> bool:
-        """Stop offering: offered KV is not gathered any more; receives are only written by this rank's threads."""
+        """Stop offering: offered KV is no longer gathered. Receives need nothing, since only this rank's threads write
+        them.
+        """
         if not isinstance(job.order, Incoming):
             self._sender.withdraw(job)
         return True

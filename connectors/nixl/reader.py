@@ -1,5 +1,5 @@
-"""Copies blocks or units from a peer's pool into this rank's, by the available path, then reads what validates them:
-generations, or permits.
+"""Copies blocks or units from a peer's pool into this rank's, by the available path, then reads the generations or
+permits that validate them.
 """
 
 from contextlib import nullcontext
@@ -58,7 +58,7 @@ class PoolReader:
         return self._copy(job, source, block_pieces(layout, theirs, ours, layers), guard)
 
     def read_units(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> int:
-        """Read a peer's units into own ones, whatever its number of ranks and its block size. As `read_blocks`."""
+        """As `read_blocks`, for a peer's units, whatever its number of ranks and its block size."""
         source = self._endpoint.sources.source(blob)
         if source is None:
             return self.gathered.fetch(job, blob, wanted)

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from pdkv.connectors.arena.memory import NUM_WORDS
+from pdkv.connectors.arena.arena import NUM_WORDS
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.blocks import expand_blocks
 from pdkv.connectors.nixl.fetch import Wanted
@@ -65,7 +65,7 @@ class _Arrival:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that its sender makes this rank keep."""
+        """Bytes that this rank must keep for the offer."""
         return len(self.offer.blocks) + len(self.digests or b"")
 
 

@@ -71,7 +71,7 @@ class PushSender:
             raise error if isinstance(error, TransferError) else TransferError(str(error)) from None
 
     def withdraw(self, job: Job) -> None:
-        """Withdraw the job's offers: later readers of its blocks see that they may not."""
+        """Withdraw the job's offers: later readers of its blocks see that the permit is gone."""
         with self._lock:
             numbers = [number for number, offered in self._offers.items() if offered.job is job]
             for number in numbers:
@@ -79,7 +79,7 @@ class PushSender:
 
     @contextmanager
     def offered(self, offer: int) -> Iterator[None]:
-        """A context in which an offer's blocks are gathered. Raises KVNotFound if it does not stand (any more)."""
+        """A context in which an offer's blocks are gathered. Raises KVNotFound if there is no such offer (any more)."""
         with self._lock:
             offered = self._offers.get(offer)
         if offered is None or not self._worker.enter(offered.job):

@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from pdkv.connectors.arena.memory import ArenaAddress
+from pdkv.connectors.arena.arena import ArenaAddress
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory
 from pdkv.connectors.nixl.doorbell import DoorbellAddress
@@ -23,7 +23,7 @@ PATHS: tuple[Path, ...] = ("arena", "cma", "ucx")
 
 
 class RankBlob(msgspec.Struct, frozen=True, array_like=True):
-    """How a rank's KV is reached; part of the engine's card. `host` is the boot's id."""
+    """How a rank's KV is reached; part of the engine's card. `host` is the boot id."""
 
     version: int
     mode: Mode
@@ -51,7 +51,9 @@ class _Wire(msgspec.Struct, frozen=True, array_like=True, tag_field="t"):
 
 
 class Gather(_Wire, frozen=True, tag=1):
-    """Gather units, in chunks of at most `chunk_bytes`, and report each. `offer`: only while that offer stands."""
+    """Gather units, in chunks of at most `chunk_bytes`, and report each. `offer`: only as long as that offer is not
+    withdrawn.
+    """
 
     request: int
     units: bytes  # packed (block_runs.py)
@@ -126,7 +128,7 @@ class Offer(_Wire, frozen=True, tag=15):
 
 
 class Taken(_Wire, frozen=True, tag=16):
-    """From the receiver: it has the offered blocks, or never will."""
+    """From the receiver: it has read the offered blocks, or never will."""
 
     offer: int
     code: str = ""

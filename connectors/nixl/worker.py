@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class NixlWorker(PeerWorker):
     """Comes before PullWorker or PushWorker among a worker side's base classes.
 
-    `units`, `source` and `reader` are there from `open` to `shutdown`.
+    `units`, `source` and `reader` exist from `open` to `shutdown`.
     """
 
     units: UnitPool
@@ -70,7 +70,7 @@ class NixlWorker(PeerWorker):
         return self.endpoint.blob()
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
-        """Connect to who came and disconnect from who went, soon."""
+        """Connect to added peers and disconnect from removed ones, soon."""
         ranks = [blob for card in removed for blob in self._ranks.ranks_of(card.engine, card.epoch)]
         gone = [blob.agent for blob in ranks]
         super().update_peers(added, removed)
@@ -102,4 +102,4 @@ class NixlWorker(PeerWorker):
 
 
 class NixlPush(NixlWorker, PushWorker):
-    """What both sides of a push know of the worker that has them."""
+    """The worker as seen by both sides of a push."""

@@ -1,4 +1,4 @@
-"""The `p2p` connector: prefill ranks push KV to decode ranks over links of two, made on demand.
+"""The `p2p` connector: prefill ranks push KV to decode ranks over links between two ranks, made on demand.
 
 A link is one or two sockets, unix within a host and TCP between hosts; between distinct GPUs KV goes over NCCL. Peers
 find each other by the addresses in their cards.

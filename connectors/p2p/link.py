@@ -66,7 +66,7 @@ class LinkEnd:
         """Receive a piece with an accepted offer; returns the sender's digests, which follow it.
 
         Raises:
-            TransferError: close the link; data in transit may still land until then.
+            TransferError: close the link; until then data in transit may still be written.
         """
         deadline = job.clock.now() + timeout_s
 
@@ -93,7 +93,7 @@ class LinkEnd:
         if self.control.connection.is_unix and not self.is_open:
             raise PeerGone("the sender gave up: it may have reused its blocks while they were read")
         if end.body != _result(body):
-            raise Unauthenticated("a piece was changed on its way")
+            raise Unauthenticated("a piece was altered in transit")
         return end.digests
 
     def interrupt(self) -> None:

@@ -96,7 +96,7 @@ class NcclGroup:
             self._reach(remaining_s)
 
     def interrupt(self) -> None:
-        """Wake the waiting thread from any thread. NCCL takes its time, so a separate thread does it."""
+        """Wake the waiting thread from any thread. Since NCCL may take long, a separate thread does it."""
         backend = self._backend
         if backend is not None:
             threading.Thread(target=_abort, args=(backend,), name="pdkv-p2p-abort", daemon=True).start()
@@ -105,7 +105,7 @@ class NcclGroup:
         """Tear the group down: nothing lands, and no posted memory is read any more. Idempotent.
 
         Raises:
-            TransferTimeout: the device still has copies of it to make, so their blocks must not be released.
+            TransferTimeout: the device still has copies for the group to make, so their blocks must not be released.
         """
         backend, self._backend = self._backend, None
         if backend is None:
@@ -170,7 +170,7 @@ class _Making:
                 return self._backend
             self._is_given_up = True
         if not has_ended:
-            raise TransferTimeout(f"no group between two GPUs after {timeout_s:g} s")
+            raise TransferTimeout(f"no NCCL group between two GPUs was made within {timeout_s:g} s")
         raise self._store.failure or PeerGone(f"no group between two GPUs: {self._error}") from self._error
 
     def _run(self, rank: int, device: torch.device) -> None:
@@ -229,7 +229,7 @@ class _LinkStore(Store):
         return all(key in self._values for key in keys)
 
     def clone(self) -> "_LinkStore":
-        """This store, for callers that want a separate connection: there is only the link."""
+        """This store itself: the link is the only connection, so no separate one can be made."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:

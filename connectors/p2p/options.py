@@ -16,11 +16,11 @@ class P2POptions(Options):
 
     host: str = option("127.0.0.1", "address at which peers reach this host")
     sockets: Literal["auto", "unix", "tcp"] = option(
-        "auto", "how to reach peers: unix sockets if they run on this host as this user, else TCP"
+        "auto", "how to reach peers; auto: unix sockets if they run on this host as this user, else TCP"
     )
-    timeout_s: Seconds = option(20.0, "deadline of one batch to one rank")
+    timeout_s: Seconds = option(20.0, "deadline for sending one batch to one rank")
     handshake_timeout_s: Seconds = option(5.0, "deadline for two ranks to set up a link")
-    idle_s: Seconds = option(60.0, "a link without traffic closes after this time")
+    idle_s: Seconds = option(60.0, "idle time after which a link is closed")
     max_links: Annotated[int, Meta(ge=1, le=4096)] = option(
         64, "maximum number of links of one rank in each direction", was=("max_groups",)
     )

@@ -1,4 +1,4 @@
-"""A lane's link to one rank of a peer: made when it is needed, and made again when it is gone."""
+"""A lane's link to one rank of a peer, made when it is needed, and again once it is gone."""
 
 import logging
 

@@ -1,6 +1,6 @@
 """The parts of a rank's pool that make up a piece, as rows for the sockets; KV on a GPU goes through a pinned buffer.
 
-A piece travels as whole blocks where both ends have the same ones, in host memory, else as units (units.py). In both
+A piece is sent as whole blocks if both ends have equal blocks in host memory, else as units (units.py). In both
 forms it is a fixed sequence of bytes: each end cuts it into the rows of its own pool.
 """
 
@@ -36,7 +36,7 @@ WINDOW_BYTES = 64 << 20
 """Bytes moved by one call of the compiled kernel, which knows the cancel and the deadline itself."""
 
 STAGED_BYTES = 4 << 20
-"""The same for a buffer."""
+"""Bytes moved by one call through a staging buffer."""
 
 SPLICED_ROW_BYTES = 4 << 10
 """Average row size, in bytes, from which on rows are sent without a copy; smaller ones cost more than that each."""
@@ -46,7 +46,7 @@ LARGE_ROW_BYTES = 32 * 1024
 
 
 class MovePlan(NamedTuple):
-    """A piece in the own pool."""
+    """A piece and its rows in this rank's pool."""
 
     offer: Offer
     ids: Ids  # blocks or units, in transfer order
@@ -189,7 +189,7 @@ class PiecePool:
     def _image(self, ids: Ids, part: UnitPart, buffer: Bytes) -> Bytes:
         size = ids.size * self.units.unit_bytes(part)
         if size > buffer.size:
-            raise TransferError(f"{size} bytes at a time do not fit a buffer of {buffer.size}")
+            raise TransferError(f"{size} bytes at a time do not fit into a buffer of {buffer.size}")
         return buffer[:size]
 
 

@@ -70,7 +70,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
 
 
 def why_not_nccl(own: Address, peer: Address) -> str:
-    """Why KV is not sent over NCCL between two ranks; "": it is."""
+    """Why KV is not sent over NCCL between two ranks; empty: it is."""
     if not (own.gpu and peer.gpu):
         return "at least one of them does not keep KV on a GPU or lacks NCCL"
     if own.gpu == peer.gpu:
@@ -196,14 +196,14 @@ class Control:
         header = self.connection.receive(HEADER_BYTES, timeout_s if idle_s is None else idle_s)
         size, digest = self.session.receiving.open(header)
         if not 0 < size <= MAX_FRAME_BYTES:
-            raise TransferError(f"{self._peer} sent no frame: {size} bytes are announced")
+            raise TransferError(f"{self._peer} sent an invalid frame: it announces {size} bytes")
         data = self.connection.receive(size, timeout_s)
         if digest_of(data) != digest:
-            raise Unauthenticated(f"{self._peer}: a message was changed on its way")
+            raise Unauthenticated(f"{self._peer}: a message was altered in transit")
         try:
             return decode_total(_decoder, data)
         except MalformedMessage as error:
-            raise TransferError(f"{self._peer} sent no frame: {error}") from error
+            raise TransferError(f"{self._peer} sent an invalid frame: {error}") from error
 
     def ask(self, frame: Frame, timeout_s: float) -> Frame:
         """Send a frame and wait for the answer; a refusal is raised as the error that it names."""

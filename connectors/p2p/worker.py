@@ -1,8 +1,8 @@
-"""The worker side of `p2p`: pieces out of this rank's pool over links of two, and into it.
+"""The worker side of `p2p`: pieces out of this rank's pool and into it, over links between two ranks.
 
 Sending: each rank of a peer has a lane; its thread owns the link to it. Receiving: each link of a peer has a thread.
-A message lands only in a receive that was posted here, and a link that fails or stops in the middle of a piece is torn
-down, with what it has posted, before its transfer ends.
+Data is written only into a receive that was posted here, and a link that fails or stops in the middle of a piece is
+torn down, with its posted receives, before its transfer ends.
 """
 
 import secrets

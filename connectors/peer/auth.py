@@ -3,8 +3,7 @@
 A listener has a secret, which is in its engine's card and nowhere else. The dialer names itself and the rank it wants;
 the listener proves that it knows the secret, then the dialer does. The secret itself is never sent, so that neither an
 impostor on the port nor an eavesdropper learns anything. Both proofs and all keys cover everything that was said: the
-channel, both ends' names (engine, epoch, rank) and both nonces; so none of it can be replayed, or sent back to where it
-came from.
+channel, both ends' names (engine, epoch, rank) and both nonces; so no part can be replayed or reflected.
 
     dialer                                  listener
     Hello(channel, names, nonce)      →
@@ -112,7 +111,7 @@ class Seal:
             raise Unauthenticated("a header's MAC is wrong")
         number, length, digest = _FIELDS.unpack(fields)
         if number != self._number:
-            raise Unauthenticated(f"message {number} instead of {self._number}")
+            raise Unauthenticated(f"expected message {self._number}, got {number}")
         self._number += 1
         return length, digest
 
@@ -123,7 +122,7 @@ class Seal:
 
 
 def digest_of(body: bytes | bytearray | memoryview) -> bytes:
-    """16 bytes that stand for a body: no other body with the same digest can be found."""
+    """A collision-resistant digest of a body, 16 bytes."""
     return hashlib.blake2b(body, digest_size=16).digest()
 
 
@@ -184,7 +183,8 @@ class Acceptor:
 
     def _challenge(self, hello: Hello, body: bytes) -> bytes:
         if hello.version != VERSION or hello.channel != self._channel or len(hello.nonce) != _NONCE_BYTES:
-            raise Unauthenticated(f"channel {hello.channel[:32]!r}, version {hello.version}")
+            theirs = f"{hello.channel[:32]!r} version {hello.version}"
+            raise Unauthenticated(f"expected a greeting for {self._channel!r} version {VERSION}, got {theirs}")
         self._hello = hello
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self._transcript = _transcript(body, nonce)
@@ -219,7 +219,7 @@ def dial(
     _send(connection, _frame(body), deadline)
     (size,) = _LENGTH.unpack(_read(connection, _LENGTH.size, deadline))
     if not 0 < size <= MAX_GREETING_BYTES:
-        raise Unauthenticated(f"engine {target.engine}: a greeting of {size} bytes")
+        raise Unauthenticated(f"engine {target.engine}: expected a greeting, got {size} bytes")
     try:
         challenge = decode_total(_challenges, _read(connection, size, deadline))
     except MalformedMessage as error:

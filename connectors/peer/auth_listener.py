@@ -1,7 +1,7 @@
 """Listening sockets: one thread authenticates all connections, and strangers cannot keep peers out.
 
 Connections that are not authenticated yet are kept in a small pool, which bounds their number, their number per source
-and their age; if it is full, the oldest is closed. A connection leaves the pool when it has proven that it knows the
+and their age; if it is full, the oldest is closed. A connection leaves the pool once it has proven that it knows the
 secret (auth.py).
 """
 

@@ -45,18 +45,19 @@ class Checksums:
         return is_checked(self._config.kv_checksum, transfer_id) and is_checked(peer, transfer_id)
 
     def of(self, block_ids: Sequence[int] | Ids, first: int, tokens: range, part: UnitPart, key: TransferKey) -> bytes:
-        """Digests of a piece of a transfer in own blocks, 8 bytes for each hash block; for a long piece, a digest of
-        those.
+        """Digests of a piece of a transfer in this engine's blocks, 8 bytes for each hash block; for a long piece, a
+        digest of these digests.
 
-        Args: block_ids: the first of them holds token `first` of the transfer. tokens: the piece's. part: the piece's
-        heads and layers, in this rank's numbering. key: the ticket's: the transfer's name at both ends.
+        Args: block_ids: the first of them holds token `first` of the transfer. tokens: the piece's tokens. part: the
+        piece's heads and layers, in this rank's numbering. key: the ticket's key, which names the transfer at both
+        ends.
         """
         return self.begin(block_ids, first, tokens, part, key).finish()
 
     def begin(
         self, block_ids: Sequence[int] | Ids, first: int, tokens: range, part: UnitPart, key: TransferKey
     ) -> PieceDigests:
-        """The same, to be made while the piece moves."""
+        """As `of`, for digests that are made while the piece is copied."""
         cut = cut_tokens(block_ids, self.pool.layout.block_size, tokens.start, tokens.stop, first=first)
         return self.pool.begin(cut, part, key, tokens.start)
 

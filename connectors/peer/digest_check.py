@@ -1,4 +1,4 @@
-"""Compares a load's digests at the source, which may still be in the making, with those of the landed data."""
+"""Compares a load's digests at the source, which may not be finished yet, with those of the landed data."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -21,7 +21,7 @@ _LOOK_S = 0.0005
 
 
 class Landed(NamedTuple):
-    """Tokens of the own pool, and their digests, (n, heads of the piece)."""
+    """Tokens of this rank's pool, and their digests, (n, heads of the piece)."""
 
     tokens: Tokens
     digests: Digests
@@ -30,9 +30,9 @@ class Landed(NamedTuple):
 class DigestCheck:
     """The check of one piece.
 
-    Args: layout: of the own pool. read: reads the digests in the source's table for its units in these generations, of
-    all heads of that rank. check_generations: raises StaleGeneration if the source's blocks are no longer what was
-    promised.
+    Args: layout: the layout of this rank's pool. read: reads from the source's table the digests of its units in these
+    generations, for all heads of that rank. check_generations: raises StaleGeneration if the source's blocks are no
+    longer what was promised.
     """
 
     def __init__(
@@ -53,9 +53,11 @@ class DigestCheck:
         """Tokens with digests made as they land: a source has seldom digested more of a hash block by then."""
 
     def compare(self, job: Job, landed: Digests, make: Callable[[Tokens], Digests], checksums: Checksums) -> Landed:
-        """Compare the own blocks' content with the source's digests, after the data, once the source has all digests.
+        """After the data has arrived, compare the content of this rank's blocks with the source's digests, once the
+        source has all of them.
 
-        Args: landed: digests of `tokens`, (n, heads of the piece). make: makes digests of the own blocks' content.
+        Args: landed: digests of `tokens`, (n, heads of the piece). make: makes digests of the content of this rank's
+        blocks.
 
         Returns: The digested tokens, and their digests.
 

@@ -8,7 +8,9 @@ from pdkv.wire.kv import KVLayout
 
 
 def entries_to_load(layout: KVLayout, start: int, stop: int) -> list[range]:
-    """By group, the entries of a block table that a load of tokens [start, stop) fills. `start` is a block's first."""
+    """For each group, the entries of a block table that a load of tokens [start, stop) fills. `start` is the first
+    token of a block.
+    """
     first, last = start // layout.block_size, -(-stop // layout.block_size)
     return [
         range(max(first, min(first_seen_block(window, stop, layout.block_size), last)), last)
@@ -24,6 +26,8 @@ def own_blocks(layout: KVLayout, block_tables: BlockTables, start: int, stop: in
 
 
 def filled_entries(layout: KVLayout, start: int, stop: int) -> list[int]:
-    """The number of tokens meant in each entry that such a load fills, in the same order: all but at the end."""
+    """The number of the load's tokens in each entry that it fills, in the same order: all of a block's, except at the
+    end.
+    """
     size = layout.block_size
     return [min(size, stop - entry * size) for entries in entries_to_load(layout, start, stop) for entry in entries]

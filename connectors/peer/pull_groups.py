@@ -1,8 +1,9 @@
-"""Hand-offs of a layout with KV groups: which blocks of each group the reader's next token sees, and where they are.
+"""Hand-offs of a layout with KV groups: which blocks of each group the reader's next token attends to, and where they
+are.
 
 Reader and source have blocks of one size (the layout's identity says it), so a load is pairs of whole blocks, group
-after group. Of a group with a window, only blocks that the token after the load sees are read; the source has no
-others.
+after group. From a group with a window, only the blocks that the token after the load attends to are read; the source
+has no others.
 """
 
 from collections.abc import Sequence

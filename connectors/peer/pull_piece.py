@@ -1,4 +1,4 @@
-"""The part that one job of a pull reads, in the peer's block numbers and in this rank's."""
+"""The part of a pull that one job reads, in the peer's block numbers and in this rank's."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -57,7 +57,9 @@ class PushTicket(msgspec.Struct, frozen=True, array_like=True):
         return TransferKey(self.transfer_id, self.attempt)
 
     def may_have(self, source: TransferKey) -> bool:
-        """Whether it may ask for that hand-off: of its own transfer, or lent to it, and of no later attempt."""
+        """Whether the ticket may ask for that hand-off, which must belong to its transfer or be lent to it, and not be
+        of a later attempt.
+        """
         return self.transfer_id == source.transfer_id and self.attempt >= source.attempt
 
     def block_ids(self, block_size: int) -> Ids:
@@ -125,12 +127,12 @@ class _Sending:
 
     @property
     def is_open(self) -> bool:
-        """Whether the worker will report it."""
+        """Whether the worker will still report the transfer."""
         return not self.ended and (self.num_sent > self.ticket.start if self.ticket is not None else self.failed)
 
 
 class PushScheduler(SchedulerConnector):
-    """Scheduler side: tickets for what is wanted here, batches of what is wanted elsewhere."""
+    """Scheduler side: tickets for the KV wanted here, batches of the KV wanted elsewhere."""
 
     observes = Observed(Shown.HANDOFFS, Shown.HANDOFFS, waiting_keys=False)
 

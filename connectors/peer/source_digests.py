@@ -1,7 +1,7 @@
 """Digests of the content of an engine's blocks, for peers that read them: made after the steps, on a separate thread.
 
-The scheduler side says which content is final (DigestOrder), in which generations. A reader waits for a digest in the
-making, so nothing else waits for this thread: neither a step nor a hand-off.
+The scheduler side says which content is final (DigestOrder), in which generations. Readers wait for unfinished digests,
+so nothing else waits for this thread, neither a step nor a hand-off.
 """
 
 import logging

@@ -12,8 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.arena.arena import Arena
 from pdkv.connectors.arena.block_table import SharedBlockTable
-from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import Built, ConnectorConfig, KVConnector, WorkerConnector
 from pdkv.connectors.plan import CARRIED, INTERFACE, ConnectorPlan

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdkv.connectors.arena.arena import Arena
 from pdkv.connectors.arena.device_pool import COPY_BYTES, PoolDevice
-from pdkv.connectors.arena.memory import Arena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.pull_worker import Landed, PullPiece

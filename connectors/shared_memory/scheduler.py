@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.arena.arena import PeerArena
 from pdkv.connectors.arena.block_table import SharedBlockTable, Words, key_words
-from pdkv.connectors.arena.memory import PeerArena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig, RequestView, Shown
 from pdkv.connectors.peer.pull_scheduler import Match, PullScheduler

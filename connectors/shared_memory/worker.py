@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from pdkv.connectors.arena.arena import Arena, PeerArena
 from pdkv.connectors.arena.block_table import BlockTableReader
-from pdkv.connectors.arena.memory import Arena, PeerArena
 from pdkv.connectors.arena.peers import PeerArenas
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.checksums import Checksums
@@ -51,7 +51,7 @@ class SharedMemoryWorker(PullWorker):
         load_timeout_s: float,
         peers: PeerArenas | None = None,
     ) -> None:
-        """`peers`: those of the scheduler side, if it is in this process."""
+        """`peers`: the scheduler side's peers, if it is in this process."""
         self._arenas = PeerArenas(config) if peers is None else peers
         lanes = LaneConfig(num_shared=io_threads, thread_name="pdkv-load")
         super().__init__(config, notify, self._arenas, timeout_s=load_timeout_s, lanes=lanes)

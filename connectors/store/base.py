@@ -2,7 +2,7 @@
 
 Every engine saves the KV that it has computed, in values of several units under content keys, and finds what any engine
 has saved; a hand-off is a lookup with a known answer. No call of a store runs on the step thread. Everything that the
-store returns is verified before use (envelope.py): a store need not be trusted with its memory.
+store returns is verified before use (envelope.py): the store's memory need not be trusted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -107,8 +107,8 @@ class StoreConnector(KVConnector):
 
     @property
     def store(self) -> KVStore:
-        """The store shared by both sides in this process; opened on first use. A single server is a tier, too: if it
-        does not answer, it is left alone.
+        """The store shared by both sides in this process; opened on first use. A single server is treated as a tier,
+        too: if it does not answer, it is left alone for a while.
         """
         if self._store is None:
             store = self.open_store()

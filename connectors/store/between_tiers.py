@@ -30,7 +30,7 @@ class BetweenTiers:
     """Moves values from tier to tier for one rank, on one thread.
 
     Args:
-        values: of the store that consists of the tiers.
+        values: the values of the store that consists of the tiers.
     """
 
     def __init__(self, values: SealedValues, each_buffer: EachBuffer, clock: Clock = MONOTONIC) -> None:
@@ -48,12 +48,12 @@ class BetweenTiers:
         kv_terms: KVTerms | None = None,
         check: Check = lambda: None,
     ) -> None:
-        """Read what the first tier lacks: tiers below it copy there what they return.
+        """Read the values that the first tier lacks, which copies them there.
 
         Args: kv_terms: the terms of the copies. check: called between two buffers.
 
         Raises:
-            TransferTimeout: not all of it within the deadline.
+            TransferTimeout: the deadline passed before all was read.
         """
 
         def fetch(slots: list[Slot]) -> None:
@@ -75,13 +75,14 @@ class BetweenTiers:
     ) -> int:
         """Copy the source's values that this process may remove to the destination; then remove them.
 
-        Args: copy: remove nothing. kv_terms: of the values' owner; a value keeps the terms that it has at the source.
+        Args: copy: remove nothing. kv_terms: the terms of the values' owner; a value keeps the terms that it has at the
+        source.
 
         Returns: The number of values moved or, with `copy`, copied.
 
         Raises:
-            TransferTimeout: not all of it within the deadline. Nothing has left the source then, as after any failure
-                of the destination.
+            TransferTimeout: the deadline passed before all was moved. In this case, and if the destination fails,
+                nothing has been removed from the source.
             StoreError: a tier failed.
         """
         sound: list[bytes] = []

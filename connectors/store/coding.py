@@ -15,16 +15,17 @@ class ValueCoder:
     """Codes bodies on a connector's threads, which share it.
 
     Args:
-        codecs: of each form in which values are stored.
+        codecs: one for each form in which values are stored.
 
     Raises:
-        ConfigError: the codec cannot code the engine's KV, or the engine keys its KV as exact and it would not be.
+        ConfigError: the codec cannot code the engine's KV, or the engine's keys promise exact KV and the codec is
+            lossy.
     """
 
     def __init__(self, codecs: Sequence[Codec], layout: KVLayout) -> None:
         for codec in codecs:
             if codec.lossy and codec.identity not in layout.codec.split("+"):
-                raise ConfigError(f"the engine keys its KV as exact, which codec={codec.name} does not keep")
+                raise ConfigError(f"the engine's keys are those of exact KV, but codec={codec.name} is lossy")
             if layout.dtype not in DTYPES:
                 raise ConfigError(f"codec={codec.name} supports KV in {', '.join(DTYPES)}, not in {layout.dtype}")
         self.codecs = codecs

@@ -4,13 +4,13 @@ A value is its body, which is KV, and an envelope of 64 bytes:
 
 | bytes | | |---|---| | 0-3 | `pdkv` | | 4-5 | format, 1 | | 6-7 | 0: a checksum follows; 1: a signature | | 8-15 |
 bytes of the body | | 16-47 | xxh3-128 of key and body, and 16 zeros; signed: the keyed BLAKE2b-256 of key and body | |
-48-55 | its end: unix time in seconds, from which on it is not used; 0: it does not expire | | 56-63 | zeros |
+48-55 | its expiry: the unix time in seconds from which on it is not used; 0: it does not expire | | 56-63 | zeros |
 
-Of a value with an end, bytes 16-47 are the same kind of hash of that hash and the end: without it, or with another one,
-it is not whole.
+For a value that expires, bytes 16-47 are the same kind of hash over that hash and the expiry, so that the value is
+invalid if the expiry is removed or changed.
 
-It stands behind the body, so that the body keeps the alignment which a store or a device gives to the value. A value is
-whole if its envelope is, byte for byte, the one that follows from its key, its body and its end.
+The envelope follows the body, so that the body keeps the alignment that a store or a device gives to the value. A value
+is whole if its envelope is, byte for byte, the one computed from its key, its body and its expiry.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ assert _ENVELOPE.size == ENVELOPE_BYTES
 
 
 class Sealer:
-    """Makes envelopes and verifies them. Threads may share it. xxhash keeps the GIL, some 40 us a MiB.
+    """Makes envelopes and verifies them. Threads may share it. xxhash holds the GIL, for some 40 us per MiB.
 
     Args: secret: None: checksums, which only detect damage. Otherwise signatures, which cannot be forged without it.
     """
@@ -62,7 +62,7 @@ class Sealer:
         value[-ENVELOPE_BYTES:] = check.envelope(expires_at)
 
     def check(self, key: bytes, value: Scattered) -> "Check":
-        """The check of a value that will be read into these buffers, with its whole envelope in the last one."""
+        """The check of a value that will be read into these buffers; the last buffer holds the whole envelope."""
         return Check(self._hash(key), value, self._bind, is_signed=self._mac_key is not None)
 
     def _hash(self, key: bytes, person: bytes = b"") -> "_Hash":
@@ -83,7 +83,7 @@ class Check:
     def __init__(
         self, empty: "_Hash", value: Scattered, bind: Callable[[bytes, int], bytes], *, is_signed: bool
     ) -> None:
-        """`empty`: has already hashed the key. `bind`: binds a hash to an expiry time."""
+        """`empty`: a hash that already contains the key. `bind`: binds a hash to an expiry time."""
         self._bind = bind
         self._empty = empty
         self._hash = empty.copy()

@@ -57,7 +57,7 @@ def choose_form(sizes: Sequence[int], bytes_per_s: float | None, left_s: float) 
 
 
 class Forms:
-    """Bodies of a rank's values: their sizes in each form.
+    """The sizes of a rank's values' bodies in each form.
 
     Args:
         coder: None: bodies are the images of their units.
@@ -76,7 +76,7 @@ class Forms:
         return partial(self._coder.body_bytes, form, part)
 
     def all_sizes(self, parts: Sequence[UnitPart]) -> list[Callable[[int], int]]:
-        """`body_bytes` of parts in all forms."""
+        """`body_bytes` of each part in all forms."""
         return [self.body_bytes(part, form) for part in parts for form in self._forms]
 
     def in_form(self, pieces: Sequence[Piece], form: int) -> list[Piece]:
@@ -84,7 +84,9 @@ class Forms:
         return [piece._replace(form=form, body_bytes=self.body_bytes(piece.part.part, form)) for piece in pieces]
 
     def left(self, jobs: Sequence[Sequence[Piece]]) -> list[Sequence[int]]:
-        """For each of a load's jobs, the bytes from it to the end by form; empty if there is no choice."""
+        """For each of a load's jobs, the bytes from that job to the load's end, by form; empty if there is only one
+        form.
+        """
         if len(self._forms) == 1:
             return [()] * len(jobs)
         left = [0 for _ in self._forms]

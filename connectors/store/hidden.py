@@ -12,9 +12,10 @@ from pdkv.wire.reports import ConnectorStats
 
 
 class ComputeClock:
-    """Seconds that the step thread has computed for. It starts and stops it; others read it at any time.
+    """Seconds for which the step thread has computed. That thread starts and stops the clock; others read it at any
+    time.
 
-    On an asynchronous device, that is the time in which steps are launched, which is less than the device's.
+    With an asynchronous device this is the time in which steps are launched, which is less than the device's own time.
     """
 
     def __init__(self, now: Callable[[], float] = MONOTONIC.now) -> None:
@@ -35,7 +36,7 @@ class ComputeClock:
         return self._state[1] is not None
 
     def at(self, now: float) -> float:
-        """Its reading at a time not before the last start or stop."""
+        """The clock's reading at a time not before the last start or stop."""
         seconds, since = self._state
         return seconds if since is None else seconds + max(now - since, 0.0)
 

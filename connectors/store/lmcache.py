@@ -1,8 +1,8 @@
 """The `lmcache` connector: KV in LMCache's own chunks, which engines with LMCache find, and whose chunks it finds.
 
 A chunk is one value: all layers and heads of one worker, without a checksum. Its key contains the model's name and a
-hash of tokens, but nothing of the weights, and no salt. So loaded KV can be trusted only as far as everyone who can
-write to the server.
+hash of tokens, but nothing of the weights, and no salt. So loaded KV is only as trustworthy as everyone who can write
+to the server.
 """
 
 import subprocess
@@ -48,16 +48,19 @@ class LMCacheOptions(StoreConnectorOptions):
 
     url: str = option(help="URL of LMCache's server: lmcache://host:port", metavar="URL")
     model_name: str = option(
-        help="the model's name as given to those engines; a path exactly as it was written", metavar="NAME"
+        help="the model's name as given to the engines with LMCache; for a path, exactly as written there",
+        metavar="NAME",
     )
     tokens_per_value: Annotated[int, Meta(ge=HASH_BLOCK_SIZE)] = option(256, "LMCache's chunk_size, a multiple of 16")
     hash: HashName = option(
-        help="LMCache's pre_caching_hash_algorithm; with builtin, colliding prompts are easy to make"
+        help="LMCache's pre_caching_hash_algorithm; with builtin, colliding prompts are easy to construct"
     )
     hash_seed: str = option(
-        "", "PYTHONHASHSEED of those engines, which must have one; empty: they run without vLLM", metavar="TEXT"
+        "",
+        "PYTHONHASHSEED of the engines with LMCache, which must be set; empty: they run without vLLM",
+        metavar="TEXT",
     )
-    connect_timeout_s: Seconds = option(2.0, "deadline for connecting, in seconds")
+    connect_timeout_s: Seconds = option(2.0, "deadline for connecting")
     operation_timeout_s: Seconds = option(10.0, "deadline of one call, whatever the size of its batch")
 
     @classmethod
@@ -68,7 +71,7 @@ class LMCacheOptions(StoreConnectorOptions):
         return options
 
     def open_store(self) -> KVStore:
-        """The store, just to see whether the server answers: the content of a chunk depends on the model."""
+        """The store, used only to see whether the server answers: the content of a chunk depends on the model."""
         return self.open_chunks(1, "float32", (2, 1, self.tokens_per_value, 1))
 
     def open_chunks(self, world_size: int, dtype: str, shape: tuple[int, int, int, int]) -> KVStore:
@@ -134,7 +137,9 @@ class LMCacheConnector(StoreConnector):
 
 
 class ChunkCut(StoreCut):
-    """Whole chunks only: the end of a prompt that fills none is never stored, and a decode engine computes it."""
+    """Cuts KV into whole chunks only: the end of a prompt that does not fill a chunk is never stored, and decode
+    engines compute it.
+    """
 
     def __init__(self, config: ConnectorConfig, options: LMCacheOptions, form: str) -> None:
         engines = f"{form} of {options.model_name}, {options.hash} {options.hash_seed}"
@@ -180,7 +185,7 @@ def _numbers(data: Bytes, shape: PartShape) -> "np.ndarray[Any, np.dtype[Any]]":
 
 
 class Unsealed(Sealer):
-    """Believes every value, as those that others have written: nothing is behind them that could be looked at."""
+    """Accepts every value: values written by LMCache have no envelope that could be checked."""
 
     def seal(self, key: bytes, value: Buffer, expires_at: int = 0) -> None:
         pass

@@ -1,9 +1,9 @@
 """Keys of LMCache's chunks: a hash over the tokens of each chunk and the hash before it.
 
-As `lmcache.v1.token_database` computes them: `hash((previous, tokens, ()))` by one of two functions, of which a digest
-counts as its first eight bytes, big-endian. The first `previous` is 0 if LMCache runs without vLLM, and otherwise the
-same function of vLLM's seed, the text of PYTHONHASHSEED. Python's own `hash` of numbers is the same in every process,
-that of the seed depends on it.
+They are computed as in `lmcache.v1.token_database`: `hash((previous, tokens, ()))` by one of two functions; a digest is
+reduced to its first eight bytes, big-endian. The first `previous` is 0 if LMCache runs without vLLM, and otherwise the
+same function of vLLM's seed, the text of PYTHONHASHSEED. Python's own `hash` of numbers is the same in every process;
+its hash of a text depends on the seed.
 """
 
 import hashlib
@@ -40,7 +40,8 @@ class _Hashed:
 
 
 class ChunkKeys:
-    """Keys of requests' prompts, in place of their block keys: a chunk's key is at the position of its last block's.
+    """Keys of requests' prompts, in place of their block keys: a chunk's key is at the position of its last block's
+    key.
 
     Used only by the step thread, which hashes a prompt once, over as many steps as it takes: 3 to 5 us a chunk of 256
     tokens, 50 us by sha256_cbor.

@@ -19,8 +19,8 @@ class LookAhead:
     def __init__(
         self, cut: StoreCut, max_bytes: int, name: str, found: Callable[[Sequence[bytes]], int | None]
     ) -> None:
-        """`max_bytes`: of values of a rank in the window; `name`: prefix of the names of orders; `found`: how many of a
-        chain's first tokens are stored, None: it is being looked up.
+        """`max_bytes`: limit of a rank's values in the window; `name`: prefix of the orders' names; `found`: how many
+        of a chain's first tokens are stored; None while this is being looked up.
         """
         self._cut = cut
         self._max_tokens = max_bytes // cut.layout.token_bytes
@@ -36,8 +36,8 @@ class LookAhead:
     ) -> tuple[list[StoreAhead], list[StoreAhead]]:
         """The values to prefetch, and those no longer wanted.
 
-        Args: waiting: block keys of the first waiting requests, in queue order. terms: their terms; empty: none has
-        any.
+        Args: waiting: block keys of the first waiting requests, in queue order. terms: the requests' terms; empty: none
+        has any.
         """
         if not waiting and not self._window:
             return [], []

@@ -57,9 +57,9 @@ class KeyLookups:
     Args:
         suffixes: every value consists of one part for each; one that lacks a part is a miss.
         notify: wakes the engine when an answer is there.
-        timeout_s: deadline of a lookup; after it the answer is what the store's first part says, where that is no
-            server, else a miss.
-        known_for_s: seconds for which an answer is believed, since the store may evict. probe_interval_s: how often a
+        timeout_s: deadline of a lookup; after it, the answer is that of the store's first part if that is not a server,
+            else a miss.
+        known_for_s: seconds for which an answer is trusted, since the store may evict. probe_interval_s: how often a
             store that does not answer is probed although nothing waits, and once at the start; infinity: never.
     """
 
@@ -112,7 +112,7 @@ class KeyLookups:
 
     @property
     def problem(self) -> str:
-        """Why the store, or a part of it, does not answer; empty: it did at the last request."""
+        """Why the store, or a part of it, does not answer; empty: it answered the last request."""
         return self._problem or self._store.problem
 
     # --- the step thread ------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class KeyLookups:
         return True
 
     def are_known(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which values are believed to be stored."""
+        """Which of the values are known to be stored."""
         now = self._clock.now()
         with self._changed:
             if self._barred:
@@ -215,7 +215,7 @@ class KeyLookups:
             self._known.clear()
 
     def barred(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Values that were recently damaged, or stood after one that was."""
+        """Values that were recently found damaged, or that followed a damaged one."""
         now = self._clock.now()
         with self._changed:
             return [key for key in keys if now < self._barred.get(key, 0.0)] if self._barred else []

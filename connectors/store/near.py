@@ -47,7 +47,7 @@ class NearValues:
         cut: StoreCut,
         between: BetweenTiers,
     ) -> None:
-        """`between`: used by this object alone."""
+        """`between`: not used by any other object."""
         self._store = store
         self._between = between
         self._damaged: dict[TransferKey, int] = {}  # values that orders found and that did not match what was saved

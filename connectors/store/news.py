@@ -1,4 +1,4 @@
-"""Reports of a store connector to the routers: values that were saved or loaded here, and those not found."""
+"""Reports of a store connector to the routers: values that were saved or loaded here, and values not found."""
 
 from collections.abc import Iterable
 
@@ -20,9 +20,7 @@ class StoreNews:
     """
 
     def __init__(self, store: KVStore, cut: StoreCut, value_bytes: int = 0) -> None:
-        """`value_bytes`: bytes of a whole value of the first group, as a rank stores it; 0: as many as its
-        blocks have.
-        """
+        """`value_bytes`: bytes of a whole value of the first group, as a rank stores it; 0: the size of its blocks."""
         self._size = cut.value_tokens[0]  # the same for engines of all block sizes, which a hit's end may not be
         value_bytes = value_bytes or self._size * cut.layout.token_bytes
         parts = _parts_of(store, value_bytes)

@@ -9,42 +9,51 @@ from pdkv.kv_store.codecs.registry import make_codec
 
 
 class StoreConnectorOptions(Options):
-    """Base of a store connector's options: how it cuts, finds, loads and saves KV. A subclass adds its own, and opens
-    the store.
+    """Base of a store connector's options: how KV is cut, found, loaded and saved. A subclass adds options of its own,
+    and opens the store.
     """
 
     tokens_per_value: Positive = option(
         64, "tokens stored together, a multiple of 16; must be the same on all engines that share the store"
     )
     layer_groups: Natural = option(
-        0, "parts by layers into which stored KV is cut, the same on all engines; 0: 1, or 4 with load=layerwise"
+        0,
+        "groups of layers into which stored KV is cut, the same on all engines; 0: 1, or 4 with load=layerwise",
     )
-    load: LoadMode = option("async", "async: wait outside the batch; layerwise: compute while layers come in")
-    min_hit_tokens: Natural = option(64, "a shorter match is computed rather than loaded; hand-offs are always loaded")
+    load: LoadMode = option(
+        "async", "async: requests wait outside the batch; layerwise: they compute while layers arrive"
+    )
+    min_hit_tokens: Natural = option(
+        64, "minimum number of matching tokens to load; shorter matches are computed, but hand-offs are always loaded"
+    )
     lookup_timeout_s: Seconds = option(1.0, "a lookup that takes longer counts as a miss")
-    transfer_timeout_s: Seconds = option(10.0, "deadline of a load or a save, in seconds from its start")
+    transfer_timeout_s: Seconds = option(10.0, "deadline of a load or a save, counted from its start")
     layer_timeout_s: Seconds = option(2.0, "how long a forward pass waits for layerwise loads, for all layers together")
-    io_threads: Threads = option(2, "load threads")
-    save_threads: Threads = option(1, "save threads")
+    io_threads: Threads = option(2, "number of threads for loads")
+    save_threads: Threads = option(1, "number of threads for saves")
     staging_bytes: Size | None = option(
         None,
-        "size of each thread's buffer, at least one value; absent: 4 MiB, and eight values where a store is asked for "
-        "each by itself, as a bucket",
+        "size of each thread's buffer, at least one value (default: 4 MiB, and at least eight values for stores that "
+        "take a request per value, such as buckets)",
     )
     max_save_bytes: Size = option(
         256 << 20,
-        "KV on its way to the store, at most a quarter of the pool; beyond it, only hand-offs are saved at once",
+        "maximum KV waiting to be saved, at most a quarter of the pool; beyond it, only hand-offs are saved at once",
     )
-    known_for_s: Seconds = option(30.0, "how long a value is believed to be stored, since the store may evict it")
+    known_for_s: Seconds = option(30.0, "how long a value is assumed to be still stored, since the store may evict it")
     codec: str = option(
-        "raw", "form of the KV: raw, or the lossy fp8, int8 and cachegen; the same on all engines", metavar="NAME"
+        "raw",
+        "encoding of stored KV: raw, or one of the lossy codecs fp8, int8 and cachegen; the same on all engines",
+        metavar="NAME",
     )
-    codec_level: Natural | None = option(None, "coarseness, from 0 (default: the codec's)")
+    codec_level: Natural | None = option(None, "coarseness of the codec; 0: finest (default: the codec's own)")
     codec_deadline_s: Seconds | None = option(
-        None, "also store the coarsest level, and load it, or compute, if a load would take longer than this"
+        None, "also store the coarsest level; if a load would take longer than this, load that level or compute the KV"
     )
     sign: bool = option(False, "sign values, and read only those with a valid signature; the same on all engines")
-    sign_key_file: str = option("", "file of the secret (default: the variable PDKV_STORE_SIGN_KEY)", metavar="FILE")
+    sign_key_file: str = option(
+        "", "file with the secret for signatures (default: the variable PDKV_STORE_SIGN_KEY)", metavar="FILE"
+    )
 
     def make_codecs(self) -> list[Codec]:
         """The forms in which each value is stored, the finest first.

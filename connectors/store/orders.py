@@ -1,7 +1,7 @@
 """Operators' orders about the tiers of a store: lookups, removals, pins and moves of a prompt's values.
 
-Each rank has a thread for them, next to those that load and save; its findings go with the results of a step to the
-scheduler side, which merges all ranks' into one answer.
+Each rank has a thread for them, next to those that load and save; its answers go with the results of a step to the
+scheduler side, which merges all ranks' answers into one.
 """
 
 import logging
@@ -17,7 +17,7 @@ from pdkv.base.service_thread import ServiceThread
 from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
 from pdkv.connectors.store.between_tiers import BetweenTiers
 from pdkv.connectors.store.plan import StoreCut, Value
-from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnable, TransferError, TransferTimeout
+from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnsupported, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.reports import ConnectorStats
@@ -44,8 +44,8 @@ def values_of(cut: StoreCut, block_keys: Sequence[bytes]) -> list[Value]:
 
 
 def longest_hit(cut: StoreCut, block_keys: Sequence[bytes], there: Container[bytes]) -> int:
-    """Tokens of the longest hit in values of these keys: groups without a window lack none, and the others lack none
-    that the next token sees.
+    """Tokens of the longest hit in values of these keys: groups without a window have all of its values, and the others
+    all those that the next token attends to.
     """
     step = cut.hit_tokens
     stop = len(block_keys) * HASH_BLOCK_SIZE // step * step
@@ -131,7 +131,7 @@ class TierOrders:
         return self._between.num_damaged
 
     def carry_out(self, order: CacheOrder, deadline: float) -> CacheAnswer:
-        """Carry out an order tier by tier; one that fails says why, and the others continue."""
+        """Carry out an order tier by tier; a tier that fails says why, and the others continue."""
         tiers = self._store.parts()
         named = _named(order, tiers)
         if order.action == "prefetch" and not order.tier:
@@ -151,7 +151,7 @@ class TierOrders:
     def _try(self, order: CacheOrder, name: str, tier: KVStore, deadline: float) -> TierAnswer:
         try:
             if self.clock.now() >= deadline:
-                raise TransferTimeout(f"what came before it took {order.timeout_s:g} s")
+                raise TransferTimeout(f"earlier orders took {order.timeout_s:g} s")
             num_tokens, num_values = self._carry_out(order, tier, deadline)
         except TransferError as error:
             return TierAnswer(name, code=error.code, problem=str(error)[:MAX_PROBLEM_CHARS])
@@ -161,7 +161,7 @@ class TierOrders:
         """(tokens of the prompt, values) that the order covered."""
         if order.keys is None:
             if order.action not in ("clear", "unpin"):
-                raise StoreUnable(f"{order.action} needs the keys of a prompt, but none were given")
+                raise StoreUnsupported(f"{order.action} needs the keys of a prompt, but none were given")
             return 0, self._clear(tier, None) if order.action == "clear" else tier.unpin(None)
         values = values_of(self._cut, order.keys)
         own = self._own_keys(values)
@@ -175,7 +175,7 @@ class TierOrders:
             case "prefetch":
                 first = next(iter(self._store.parts().values()))
                 if tier is not first or len(self._store.parts()) == 1:
-                    raise StoreUnable(
+                    raise StoreUnsupported(
                         "prefetch needs several tiers: it copies values into the first one from those below it"
                     )
                 self._between.prefetch(values, tier, deadline, order.kv_terms)
@@ -185,17 +185,17 @@ class TierOrders:
         return self._count(order.keys, values, tier.contains(own))
 
     def _move(self, order: CacheOrder, values: Sequence[Value], destination: KVStore, deadline: float) -> int:
-        """Move values; returns how many, as `BetweenTiers.move`. Raises StoreUnable if the names are not of two
+        """Move values; returns how many, as `BetweenTiers.move`. Raises StoreUnsupported if the names are not of two
         tiers.
         """
         tiers = self._store.parts()
         sources, destinations = list(filter(order.is_from, tiers)), list(filter(order.is_about, tiers))
         for param, name, found in (("from", order.source, sources), ("tier", order.tier, destinations)):
             if len(found) > 1:
-                raise StoreUnable(f"{param} {name!r} names {' and '.join(found)}: one tier was expected")
+                raise StoreUnsupported(f"{param} {name!r} names {' and '.join(found)}: one tier was expected")
         source = tiers[sources[0]]
         if source is destination:
-            raise StoreUnable(f"from {order.source!r} and tier {order.tier!r} name the same tier: expected two")
+            raise StoreUnsupported(f"from {order.source!r} and tier {order.tier!r} name the same tier: expected two")
         return self._between.move(values, source, destination, deadline, copy=order.copy, kv_terms=order.kv_terms)
 
     def _clear(self, tier: KVStore, keys: Sequence[bytes] | None) -> int:

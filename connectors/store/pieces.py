@@ -1,4 +1,6 @@
-"""Layout of values in a staging buffer: part by part, each part's values side by side, each followed by an envelope."""
+"""Layout of values in a staging buffer: part by part, each part's values side by side, each value followed by an
+envelope.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -37,7 +39,7 @@ class Slot(NamedTuple):
 
     @property
     def body(self) -> Bytes:
-        """Images of its units, or a codec's encoding of them."""
+        """The images of the value's units, or a codec's encoding of them."""
         return self.data[:-ENVELOPE_BYTES]
 
     @property
@@ -47,12 +49,13 @@ class Slot(NamedTuple):
 
 
 def buffer_bytes(capacity: int, smallest: int) -> int:
-    """Bytes of a buffer for `capacity` bytes of bodies and their envelopes; `smallest`: of the smallest body."""
+    """Bytes of a buffer for `capacity` bytes of bodies and their envelopes; `smallest`: bytes of the smallest body."""
     return capacity + capacity // smallest * ENVELOPE_BYTES
 
 
 def pack(pieces: Sequence[Piece], capacity: int, *, split: bool) -> Iterator[list[Piece]]:
-    """Fill buffers of `capacity` bytes of bodies, at least one value of any part, with all values of all pieces.
+    """Distribute all values of all pieces over buffers, each with at most `capacity` bytes of bodies, but at least one
+    value of any part.
 
     Args:
         split: each stage begins a new buffer.

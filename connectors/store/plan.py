@@ -29,7 +29,7 @@ _KEY_BYTES = 16
 
 
 class Cut(NamedTuple):
-    """How stored KV is cut, and into which form of value. Engines with different cuts do not find each other's
+    """How stored KV is cut, and in which form values are stored. Engines with different cuts do not find each other's
     values.
     """
 
@@ -63,7 +63,7 @@ class Value(NamedTuple):
 
     @property
     def num_units(self) -> int:
-        """Units of its image."""
+        """Number of units in the value's image."""
         return -(-self.num_tokens // HASH_BLOCK_SIZE)
 
 
@@ -84,7 +84,7 @@ class StoreCut:
     """The cut of one rank's KV.
 
     In a KV group without a window a value has `tokens_per_value` tokens; with a window it is a block, since a hit needs
-    exactly the blocks that its next token sees. A hit ends where a value of every group ends, at multiples of
+    exactly the blocks that its next token attends to. A hit ends where a value of every group ends, at multiples of
     `hit_tokens`, or with a hand-off.
 
     Raises:
@@ -101,7 +101,7 @@ class StoreCut:
         codec: str = "",
         num_forms: int = 1,
     ) -> None:
-        """`num_forms`: of a value, each with its own key; one that lacks a form is a miss."""
+        """`num_forms`: forms of a value, each with its own key; a value that lacks a form is a miss."""
         layout = config.layout
         heads = layout.kv_heads_of_all_ranks
         num_layers = [len(group.layers) for group in layout.groups] or [layout.num_layers]
@@ -177,7 +177,7 @@ class StoreCut:
     # --- values ---------------------------------------------------------------------------------------------------
 
     def is_whole(self, value: Value) -> bool:
-        """Whether it can be found by content."""
+        """Whether the value can be found by content."""
         return value.num_tokens == self.value_tokens[value.group]
 
     def whole_of(self, values: Sequence[Value]) -> list[Value]:
@@ -196,14 +196,16 @@ class StoreCut:
         return list(map(_value_of, zip(keys, count(start // size * size, size), repeat(size), repeat(group))))
 
     def whole_keys(self, block_keys: Sequence[bytes], start: int, stop: int, group: int = 0) -> Sequence[bytes]:
-        """The keys of those values, at a fraction of the cost."""
+        """The keys of the values that `whole_values` returns, at a fraction of the cost."""
         size = self.value_tokens[group]
         units, suffix = size // HASH_BLOCK_SIZE, _group_suffix(group)
         keys = block_keys[(start // size + 1) * units - 1 : stop // size * units : units]
         return [key + suffix for key in keys] if suffix else keys
 
     def tails(self, key: TransferKey, num_tokens: int) -> list[Value]:
-        """The tokens of a prompt after the last whole value of each KV group; only found by their transfer."""
+        """The tokens of a prompt after the last whole value of each KV group; they are found only by their transfer's
+        name.
+        """
         transfer_id, attempt = key[:2]
         name = f"{len(self._model)}:{self._model}{len(transfer_id)}:{transfer_id}{attempt}".encode()
         digest = hashlib.blake2b(name, digest_size=_KEY_BYTES, person=b"pdkv-tail").digest()
@@ -225,8 +227,8 @@ class StoreCut:
         """Values that a load of tokens [start, stop) needs, in the order of their tokens.
 
         Args:
-            tails: those of the hand-off, if it is read to its end; they are where no whole value is. windowed: of the
-                KV groups with a window, or without; None: of all.
+            tails: the hand-off's tails, if it is read to its end; they lie beyond the last whole value. windowed:
+                only values of KV groups with a window (True) or without one (False); None: of all groups.
         """
         values: list[Value] = []
         for group, entries in enumerate(entries_to_load(self.layout, start, stop)):
@@ -240,7 +242,7 @@ class StoreCut:
         return values
 
     def last_of_windows(self, block_keys: Sequence[bytes], ends: Sequence[int]) -> list[bytes]:
-        """By end of a hit, a multiple of `hit_tokens`: the key of the last value in the last group's window."""
+        """For each end of a hit, a multiple of `hit_tokens`: the key of the last value in the last group's window."""
         suffix = _group_suffix(len(self.windows) - 1)
         return [block_keys[end // HASH_BLOCK_SIZE - 1] + suffix for end in ends]
 
@@ -249,8 +251,8 @@ class StoreCut:
     ) -> list[Value]:
         """Whole values that hits can use once tokens [start, stop) are final in a KV group's blocks.
 
-        For a window, only values present, for hits that end in (start, stop]; `last`: and for the hand-off that ends
-        here.
+        For a group with a window, only values still in blocks, for hits that end in (start, stop]; with `last` also for
+        the hand-off that ends here.
         """
         window, size = self.windows[group], self.layout.block_size
         if not window:
@@ -268,7 +270,7 @@ class StoreCut:
 
 
 def hit_tokens_with_windows(tokens_per_value: int, block_size: int) -> int:
-    """Tokens from one end of a hit to the next, if some KV group has a window and so one value per block."""
+    """Tokens between two possible ends of hits, if some KV group has a window and so one value per block."""
     return lcm(tokens_per_value, block_size)
 
 
@@ -319,17 +321,17 @@ class StoreSave(msgspec.Struct, frozen=True):
 
     @property
     def is_handoff(self) -> bool:
-        """Whether another engine waits for it."""
+        """Whether another engine waits for the save."""
         return self.key != self.batch
 
     @property
     def block_ids(self) -> list[int]:
-        """All blocks that it reads."""
+        """All blocks that the save reads."""
         return [block_id for span in self.spans for block_id in span.block_ids]
 
 
 class StoreDrop(msgspec.Struct, frozen=True):
-    """A hand-off is over: nothing more of it is saved, and its tails are deleted."""
+    """The end of a hand-off: no more of it is saved, and its tails are deleted."""
 
     key: TransferKey
     batch: TransferKey  # of the deletion
@@ -338,7 +340,7 @@ class StoreDrop(msgspec.Struct, frozen=True):
 
 
 class StoreAhead(NamedTuple):
-    """Values that a waiting request will load, and no earlier one."""
+    """Values that a waiting request will load and no earlier request will."""
 
     key: TransferKey
     values: list[Value]

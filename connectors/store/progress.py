@@ -27,7 +27,7 @@ class LoadProgress:
 
     @property
     def code(self) -> str:
-        """Why it is incomplete: a value is missing, or there was no time for it; empty: no error so far."""
+        """Why the load is incomplete: a value is missing, or there was no time for it; empty: no error so far."""
         if self._gap == self._load.stop:
             return ""
         return TransferTimeout.code if self._is_late else KVNotFound.code
@@ -37,7 +37,7 @@ class LoadProgress:
         return value.start < self._gap
 
     def filled(self, value: Value, ends_at: int = 0) -> None:
-        """Note that one part of the value, which ends there, is in its blocks."""
+        """Note that one part of the value that ends at `ends_at` is in its blocks."""
         with self._lock:
             self._num_open[value.start, value.group] -= 1
             self.ends_at = min(filter(None, (self.ends_at, ends_at)), default=0)
@@ -79,14 +79,14 @@ class LayerLoad:
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """Note that the rest will not come."""
+        """Note that the rest of the load will not come."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     @property
     def failed(self) -> bool:
-        """Whether the rest will not come."""
+        """Whether the rest of the load will not come."""
         return self._failed
 
     def wait(self, stage: int, until: float) -> bool:

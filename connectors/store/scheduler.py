@@ -138,8 +138,8 @@ class StoreScheduler(SchedulerConnector):
         look_ahead_bytes: int = 0,
         unix_time: Callable[[], float] = unix_time,
     ) -> None:
-        """`look_ahead_bytes`: of a rank's values that the store keeps for waiting requests; 0: none. `unix_time`: by
-        which stored values expire. Without a block table no save waits for room.
+        """`look_ahead_bytes`: bytes of a rank's values that the store keeps for waiting requests; 0: none. `unix_time`:
+        the clock by which stored values expire. Without a block table no save waits for room.
         """
         self.observes = Observed(
             Shown.LAYERWISE_LOADS,

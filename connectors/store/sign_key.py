@@ -14,8 +14,8 @@ def make_sealer(*, sign: bool, key_file: str) -> Sealer:
     """A sealer that makes checksums or, with `sign`, signatures.
 
     Raises:
-        ConfigError: no secret, one that is too short, or a file that is not private to this user; or a file although
-            nothing is signed.
+        ConfigError: with `sign`, no secret, one that is too short, or a file that is not private to this user; or
+            `key_file` given without `sign`.
     """
     if not sign:
         if key_file:

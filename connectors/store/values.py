@@ -1,4 +1,4 @@
-"""Values on their way to a store and back: sealed before they leave, verified before they are used."""
+"""Values on their way to a store and back: sealed before they are written, verified before they are used."""
 
 import logging
 import threading
@@ -27,7 +27,7 @@ State = Literal["whole", "expired", "damaged", "absent"]
 
 
 class Reading(NamedTuple):
-    """The outcome for some slots."""
+    """The outcome of a read into some slots."""
 
     missing: list[Slot]  # not in the store, or not matching what was saved
     num_damaged: int  # values that did not match what was saved
@@ -152,11 +152,11 @@ class SealedValues:
         ]
 
     def end_of(self, slot: Slot) -> int:
-        """The expiry of a value that is intact in its slot, as unix time; 0: none."""
+        """The expiry of an intact value in its slot, as unix time; 0: none."""
         return self._sealer.check(slot.key, Scattered(slot.view)).expires_at
 
     def kept_on(self, slots: Sequence[Slot], kv_terms: KVTerms | None) -> Mapping[bytes, Terms]:
-        """The terms of values that are intact in their slots: their own expiry, in this owner's quota."""
+        """The terms of intact values in their slots: each with its own expiry, in this owner's quota."""
         owner, quota = (0, None) if kv_terms is None else (kv_terms.owner, kv_terms.quota_bytes)
         ends = {slot.key: self.end_of(slot) for slot in slots}
         return {key: Terms(end, owner, quota) for key, end in ends.items() if end or owner}

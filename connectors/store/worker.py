@@ -107,7 +107,7 @@ class StoreWorker(TransferWorker):
         *,
         coder: ValueCoder | None = None,
     ) -> None:
-        """`coder`: of values that are not images of their units."""
+        """`coder`: codes values that are not stored as images of their units; None: all are."""
         super().__init__(
             self._result_is_in,
             timeout_s=options.transfer_timeout_s,
@@ -258,7 +258,7 @@ class StoreWorker(TransferWorker):
                 self.stop_jobs(lambda job, key=key: job.key == key, TransferTimeout.code)  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
-        """Report loads that a forward pass has waited for with its step: the last job may be about to report."""
+        """Report loads that a forward pass has waited for in its own step: the last job may be about to report."""
         self._compute.stop()
         for key in self._step_loads:
             while not self._layer_loads[key].failed and self._is_open(key):
@@ -419,7 +419,7 @@ class StoreWorker(TransferWorker):
             check()
             left_s = deadline - self.clock.now()
             if left_s <= 0:
-                raise TransferTimeout("not all values were brought in time")
+                raise TransferTimeout("not all values were fetched in time")
             with self._staging.take(left_s) as buffer:
                 use(lay_out(pieces, buffer))
 

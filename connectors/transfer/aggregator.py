@@ -55,9 +55,9 @@ class TransferAggregator:
     """Collects per-rank results. Every rank ends every transfer exactly once, even one in which it took no part.
 
     A transfer has finished when all ranks finished it. It has failed when all ended it and one failed: until then the
-    others may still touch its blocks. The code is that of the one that failed first, or KVCorrupted's, which is why a
-    peer gives the others up. Bytes, damaged and expired values and notes are summed; the slowest rank
-    gives the seconds, the one with the fewest first tokens gives those of a failed load.
+    others may still touch its blocks. The code is that of the rank that failed first, or KVCorrupted's if any rank has
+    it, since that is why a peer gives the others up. Bytes, damaged and expired values and notes are summed; the
+    seconds are the slowest rank's, and a failed load's number of first tokens is the smallest of all ranks.
     """
 
     def __init__(self, num_ranks: int) -> None:

@@ -34,7 +34,7 @@ MAX_BYTES = 8 << 10
 
 
 class Tokens(NamedTuple):
-    """Tokens in order, cut at hash blocks: all tokens of most, the end of the first, the beginning of the last."""
+    """Tokens in order, cut at hash blocks: the first may have only its end, the last only its beginning."""
 
     units: Ids  # block * units_per_block + position in the block
     skipped: Ids  # earlier tokens of each unit
@@ -70,7 +70,7 @@ class PoolDigests:
 
     Args:
         kv_cache: of `layout`'s shape, contiguous; a tensor on any device, or an array.
-        layout: of the pool; `rank` of `tp` says which heads of the model its heads are.
+        layout: the pool's layout; `rank` of `tp` says which of the model's heads it has.
     """
 
     def __init__(self, kv_cache: Any, layout: KVLayout, *, rank: int = 0, tp: int = 1) -> None:
@@ -99,7 +99,7 @@ class PoolDigests:
 
     @property
     def on_device(self) -> bool:
-        """Whether an asynchronous device makes them."""
+        """Whether an asynchronous device computes the digests."""
         return self.flat is None
 
     @property
@@ -144,14 +144,15 @@ class PoolDigests:
         """Copy units out of another pool into this one, and return the digests of `tokens` as they arrive here.
 
         Args:
-            tokens: of this pool. All tokens of each unit are copied, whatever is digested. source: the other pool's
-                bytes.
+            tokens: tokens of this pool to digest; all tokens of each unit are copied in any case. source: the other
+                pool's bytes.
             pieces: those units in both pools, of one size, as `unit_pieces` has them.
             check: called now and then.
             guard: a context around each write.
 
         Raises:
-            TransferError: some of it is not within its pool; nothing is copied. And what `check` and `guard` raise.
+            TransferError: a piece is not within its pool; nothing is copied. Also raises what `check` and `guard`
+                raise.
         """
         assert self.flat is not None
         pieces.check(self.flat.nbytes, source.nbytes)
@@ -165,7 +166,7 @@ class PoolDigests:
         return np.concatenate(digests)
 
     def copy_pieces(self, tokens: Tokens, part: UnitPart, source: Bytes, pieces: Pieces) -> Digests:
-        """Copy as much of it as one call can. The caller has checked the bounds."""
+        """Copy as many of the pieces as one call can. The caller has checked the bounds."""
         assert self.flat is not None
         digests = np.zeros((tokens.units.size, part.num_heads), dtype=np.uint64)
         add_digests(
@@ -223,12 +224,12 @@ class PoolDigests:
 
 
 class QueuedDigests(NamedTuple):
-    """Digests that a device is making."""
+    """Digests that a device is computing."""
 
     result: "torch.Tensor"  # (n, heads) int64, in host memory
 
     def read(self) -> Digests:
-        """Read them, once the stream's work has been awaited."""
+        """Read the digests, once the stream's work has been awaited."""
         return self.result.numpy().view(np.uint64)
 
 
@@ -253,7 +254,7 @@ class PieceDigests:
         self._kept: tuple[Ids, Ids, Digests] | None = None  # objects that the kernel has pointers to
 
     def fill(self, args: StreamArgs, first: int, count: int, per_step: int) -> None:
-        """Have the kernel make those of units [first, first + count), `per_step` at a time. Host memory only."""
+        """Have the kernel digest units [first, first + count), `per_step` at a time. Host memory only."""
         if not self.in_kernel:
             return
         if self._kept is None:
@@ -288,8 +289,7 @@ def bind(digests: Digests, key: TransferKey, start: int, size: int) -> bytes:
     """Digests of a piece in their transfer format: 8 bytes for each hash block, bound to its transfer and its place in
     it.
 
-    Args: digests: (n, heads), of tokens from `start` on.
-        size: tokens of a unit.
+    Args: digests: (n, heads), for tokens from `start` on. size: tokens per unit.
     """
     transfer_id, attempt = key[:2]
     name = xxhash.xxh3_64_intdigest(transfer_id.encode(), seed=attempt)

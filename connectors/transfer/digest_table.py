@@ -1,9 +1,8 @@
 """Digests next to a pool that others read: per hash block a stamp, and a digest for each KV head of the rank.
 
-The stamp names the generation of the block and the number of the hash block's tokens in the digests, so that those of
-former content, or of another tail, are not taken for those of the current content. One writer, any number of readers in
-other
-processes: a stamp is 0 while its digests are written.
+The stamp names the generation of the block and the number of digested tokens, so that digests of former content, or of
+another tail, are not taken for those of the current content. One writer, any number of readers in other processes: a
+stamp is 0 while its digests are written.
 """
 
 from typing import NamedTuple
@@ -45,7 +44,7 @@ class DigestTable:
         return self.words.reshape(len(self._stamps), -1)[units].view(np.int64)
 
     def write(self, units: Ids, generations: Ids, counts: Ids, digests: Digests) -> None:
-        """Write digests of units in blocks of these generations."""
+        """Write the digests of units, each with its block's current generation."""
         self._stamps[units] = 0
         fence()
         self._digests[units] = digests
@@ -53,11 +52,11 @@ class DigestTable:
         self._stamps[units] = _stamps(generations, counts)
 
     def counts(self, units: Ids, generations: Ids) -> Ids:
-        """Number of digested tokens of each unit in that generation."""
+        """Number of digested tokens of each unit; 0 if its digest is of another generation."""
         return _counts(self._stamps[units], generations)
 
     def read(self, units: Ids, generations: Ids) -> DigestRows:
-        """The digests of units in blocks of these generations."""
+        """The digests of units, given the generations of their blocks."""
         before = self._stamps[units].copy()
         fence()
         digests = self._digests[units]

@@ -61,9 +61,8 @@ class IOLanes(Generic[Item]):
     Args:
         run: called with an item and the thread's scratch; must not raise.
         refuse: called instead of `run`, on the same thread, when there is no scratch and why; must not raise.
-        make_scratch, close_scratch: per-thread state, made and closed on the thread. If it cannot be made, that is
-        tried again for the next item. do_idle_work: a little work for shared threads without an item; False: there is
-        none.
+        make_scratch, close_scratch: per-thread state, made and closed on the thread. If the state cannot be made, the
+        next item tries again. do_idle_work: a little work for shared threads without an item; False: there is none.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class IOLanes(Generic[Item]):
             self._start_waiting()
 
     def put(self, name: Lane, item: Item) -> None:
-        """Queue an item; its lane starts as soon as there may be another one, and a thread for it."""
+        """Queue an item; its lane starts as soon as the limit on lanes and a thread allow it."""
         with self._lock:
             lane = self._lanes.get(name)
             if lane is None:

@@ -20,8 +20,8 @@ IdBytes = bytes
 
 
 def first_seen_block(window: int, num_tokens: int, block_size: int) -> int:
-    """The first block in which the token after tokens [0, num_tokens) sees anything, if it sees `window` tokens,
-    including its own (0: all). Blocks before it may be given up.
+    """Index of the first block that the token at position `num_tokens` attends to, with a window of `window` tokens
+    including itself (0: no window). Earlier blocks may be freed.
     """
     return max(num_tokens - window + 1, 0) // block_size if window else 0
 
@@ -52,7 +52,7 @@ def run_starts(*ids: Ids) -> Ids:
 
 
 def whole_blocks(units: Sequence[int] | Ids, units_per_block: int) -> Ids | None:
-    """The blocks that `units` (block * units_per_block + position) fill one after the other from their first unit on.
+    """The blocks that `units` (block * units_per_block + position) fill in order, each from its first unit on.
 
     The last block may lack units at its end. None: some block is not taken in order and from its beginning.
     """
@@ -67,7 +67,7 @@ def unit_index(block_ids: Sequence[int] | Ids, block_size: int, start: int, stop
 
     Args:
         block_ids: the first one holds token 0.
-        block_size: a multiple of the hash block size, as `start` is; the last unit may be wanted in part.
+        block_size: a multiple of the hash block size, as is `start`; the last unit may be needed only in part.
 
     Raises:
         ValueError: a range that does not begin at a hash block, or is longer than the blocks.

@@ -23,8 +23,8 @@ _CACHE_BYTES = 512 * 1024
 
 
 class Pieces(NamedTuple):
-    """Equal pieces of two pools, in bytes from the pools' beginnings. Each consists of `rows`, all of one length, of
-    which every offset and stride is a multiple.
+    """Equal pieces of two pools, as byte offsets from the pools' beginnings. Each piece consists of `rows` of one
+    length; all offsets and strides are multiples of that length.
     """
 
     target: Ids
@@ -104,7 +104,7 @@ def copy_pieces(target: Bytes, source: Bytes, pieces: Pieces) -> None:
     """Copy pieces of one contiguous pool into another one.
 
     Raises:
-        TransferError: some of it is outside of its pool; nothing is copied.
+        TransferError: a piece is outside of its pool; nothing is copied.
     """
     pieces.check(target.nbytes, source.nbytes)
     rows = pieces.rows

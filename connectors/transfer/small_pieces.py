@@ -1,4 +1,4 @@
-"""Small pieces of memory: which of them are sent directly, and which are gathered first. One decision for all
+"""Decides which small pieces of memory are sent directly, and which are gathered first. One decision for all
 transports.
 
 A piece sent directly has a fixed cost besides its bytes; gathered pieces are copied once more on each side. If one call

@@ -14,7 +14,7 @@ from pdkv.kernels.streams import Streams
 class StagingBuffers:
     """`count` buffers of `size_bytes`. Thread-safe; a caller that finds none waits, with a deadline.
 
-    Args: streams: of the device that copies from and to them, for which they are pinned.
+    Args: streams: the streams of the device that copies from and to the buffers, which are pinned for it.
     """
 
     def __init__(self, count: int, size_bytes: int, streams: Streams) -> None:
@@ -35,7 +35,7 @@ class StagingBuffers:
         """Borrow a buffer of shape (size_bytes,), uint8.
 
         Raises:
-            TransferTimeout: all stay in use for that long.
+            TransferTimeout: all buffers stay in use for that long.
         """
         try:
             buffer = self._free.get(timeout=timeout_s)

@@ -131,7 +131,7 @@ class UnitPool:
 
         Args:
             out: (len(units) * unit_bytes(part),), contiguous, pinned if the pool is on a device; written. after: the
-                last step that wrote them. timeout_s: limit for that step.
+                last step that wrote the units. timeout_s: limit for that step.
 
         Raises:
             ValueError: a unit or a part that the pool does not have, or a buffer of another size.
@@ -198,7 +198,7 @@ class UnitPool:
         return images
 
     def new_images(self, units: Ids, part: UnitPart) -> "torch.Tensor":
-        """Memory for the result of `gather_images`, of the current stream."""
+        """Memory for the result of `gather_images`, allocated on the current stream."""
         import torch
 
         return torch.empty(self._image_shape(units, part), dtype=self.kv_cache.dtype, device=self.kv_cache.device)
@@ -306,8 +306,8 @@ class UnitPool:
 def await_copy(done: Event) -> None:
     """Wait until a copy has been made, however long that takes.
 
-    Its memory must not be reused before: a device that hangs may still write there when it goes on. So the thread, its
-    buffer and its blocks stay with the copy; other waits for them have deadlines.
+    Its memory must not be reused before that: a hung device may still write there when it resumes. So the thread, its
+    buffer and its blocks stay with the copy; other waits for these have deadlines.
     """
     while True:
         try:

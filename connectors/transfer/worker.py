@@ -45,8 +45,7 @@ class TransferWorker(WorkerConnector):
     """Base class of worker sides. Subclasses turn orders into tasks and run jobs.
 
     Args: timeout_s: a job's deadline, from its submission on, unless its task has its own. lanes: numbers of threads,
-        and their lifetimes.
-        clock: of the deadlines.
+    and their lifetimes. clock: the clock of the deadlines.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class TransferWorker(WorkerConnector):
         return True
 
     def make_scratch(self, lane: Lane) -> Any:
-        """Per-thread state: buffers, a connection. Called on that thread."""
+        """Make the state of a thread, such as buffers or a connection. Called on that thread."""
         return None
 
     def close_scratch(self, lane: Lane, scratch: Any) -> None:
@@ -130,8 +129,8 @@ class TransferWorker(WorkerConnector):
         """Queue one batch of a transfer.
 
         Args:
-            tasks: none: this rank has nothing to do for the batch, which ends at once. batch: also reported, when its
-                jobs have ended. last: the transfer is complete with this batch.
+            tasks: if empty, this rank has nothing to do for the batch, which ends at once. batch: a name under which
+                the batch is reported as well, when its jobs have ended. last: the transfer is complete with this batch.
 
         Returns: The jobs; none if there is nothing to do, or the transfer has failed or is complete: a new batch of
         such a transfer fails, a repeated order is only counted.
@@ -254,9 +253,9 @@ class TransferWorker(WorkerConnector):
             self._notify()
 
     def enter(self, job: Job) -> bool:
-        """Begin to use a posted job's blocks; False: it has ended or must stop, and they must not be used.
+        """Begin to use a posted job's blocks; False: the job has ended or must stop, and they must not be used.
 
-        A running job is about to be posted: what it started may be faster than its return.
+        A running job counts as about to be posted, since the transport may be faster than its return.
         """
         with self._lock:
             if job.state not in ("running", "posted") or job.stop_code:

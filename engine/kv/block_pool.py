@@ -106,7 +106,9 @@ class BlockPool:
         return BlockCounts(self.num_blocks, *(_IN_CLASS @ self._in_states).tolist())
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """Take blocks for a request (holder ACTIVE), evicting the least recently used content; None: not enough."""
+        """Take blocks for a request (holder ACTIVE), evicting the least recently used content; None: there are not
+        enough.
+        """
         if num_blocks > len(self._free):
             return None
         if num_blocks <= _FEW:
@@ -133,7 +135,7 @@ class BlockPool:
     def hold(self, block_ids: Collection[int], holder: Holder) -> None:
         """Add a holder to each block, once for every time it is named."""
         if self._compiled is not None and len(block_ids) > _FEW:
-            self._free.taken(self._compiled.hold(int64_array(block_ids), holder))
+            self._free.note_taken(self._compiled.hold(int64_array(block_ids), holder))
             return
         counts, states, bit = self._num_of[holder], self._state_of, 1 << holder
         for block_id in block_ids:
@@ -209,8 +211,8 @@ class BlockPool:
 
         Args:
             block_ids: -1: not held, nothing to enter.
-            keys: of all their hash blocks, in order; of unannounced content, one per block.
-            parent: the key before the first; None: it is a root.
+            keys: the keys of all their hash blocks, in order; for unannounced content, one per block.
+            parent: the key before the first; None: the first is a root.
             announced: False: only lookups find it; it appears neither in events nor in the table.
         """
         per_block = self._keys_per_block if announced else 1

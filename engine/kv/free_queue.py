@@ -1,7 +1,7 @@
 """The free blocks of a pool in the order in which they are reused, in arrays: many blocks cost little more than a few.
 
-Blocks without content go first, the most recently freed one before the others; then those with content, the longest
-free one first. A block that leaves from the middle leaves an entry behind that no longer counts.
+Blocks without content are reused first, starting with the most recently freed; then blocks with content, starting with
+the one that has been free longest. A block taken from the middle leaves a stale entry behind.
 """
 
 import numpy as np
@@ -76,8 +76,8 @@ class FreeQueue:
         self.places[block_ids] = _NOWHERE
         self._num_free -= len(block_ids)
 
-    def taken(self, count: int) -> None:
-        """Count blocks that are no longer free, as `places` already says."""
+    def note_taken(self, count: int) -> None:
+        """Subtract blocks already removed from `places` from the free count."""
         self._num_free -= count
 
     def remove_one(self, block_id: int) -> None:

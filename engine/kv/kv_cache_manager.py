@@ -1,5 +1,5 @@
-"""The blocks of requests: prefix hits, allocation, entering content into the cache, and giving up what no token
-sees.
+"""The blocks of requests: prefix hits, allocation, entering content into the cache, and freeing blocks that no later
+token attends to.
 """
 
 from collections import deque
@@ -50,10 +50,11 @@ class KVCacheManager:
 
     Args:
         block_size: tokens per KV block, a multiple of `hash_block_size`.
-        windows: by KV group, the number of tokens its layers see; 0: all.
+        windows: for each KV group, the number of tokens that its layers attend to; 0: all.
         max_step_tokens: tokens of one step.
-        hit_tokens: a store's hits end at multiples of this; the part of a window that they need is kept; 0: none.
-        caches: whether content can be found again; False: a block's content belongs to its requests alone.
+        hit_tokens: a store's hits end at multiples of this, so the window before such a multiple is kept; 0: there is
+            no store.
+        caches: whether other requests can find the content of blocks; False: it belongs to its own requests alone.
     """
 
     def __init__(
@@ -98,8 +99,8 @@ class KVCacheManager:
     # --- hits -----------------------------------------------------------------------------------------------------
 
     def find_hit(self, request: Request) -> PrefixHit:
-        """The longest cached prefix of the request's wanted tokens: all its blocks in groups without a window, in
-        others those that the next token sees. Holds nothing.
+        """The longest cached prefix of the request's wanted tokens: all of its blocks in groups without a window, and
+        in the other groups those that the next token attends to. Holds nothing.
         """
         if request.submit.params.computes_prompt:
             return PrefixHit(0, [[] for _ in self._windows])
@@ -108,7 +109,7 @@ class KVCacheManager:
         return self._find_hit(request, request.num_wanted // self.block_size)
 
     def find_prefix(self, keys: Sequence[bytes]) -> PrefixHit:
-        """The same for a prompt of full hash blocks with these keys."""
+        """As `find_hit`, for a prompt of full hash blocks with these keys."""
         return self._find_hit(_Prompt(list(keys)), len(keys) // self._keys_per_block)
 
     def drop_cached(self, keys: Sequence[bytes] | None) -> int:
@@ -183,7 +184,7 @@ class KVCacheManager:
         """Give a request without blocks its hit and new blocks up to `num_tokens`; False: there are not enough.
 
         Args:
-            resume_at: the first token to be computed: blocks that it does not see are not taken.
+            resume_at: the first token to be computed: blocks that it does not attend to are not taken.
         """
         assert not request.block_tables
         total = self.blocks_for(num_tokens)
@@ -219,8 +220,8 @@ class KVCacheManager:
         return count
 
     def fits(self, num_tokens: int, hit: PrefixHit, resume_at: int, *, spare: int = 0) -> bool:
-        """Whether a request of `num_tokens` tokens could have now what it needs to its end, with `spare` blocks of each
-        group left. Holds nothing.
+        """Whether a request could now get all blocks that it needs up to `num_tokens` tokens, with `spare` blocks of
+        each group to spare. Holds nothing.
         """
         if self._fits(num_tokens, hit, resume_at, spare):
             return True
@@ -245,7 +246,7 @@ class KVCacheManager:
         return len(request.block_tables[0]) * self.block_size
 
     def will_fit(self, request: Request, num_tokens: int, kept: Iterable[Sequence[int]]) -> bool:
-        """Whether `grow` will succeed once the steps in flight have ended and `kept` blocks are given back, too."""
+        """Whether `grow` will succeed once the steps in flight have ended and `kept` blocks have been freed."""
         in_steps = (held_blocks(left.block_tables) for left in chain.from_iterable(self._step_blocks.values()))
         leaving = chain(in_steps, kept)
         return self.num_missing(request, num_tokens) <= self.pool.num_available + self.pool.num_freed_by(leaving)
@@ -337,7 +338,7 @@ class KVCacheManager:
                 request.num_given_up[group] = stop
 
     def can_resume(self, request: Request, num_tokens: int) -> bool:
-        """Whether the request has what the token after its first `num_tokens` sees."""
+        """Whether the request has the blocks that the token after its first `num_tokens` attends to."""
         return all(
             -1 not in table[first_seen_block(window, num_tokens, self.block_size) :]
             for window, table in zip(self._windows, request.block_tables, strict=True)
@@ -375,7 +376,9 @@ class KVCacheManager:
         return bool(self._leaving)
 
     def begin_step(self, step_id: int) -> None:
-        """Note that the step is in flight: it touches the blocks of requests whose `last_step_id` it is."""
+        """Note that the step is in flight: it touches the blocks of the requests that have `last_step_id` equal to
+        `step_id`.
+        """
         self._step_blocks[step_id] = []
 
     def end_step(self, step_id: int) -> bool:

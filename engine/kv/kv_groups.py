@@ -1,7 +1,7 @@
 """KV groups: which layers share blocks, and which blocks of a request each group needs. Plain arithmetic.
 
-A group's layers all see every token (window 0) or all see the same window of tokens. All groups have the same number of
-layers, so that any group can use any block of the pool (docs/kv-groups.md).
+A group's layers all attend to every token (window 0) or all to the same window of tokens. All groups have the same
+number of layers, so that any group can use any block of the pool (docs/kv-groups.md).
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,11 @@ STEPS_AHEAD = 3
 def make_groups(windows: Sequence[int | None]) -> tuple[int, tuple[KVGroup, ...]]:
     """Divide a model's layers into groups.
 
-    Args: windows: by layer, the number of tokens that a query sees, including its own; None: all.
+    Args: windows: for each layer, the number of tokens that a query attends to, including its own; None: all.
 
     Returns:
-        Layers of a block, and the groups, those without a window first; none if no layer has a window.
+        The number of layers in a block, and the groups, those without a window first; no groups if no layer has a
+        window.
     """
     layers: dict[int, list[int]] = {}
     for layer, window in enumerate(windows):
@@ -47,8 +48,8 @@ def _group_size(counts: Sequence[int]) -> int:
 def kept_from(num_tokens: int, hit_tokens: int) -> int:
     """The index of the token whose context must stay in blocks once the first `num_tokens` tokens are computed.
 
-    A store's hits end at multiples of `hit_tokens` (0: there is no store). The last one that a prompt of `num_tokens`
-    can use leaves a token to compute.
+    A store's hits end at multiples of `hit_tokens` (0: there is no store). The last hit that a prompt of `num_tokens`
+    can use leaves one token to compute.
     """
     return max(num_tokens - 1, 0) // hit_tokens * hit_tokens if hit_tokens else num_tokens
 
@@ -59,7 +60,7 @@ def num_held_at_once(
     """The most blocks, of all groups together, that a request of `num_tokens` tokens holds while it is computed.
 
     Args:
-        max_step_tokens: tokens of one step: a window's blocks stay until the steps that see them are confirmed.
+        max_step_tokens: tokens of one step: a window's blocks stay until the steps that read them are confirmed.
             hit_tokens: as in `kept_from`.
     """
     blocks = -(-num_tokens // block_size)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager
 from pdkv.engine.outside.external import ExternalKV
-from pdkv.errors import StoreUnable, TransferTimeout
+from pdkv.errors import StoreUnsupported, TransferTimeout
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
 
 POOL = "pool"
@@ -27,7 +27,7 @@ class _Open:
 
 
 class CacheOrders:
-    """The orders in progress. `name`: the connector's, as in the stats."""
+    """The orders in progress. `name`: the connector's name, as in the stats."""
 
     def __init__(self, kv: KVCacheManager, external: ExternalKV, name: str) -> None:
         self._kv = kv
@@ -48,7 +48,7 @@ class CacheOrders:
             opened.tiers.append(self._in_pool(order))
 
     def take_answers(self, now: float) -> Iterator[tuple[str, CacheAnswer]]:
-        """(router, answer) of orders that all tiers have answered, and of those whose time is over."""
+        """(router, answer) of orders that all tiers have answered or that have timed out."""
         if not self._open:  # as after most steps
             return
         for answer in self._external.take_tier_answers():
@@ -82,5 +82,5 @@ class CacheOrders:
             case "clear":
                 return TierAnswer(POOL, num_values=self._kv.drop_cached(order.keys))
         return TierAnswer(
-            POOL, code=StoreUnable.code, problem=f"{order.action} is not possible for an engine's own blocks"
+            POOL, code=StoreUnsupported.code, problem=f"{order.action} is not possible for an engine's own blocks"
         )

@@ -1,4 +1,4 @@
-"""KV that is loaded from outside or sent there, through the connector's scheduler side.
+"""KV that is loaded from other engines and stores or sent to them, through the connector's scheduler side.
 
 Owns the requests that wait outside the batch for a load, the blocks that a peer may still write (quarantine) and the
 blocks that a transfer reads (I/O holds).
@@ -60,7 +60,7 @@ class KVLoad:
 
 
 class EndedLoad(NamedTuple):
-    """A load whose transfer is over."""
+    """A load with its transfer ended."""
 
     load: KVLoad
     ok: bool
@@ -68,7 +68,7 @@ class EndedLoad(NamedTuple):
 
 
 class EndedSend(NamedTuple):
-    """A transfer from here that is over."""
+    """A transfer from this engine that has ended."""
 
     key: TransferKey
     ok: bool
@@ -113,7 +113,7 @@ class _Shows(NamedTuple):
         return cls(Shown.HANDOFFS in shown, Shown.OTHERS in shown, Shown.LAYERWISE_LOADS in shown)
 
     def includes(self, request: Request) -> bool:
-        """Whether the connector is shown the request, whatever it loads."""
+        """Whether the connector is shown the request, whether or not it loads anything."""
         return self.handoffs if request.kv == "handoff" else self.others
 
 
@@ -275,7 +275,7 @@ class ExternalKV:
         confirmed[key] = told
 
     def preempted(self, request: Request) -> None:
-        """Note that the request lost its blocks and will come again; news that the connector has not been told
+        """Note that the request lost its blocks and will be scheduled again; what the connector has not been told yet
         is void.
         """
         if self.connector is None:
@@ -284,7 +284,7 @@ class ExternalKV:
         self._news.preempted.append(request.transfer_key)
 
     def finished(self, request: Request) -> FinishDecision:
-        """Note that the request is over; asks the connector about its blocks."""
+        """Note that the request has ended, and ask the connector whether its blocks are still needed."""
         if self.connector is None:
             return FinishDecision(hold_blocks=False)
         key = request.transfer_key

@@ -22,7 +22,7 @@ class Loads:
     """Starts and ends the loads of one engine. `external` keeps track of them.
 
     Args:
-        timeout_s: the longest time for a load, or for a connector's answer whether there is one.
+        timeout_s: the longest time for a load, or for a connector to say whether there is one.
     """
 
     def __init__(
@@ -63,21 +63,23 @@ class Loads:
         return True
 
     def asks(self, request: Request, now: float) -> None:
-        """Its connector owes a waiting request an answer; it stops asking some time after the first question."""
+        """Note that the connector has yet to answer for a waiting request, which stops asking `timeout_s` after its
+        first question.
+        """
         self._asking.setdefault(request.key, (request, now + self._timeout_s))
 
     def answered(self, request: Request) -> None:
-        """It asks no more."""
+        """Note that the connector has answered for the request."""
         self._asking.pop(request.key, None)
 
     def begin_layerwise(self, request: Request, start: int, stop: int, step_id: int, now: float) -> None:
-        """Load tokens [start, stop) layer by layer during this step, which computes the tokens after them."""
+        """Load tokens [start, stop) layer by layer during this step, which computes the tokens after `stop`."""
         load = KVLoad(request, start, stop, now + self._timeout_s, layerwise_step=step_id)
         self._external.add_load(load)
         self._external.start(load)
 
     def start_known(self) -> None:
-        """Start loads whose blocks were reserved before their source was known, once it is."""
+        """Start loads that had their blocks reserved before the source of the KV was known, and now know it."""
         for load in [x for x in self._external.unstarted.values() if not x.done]:
             matched = self._external.match(load.request, load.start)
             if matched.ask_again:
@@ -91,7 +93,7 @@ class Loads:
     # --- end ------------------------------------------------------------------------------------------------------
 
     def settle(self, ended: list[EndedLoad]) -> None:
-        """Settle these loads, whose transfers are over."""
+        """Settle these loads: their transfers have ended."""
         for load, ok, outcome in ended:
             if ok:
                 self._finished(load, outcome)
@@ -129,7 +131,7 @@ class Loads:
             self._external.end_load(request.transfer_key, transfer_ended=False)
 
     def expire(self, now: float) -> None:
-        """Let loads past their deadline fall back, and requests that waited too long for an answer."""
+        """Let loads past their deadline fall back, and requests that waited too long for the connector's answer."""
         for load in [x for x in self._external.loads.values() if x.deadline <= now and x.layerwise_step is None]:
             self._failed(load, _TIMED_OUT, transfer_ended=False)
         for request, _ in list(takewhile(lambda asking: asking[1] <= now, self._asking.values())):

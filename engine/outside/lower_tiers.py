@@ -1,5 +1,5 @@
-"""What the routers have been told about the tiers below this engine's cache; a router that joins later is told
-it, too.
+"""What routers have been told about the tiers below this engine's cache, so that routers that join later can be told as
+well.
 """
 
 from collections import OrderedDict

@@ -1,6 +1,7 @@
 """Decides whether the KV of a preempted request is read back or computed again.
 
-Nothing is written for it: stores save confirmed KV after each step, and find it by key when the request comes again.
+A preemption writes nothing: stores save confirmed KV after each step, and find it by key when the request is scheduled
+again.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class SwapRule:
 
     @property
     def looks(self) -> bool:
-        """Whether it is useful to ask what is stored."""
+        """Whether asking the stores can change the decision."""
         return self._policy != "recompute"
 
     def loaded(self, num_tokens: int, seconds: float) -> None:
@@ -38,7 +39,7 @@ class SwapRule:
         self._loads.add(num_tokens, seconds)
 
     def prefers_load(self, key: RequestKey, num_tokens: int) -> bool:
-        """Whether to read this many stored tokens of the request. May be asked again before that is done."""
+        """Whether to read this many stored tokens of the request. May be called again before the read is done."""
         if self._policy == "swap" or not self._loads.known:
             return self.looks
         if not self.looks:

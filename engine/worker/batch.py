@@ -34,7 +34,7 @@ class StepInputs(NamedTuple):
         return cls(none, np.zeros(1, np.int64), none, none, none, blocks, none, none, none, none)
 
     def slot_mapping(self, block_size: int) -> IntArray:
-        """(groups, n) index of each token's KV as block * block_size + offset. No entry is padding: all are written."""
+        """(groups, n) index of each token's KV as block * block_size + offset. No entry is padding."""
         return self.block_ids * block_size + self.offsets
 
 
@@ -112,7 +112,7 @@ class PersistentBatch:
         self.num_drafts[slots] = 0
 
     def propose(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Note guesses at the tokens after the known ones; those for which there is no room are left out."""
+        """Record guesses at the tokens after the known ones; guesses for which there is no room are left out."""
         start = int(self.num_tokens[slot])
         count = self.num_drafts[slot] = max(min(len(token_ids), self.token_ids.shape[1] - start), 0)
         self.token_ids[slot, start : start + count] = token_ids[:count]

@@ -22,17 +22,17 @@ class DeviceTokens:
         """Store drawn tokens, (n,) int64 on the device, in distinct slots: the token at `positions` (n,) of each
         request.
 
-        A negative token, of a request that has no choice, becomes 0: everything computed after it is dropped.
+        A negative token (the request has no token to choose) becomes 0; everything computed after it is dropped.
         """
         self._tokens.index_copy_(0, to_tensor(slots, tokens.device), tokens.clamp(min=0))
         self._positions[slots] = positions
 
     def forget(self, slots: IntArray | int) -> None:
-        """Forget the slots: they belong to other requests now, or the host knows better."""
+        """Forget the slots' tokens: the slots belong to other requests now, or the host has newer tokens."""
         self._positions[slots] = _NONE
 
     def fill(self, token_ids: torch.Tensor, inputs: StepInputs) -> None:
-        """Write those tokens of a step that were drawn here into `token_ids` (at least n,), on the device.
+        """Write the tokens of a step that were drawn on this device into `token_ids` (at least n,), on the device.
 
         A request's drawn token is its last one, so in a step it is the last one of its share.
         """

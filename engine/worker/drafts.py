@@ -1,8 +1,8 @@
 """Several rows per request and step: guesses at the tokens to come are computed together with the last known one.
 
 A proposer guesses; the next step computes the guesses as if they were right, and draws after each row what it would
-draw there in any case: draws depend only on seed and position. The drawn tokens are output as long as the guesses
-before them were right, so a proposer changes the number of steps that an output takes, but none of its tokens.
+have drawn there anyway, since draws depend only on seed and position. The drawn tokens are output as long as the
+guesses before them were right, so a proposer changes the number of steps that an output takes, but none of its tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +16,15 @@ from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
 
 
 class Proposer(Protocol):
-    """Runs beside the runner, behind the draw, on every rank: all must propose the same.
+    """Runs after the draw on every rank; all ranks must propose the same tokens.
 
-    One that draws does so from its own distribution with the target's numbers at that position, by `draw` with the same
-    (seed, choice, position) in `engine/worker/sampling/draw.py`: it is right nearly as often as is possible then.
+    A proposer that samples should use the target's random numbers: `draw` in `engine/worker/sampling/draw.py` with the
+    same (seed, choice, position). Then its guesses are right nearly as often as possible.
     """
 
     @property
     def num_tokens(self) -> int:
-        """The most tokens that it proposes for a request and step."""
+        """The most tokens that the proposer proposes for a request in one step."""
         ...
 
     def propose(self, requests: Sequence[NewRequest], token_ids: Sequence[IntArray]) -> Sequence[Sequence[int]]:
@@ -37,7 +37,7 @@ class Proposer(Protocol):
 
 
 class DrawRows(NamedTuple):
-    """The rows of a step after which tokens are drawn: of m requests that sample, each 1 + its drafts, n in total."""
+    """The rows of a step after which tokens are drawn: 1 + its drafts for each of m sampling requests, n in total."""
 
     requests: IntArray  # (m,) their numbers in the step
     starts: IntArray  # (m,) first of their rows below

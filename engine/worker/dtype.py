@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> str:
     """The computation dtype by torch's name: the requested one, or the model's own.
 
-    A processor without bfloat16 computes a bfloat16 model in float32, in which prompts and batches take a third of the
-    time (benchmarks/dtypes.py), and says so.
+    A CPU without bfloat16 instructions computes a bfloat16 model in float32, in which prompts and batches take a third
+    of the time (benchmarks/dtypes.py); a log line says so.
     """
     if config.dtype != "auto":
         return config.dtype

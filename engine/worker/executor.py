@@ -43,7 +43,7 @@ from pdkv.wire.kv import EngineCard, KVLayout
 
 
 class Ended(NamedTuple):
-    """Reports of the connector's worker sides between two steps."""
+    """What the connector's worker sides reported between two steps."""
 
     transfers: TransferResults
     stats: Stats | None = None  # since the start; None: unchanged
@@ -74,10 +74,10 @@ class Executor(ABC):
         """
 
     def take_finished(self) -> Ended:
-        """Between steps: transfers that ended since the last one, as far as that is free to know.
+        """Between steps: transfers that have ended since the last step, as far as that is known without waiting.
 
-        This is only an optimization: the others are in the next step's output. An engine of several ranks leaves all of
-        them, since a transfer has ended only when it has on every rank.
+        This is only an optimization: the others are in the next step's output. With tp > 1 nothing is returned, since a
+        transfer has ended only once it has on every rank.
         """
         return NOTHING_ENDED
 
@@ -143,7 +143,7 @@ def resolve_device(config: EngineConfig, shard: Shard = WHOLE) -> torch.device:
         return torch.device("cpu")
     devices = config.device_numbers or range(torch.cuda.device_count())
     if shard.size > len(devices):
-        raise ConfigError(f"tp {shard.size} needs as many CUDA devices, found {len(devices)}")
+        raise ConfigError(f"tp={shard.size} needs {shard.size} CUDA devices, found {len(devices)}")
     return torch.device("cuda", devices[shard.rank])
 
 
@@ -225,8 +225,8 @@ class InProcessExecutor(ModelExecutor):
             grouped: as in `make_layout`.
             hit_tokens: as in `kept_from`.
             proposer, processors, masks: as in `ModelRunner`.
-            start_timeout_s: of several ranks: how long one waits for another, also on its device, until steps can run;
-                each loads and compiles at its own pace.
+            start_timeout_s: with tp > 1, how long a rank waits for another, also on its device, until steps can run,
+                since each loads and compiles at its own pace.
 
         Raises:
             ModelError: the weights are missing, broken, or changed while they were read.
@@ -293,10 +293,10 @@ class InProcessExecutor(ModelExecutor):
         self.take_blocks(num_blocks_that_fit(self.layout, size_bytes, most))
 
     def take_blocks(self, num_blocks: int) -> None:
-        """The pool has so many, before it is attached: they bound the length of requests.
+        """Set the pool's number of blocks before the pool is attached; it limits the length of requests.
 
         Raises:
-            ConfigError: the length that was asked for does not fit.
+            ConfigError: the requested length does not fit.
         """
         sizes = self._max_num_batched_tokens, self._hit_tokens
         self.num_blocks = num_blocks

@@ -1,4 +1,4 @@
-"""--check-finite: finds the requests of a step with NaN or infinity, and which of their blocks hold some.
+"""--check-finite: finds the requests of a step with NaN or infinity, and which of their blocks contain such values.
 
 Keys and values are checked as each layer computes them, so that a chunk in mid-prompt, which has no logits, is found
 before its blocks enter the cache; logits reveal values loaded from outside.
@@ -71,7 +71,7 @@ class FiniteCheck:
             self._unusable.add(request)
 
     def look_at_logits(self, logits: torch.Tensor, drawn: DrawRows, counts: IntArray) -> None:
-        """Check logits (n, vocab) of the rows drawn from, of which counts[i] (m,) of request i are kept. The others
+        """Check logits (n, vocab) of the rows drawn from, of which counts[i] (m,) of request i are kept. The other rows
         belong to wrong guesses, and nothing computed for them counts, including KV.
         """
         kept = drawn.kept(np.maximum(counts, 1))

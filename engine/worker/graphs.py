@@ -1,10 +1,10 @@
-"""Steps in which every request computes one token: padded to few sizes, and captured as one CUDA graph for each.
+"""Steps in which every request computes one token, padded to a few sizes, each captured as one CUDA graph.
 
 Launching a decode step's kernels one by one takes a host longer than a GPU needs to run them. A graph launches them all
-at once, with the arguments that they had when it was captured: so shapes depend on the padded size alone, and whatever
-else differs between two steps lies in buffers that stay where they are (step_buffers.py). Logits are computed behind
-it, by two kernels: at 512 rows and a large vocabulary they would fill a quarter of a GiB that must not be overwritten
-before the sampler has read it.
+at once, with the arguments that they had when it was captured: so shapes depend on the padded size alone, and
+everything else that differs between two steps lies in buffers at fixed addresses (step_buffers.py). Logits are computed
+after the graph, by two kernels: at 512 rows and a large vocabulary they would fill a quarter of a GiB that must not be
+overwritten before the sampler has read it.
 """
 
 import logging

@@ -75,10 +75,10 @@ def num_blocks_that_fit(layout: KVLayout, size_bytes: int, most: int = maxsize) 
 
 
 def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device, *, reserved: bool = True) -> torch.Tensor:
-    """A pool of zeros: no NaN in what padded reads may see.
+    """A pool of zeros, so that padded reads see no NaN.
 
     Args:
-        reserved: every page of host memory is touched now; False: when it is used.
+        reserved: touch every page of host memory now; False: pages are touched when they are used.
     """
     shape, dtype = layout.pool_shape(num_blocks), getattr(torch, layout.dtype)
     if device.type != "cpu":
@@ -99,8 +99,8 @@ def check_pool(pool: torch.Tensor, layout: KVLayout, num_blocks: int) -> None:
 def most_useful_blocks(
     config: EngineConfig, layout: KVLayout, max_model_len: int, max_step_tokens: int = 0, hit_tokens: int = 0
 ) -> int:
-    """Blocks that a pool which sizes itself has at most: what all requests of a step need, each of the longest length.
-    Of any other pool there is no bound.
+    """The most blocks of an automatically sized pool: enough for all requests of a step at the maximum length. Other
+    pools have no such limit.
     """
     if not config.sizes_itself:
         return maxsize
@@ -116,7 +116,8 @@ def length_that_fits(
     max_step_tokens: int = 0,
     hit_tokens: int = 0,
 ) -> int:
-    """The longest request that the engine may accept: one that does not fit into the pool would be cut short.
+    """The length of the longest request that the engine may accept: a request that does not fit into the pool would be
+    cut short.
 
     Args: max_model_len: the requested length, or else the model's, which a smaller pool reduces. max_step_tokens:
     tokens of one step; relevant if layers have a window, as is `hit_tokens` (kv_groups.py).
@@ -152,9 +153,7 @@ def length_that_fits(
 
 
 def pool_bytes(config: EngineConfig, device: torch.device) -> int | None:
-    """Bytes of one rank's pool, if they do not depend on the memory that a step leaves: always but for the default on a
-    GPU.
-    """
+    """Bytes of one rank's pool; None if they depend on the memory that a step leaves, as by default on a GPU."""
     if config.kv_cache_memory is None and device.type != "cpu":
         return None
     return config.host_kv_bytes // config.tp

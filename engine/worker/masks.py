@@ -1,4 +1,4 @@
-"""The tokens that grammars allow in the rows of a step: tracks each answer of the batch, and which masks are ready in
+"""The tokens that grammars allow in the rows of a step. Tracks each answer in the batch, and which masks are ready in
 time.
 
 Masks are made elsewhere, after each draw, while the next step is computed. A row without a mask at the time of its draw
@@ -42,7 +42,7 @@ NO_MASKS = StepMasks(None, [])
 
 
 class Masks(Protocol):
-    """Grammars, as seen by a rank's runner."""
+    """The grammars of the batch, as a rank's runner sees them."""
 
     def add(self, slot: int, request: NewRequest) -> None:
         """Add a request to the batch."""
@@ -166,7 +166,7 @@ class _Answer:
         self._stops = {*eos_token_ids, *request.params.stop_token_ids}
 
     def go_on(self, token_ids: Sequence[int]) -> list[int]:
-        """The tokens before one that ends the answer."""
+        """The tokens before the first one that ends the answer."""
         accepted = self.up_to_stop(token_ids)
         self.is_over = self.is_over or len(accepted) < len(token_ids)
         return accepted

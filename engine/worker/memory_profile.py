@@ -36,8 +36,8 @@ def profiled_bytes(
     num_graphs: int,
     timeout_s: float,
 ) -> int:
-    """Bytes that an engine leaves of its share of a GPU: run the whole warm-up, including the largest step, over a pool
-    of one block, and measure the peak.
+    """Bytes of its share of a GPU that an engine leaves free for KV, found by running the whole warm-up, including the
+    largest step, over a pool of one block and measuring the peak.
 
     Args: utilization: the share, in (0, 1]. max_num_tokens: tokens of a step. max_num_seqs: requests of a step, which
         all draw, with every option.

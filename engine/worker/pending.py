@@ -24,11 +24,11 @@ class PendingStep(ABC):
 
     @property
     def has_sends(self) -> bool:
-        """Whether its launch found ended sends, which its output reports."""
+        """Whether the step's launch found ended sends, which its output reports."""
         return False
 
     def take_loads(self) -> TransferResults:
-        """Ended loads that its launch found: its output then does not report them."""
+        """Ended loads that the step's launch found: its output then does not report them."""
         return NO_TRANSFERS
 
     @abstractmethod

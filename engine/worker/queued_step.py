@@ -1,4 +1,6 @@
-"""A step that its device computes asynchronously: drawn tokens stay there, and the host reads them at its end."""
+"""A step that the device computes asynchronously: drawn tokens stay on the device, and the host reads them at the
+step's end.
+"""
 
 import zlib
 from collections.abc import Mapping, Sequence
@@ -45,7 +47,7 @@ def tokens_of(
     logprobs: Mapping[int, TokenLogprob],
     failures: Mapping[int, StepFailure],
 ) -> Tokens:
-    """Give each of the m requests that drew the first counts[i] of its rows.
+    """The tokens of each of the m requests that drew: those of the first counts[i] of its rows.
 
     Args:
         requests, counts: (m,). tokens: (n,) drawn after each row. logprobs, failures: by row; why there is no choice,
@@ -73,7 +75,7 @@ class QueuedStep(PendingStep):
     """A launched step; `finish` brings its tokens to the host."""
 
     def __init__(self, rest: StepOutput, draws: Draws, batch: PersistentBatch) -> None:
-        """`rest`: the output except for the draws. `batch`: gets the tokens of the requests that are still there."""
+        """`rest`: the output except for the draws. `batch`: gets the tokens of the requests that are still in it."""
         self._rest = rest
         self._draws = draws
         self._batch = batch

@@ -57,7 +57,7 @@ class Results:
     def __init__(
         self, slab: _Slab, copies: Sequence[torch.Tensor], timeout_s: float, num_before: int, clock: Clock
     ) -> None:
-        """`num_before`: steps that the device has yet to end, each of which may take as long."""
+        """`num_before`: steps that the device has yet to finish, each of which may take up to `timeout_s`."""
         self.next: Results | None = None  # of the next step
         self._slab = slab
         self._copies = copies

@@ -1,11 +1,11 @@
-"""Orders to an executor and their results, both in order except for ended loads, so that the model may run on a
+"""The orders to an executor and their results, each in order except for ended loads, so that the model may run on a
 separate thread.
 
 Everything that touches the workers passes through here: steps, queries for ended transfers, peer changes. So they
 happen between two steps and in the order in which the engine's loop gave them, whichever thread runs them.
 
-A device runs asynchronously. So a step that has already been ordered is launched before those ahead of it are finished:
-the device goes from one to the next, while the host handles the results of the first.
+A device runs asynchronously. So an ordered step is launched before earlier ones are finished: the device goes from one
+to the next while the host handles the results of the first.
 """
 
 import queue

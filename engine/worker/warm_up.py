@@ -1,4 +1,6 @@
-"""Steps that an engine runs before it is ready, so that later ones wait for no kernel, and kernels' memory is taken."""
+"""Steps that an engine runs before it is ready, so that later steps wait for no kernel to be compiled, and the kernels'
+memory is already allocated.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -34,7 +36,7 @@ class WarmUp(NamedTuple):
     block_size: int
 
     def on_host(self) -> Iterator[StepPlan]:
-        """A prompt and then decodes of 1, 2, 3 … requests: a CPU's kernels are made for numbers of rows."""
+        """A prompt and then decodes of 1, 2, 3 … requests: on a CPU, kernels are compiled per number of rows."""
         length = min(16, self.num_blocks * self.block_size - 1, self.max_model_len)
         few = range(1, min(_FEW_REQUESTS, self.max_num_seqs) + 1)
         return self._plans([([(0, length)], _GREEDY), *(([(length - 1, 1)] * count, _GREEDY) for count in few)])

@@ -54,12 +54,13 @@ class GrammarHost:
         clock: Clock = MONOTONIC,
     ) -> None:
         """Args:
-        notify: called from another thread whenever tickets became done, answers failed, or masks came that were late.
-        time_s: of a processor, that a grammar may have used and not earned back.
-        memory_bytes: that a process may take.
-        max_waiting_chars: text of grammars that wait for one process.
-        num_requests: answers at a time, at most.
-        num_drafts: of an answer in a step, at most.
+        notify: called from another thread whenever tickets are done, answers have failed, or late masks have
+            arrived.
+        time_s: CPU time that a grammar may use beyond what it has earned back.
+        memory_bytes: memory limit of a process.
+        max_waiting_chars: limit on the text of grammars that wait for one process.
+        num_requests: maximum number of answers at a time.
+        num_drafts: maximum number of an answer's drafts in a step.
         """
         shape = SlabShape(num_processes, num_requests, 1 + num_drafts, -(-vocab_size // WORD_BITS))
         stops = tuple(stop_token_ids)
@@ -74,10 +75,10 @@ class GrammarHost:
     # --- the engine's loop ----------------------------------------------------------------------------------------
 
     def ask(self, grammar: Grammar, tenant: str) -> Known:
-        """A ticket for a tenant's grammar, done at once if the grammar is known there. Never blocks.
+        """A ticket for a tenant's grammar, done at once if the tenant's process knows the grammar. Never blocks.
 
         Raises:
-            GrammarGivenUp: it was given up less than a minute ago.
+            GrammarGivenUp: the grammar was given up less than a minute ago.
             InvalidRequest: no grammar can be matched here.
             ServerBusy: too many wait, or the engine is about to stop.
         """
@@ -95,7 +96,7 @@ class GrammarHost:
             return known
 
     def leave(self, known: Known) -> None:
-        """Note that a request needs it no more."""
+        """Note that a request no longer needs the grammar."""
         with self._lock:
             known.num_users -= 1
             for gone in known.worker.retire(known) if not known.num_users else ():
@@ -115,7 +116,7 @@ class GrammarHost:
         return bool(self._workers.failed)
 
     def is_in(self, key: RequestKey) -> bool:
-        """Whether an answer's masks are there, or never will be."""
+        """Whether an answer's masks have arrived, or never will."""
         with self._lock:
             row = self._rows.get(key)
             return row is None or row.has_failed or self._is_in(row)

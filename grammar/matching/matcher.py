@@ -41,7 +41,7 @@ class Matcher:
         self._check()
 
     def copy(self) -> "Matcher":
-        """A copy at the same place, for much less than a grammar costs."""
+        """A copy in the same state, much cheaper than preparing the grammar again."""
         made = copy(self)
         made._matcher = self._matcher.deep_copy()
         return made

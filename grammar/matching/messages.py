@@ -1,4 +1,4 @@
-"""Messages between an engine, the process that it starts for grammars, and that process's workers: msgpack."""
+"""Messages between an engine, the process that it starts for grammars, and that process's workers, in msgpack."""
 
 import struct
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class SlabShape(msgspec.Struct, frozen=True):
 
 
 class Start(msgspec.Struct, frozen=True):
-    """What the process is started with, as JSON; it answers with `Ready`."""
+    """The process's settings, passed at its start as JSON; it answers with `Ready`."""
 
     model_dir: str
     vocab_size: int
@@ -38,7 +38,7 @@ class Start(msgspec.Struct, frozen=True):
 
 
 class Ready(msgspec.Struct, frozen=True):
-    """The process forks workers; or it cannot, for the reason given."""
+    """The process is ready to fork workers; or it cannot, for the reason given."""
 
     error: str = ""
 
@@ -98,13 +98,13 @@ class Steps(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Close(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The row's answer is over."""
+    """The row's answer has ended."""
 
     row: int
 
 
 class Tell(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Answer with `Told`, after everything ordered before."""
+    """A request to answer with `Told`, after all earlier orders."""
 
 
 Order = Learn | Forget | Open | Steps | Close | Tell

@@ -1,8 +1,8 @@
-"""The masks that workers make, in memory that the engine shares with them.
+"""The masks that workers make, in memory shared with the engine.
 
-A worker has rows of its own; one belongs to an answer from its `Open` to the next. The worker alone writes there, the
-masks first and then the row's number, which stands for the answer and its tokens; a reader checks the number before and
-after copying masks.
+A worker has its own rows; a row belongs to an answer from the answer's `Open` until the row's next one. The worker
+alone writes there, the masks first and then the row's number, which stands for the answer and its tokens; a reader
+checks the number before and after copying masks.
 """
 
 import mmap
@@ -42,7 +42,7 @@ class Slab:
         fence()
 
     def copy(self, row: int, number: int) -> Words | None:
-        """(count, num_words) of a row; None: they are not there, or no longer."""
+        """A row's masks, (count, num_words); None: they are not there (yet, or any more)."""
         if self.numbers[row] != number:
             return None
         fence()
@@ -56,7 +56,7 @@ class Slab:
         fence()
 
     def clear(self, worker: int) -> None:
-        """Clear a worker that is gone: another one will write its rows again."""
+        """Clear the rows of a worker that is gone: another one will write them again."""
         self.numbers.reshape(len(self.working), -1)[worker] = self.working[worker] = 0
 
 

@@ -1,4 +1,4 @@
-"""The engine's knowledge of its grammars, of the answers that follow them, and of the workers that have both."""
+"""The engine's records of its grammars, of the answers that follow them, and of the workers that have both."""
 
 import socket
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ class Known:
 
     @property
     def done(self) -> bool:
-        """Whether its fate is known: there is an error, or answers may name it by its number."""
+        """Whether the outcome is known: there is an error, or answers may name the grammar by its number."""
         return self.is_learned or self.error is not None
 
 
@@ -43,11 +43,11 @@ class Row:
 
     @property
     def number(self) -> int:
-        """The number of the masks that it needs, see `Open`."""
+        """The number of the masks that the answer needs, see `Open`."""
         return self._first + len(self.token_ids)
 
     def opening(self) -> Open:
-        """The message that introduces it to its worker."""
+        """The message that introduces the answer to its worker."""
         return Open(self.place, self._first, self.known.number, self.token_ids, self.drafts, self.own_stops)
 
 
@@ -75,7 +75,7 @@ class WorkerState:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether it has something to do."""
+        """Whether the worker has something to do."""
         answers = any(not row.has_failed for row in self.rows.values())
         return answers or any(known.num_users for known in self.known.values())
 
@@ -85,19 +85,21 @@ class WorkerState:
         return sum(len(known.grammar.text) for known in self.known.values() if not known.is_learned)
 
     def find(self, grammar: Grammar) -> Known | None:
-        """A grammar that it has, as the one asked for last from now on."""
+        """A grammar that the worker has; it becomes the most recently requested one."""
         known = self.known.pop(grammar, None)
         if known is not None:
             self.known[grammar] = known
         return known
 
     def drop(self, known: Known) -> None:
-        """Note that no other request can have it."""
+        """Note that no other request can get this grammar."""
         if self.known.get(known.grammar) is known:
             del self.known[known.grammar]
 
     def retire(self, known: Known) -> list[Known]:
-        """Note that no request has it now. Returns those to forget: the worker keeps those asked for last."""
+        """Note that no request has this grammar now. Returns the grammars to forget: the worker keeps the most recently
+        requested ones.
+        """
         if self.known.get(known.grammar) is not known:
             return [known]
         num_left, chars_left, gone = MAX_IDLE, MAX_IDLE_CHARS, list[Known]()
@@ -110,7 +112,7 @@ class WorkerState:
     # --- the socket -----------------------------------------------------------------------------------------------
 
     def begin(self, sock: socket.socket) -> None:
-        """Note that it exists: tell it everything that it needs to know."""
+        """Note that the worker exists: send it everything that it needs to know."""
         sock.setblocking(False)
         self.sock, self.is_deaf, self.is_killed = sock, False, False
         self._frames = Frames()
@@ -123,7 +125,7 @@ class WorkerState:
         self.send(Tell(), is_awaited=True)
 
     def end(self) -> None:
-        """Note that it is gone, and with it what no request has."""
+        """Note that the worker is gone, and with it the grammars that no request has."""
         if self.sock is not None:
             self.sock.close()
         self.sock = None
@@ -144,7 +146,7 @@ class WorkerState:
         self.flush()
 
     def flush(self) -> None:
-        """Send what there is room for."""
+        """Send as much of the waiting data as there is room for."""
         if self.sock is None or self.is_deaf:
             return
         try:
@@ -155,7 +157,7 @@ class WorkerState:
             self.outbox.clear()
 
     def receive(self) -> Iterator[Answer]:
-        """Receive its messages."""
+        """Receive the worker's messages."""
         assert self.sock is not None
         try:
             data = self.sock.recv(_CHUNK_BYTES)

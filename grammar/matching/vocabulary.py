@@ -13,7 +13,7 @@ WORD_BITS = 32
 
 
 class Vocabulary:
-    """Every token's bytes, and the tokens that no answer's text consists of. Immutable, shared by all grammars."""
+    """Every token's bytes, and the tokens that are never in an answer's text. Immutable, shared by all grammars."""
 
     def __init__(
         self, library: Any, tokens: Sequence[bytes], special_ids: frozenset[int], stops: Sequence[int]
@@ -40,8 +40,8 @@ class Vocabulary:
         """Read a model directory's tokenizer; a second for 130,000 tokens.
 
         Args:
-            vocab_size: of the model's logits; ids that the tokenizer lacks are never allowed. stop_token_ids: tokens
-                that may only follow a complete answer.
+            vocab_size: size of the model's logits; ids that the tokenizer lacks are never allowed. stop_token_ids:
+                tokens that may only follow a complete answer.
 
         Raises:
             ConfigError: llguidance is not installed, the directory has no usable tokenizer, or there is no stop token.

@@ -1,7 +1,7 @@
-"""A process that matches grammars: one order after the other, each within what its grammar may cost.
+"""A process that matches grammars: one order after the other, each within its grammar's limits.
 
-While the library works, a timer of the kernel runs that ends this process when the grammar's time is used up. A word of
-the slab says which grammar it is at.
+While the library works, a kernel timer runs that ends this process when the grammar's time is used up. A word of the
+slab says which grammar it is working on.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class Worker:
     def __init__(
         self, sock: socket.socket, index: int, vocabulary: Vocabulary, slab: Slab, *, event_fd: int, time_s: float
     ) -> None:
-        """`event_fd`: of an eventfd, which is raised for masks that the engine waits for."""
+        """`event_fd`: an eventfd that is signalled when masks that the engine waits for are ready."""
         self._sock = sock
         self._index = index
         self._vocabulary = vocabulary

@@ -1,8 +1,8 @@
 """Runs the processes that match grammars, on a separate thread.
 
-A worker ends when a grammar has used up what it may cost, when that breaks the library, or when something kills it. In
-the first two cases the grammar is given up. Another worker takes the place in any case, and its other answers are
-replayed from their tokens.
+A worker ends when a grammar has used up its time or memory, when a grammar crashes the library, or when something kills
+the worker. In the first two cases the grammar is given up. In all cases another worker takes the place, and the other
+answers are replayed from their tokens.
 """
 
 import contextlib
@@ -104,7 +104,7 @@ class Workers:
             raise ServerBusy(f"no process can be started to match grammars: {error}") from None
 
     def worker_of(self, tenant: str) -> WorkerState:
-        """A tenant's own worker or, if there are too many tenants, one that few others have."""
+        """A tenant's own worker or, if there are too many tenants, one that few others share."""
         worker = self._tenants.get(tenant)
         if worker is None:
             if len(self.all) < self._start.shape.num_workers:
@@ -114,7 +114,7 @@ class Workers:
         return worker
 
     def send(self, worker: WorkerState, message: Order, *, is_awaited: bool = False) -> None:
-        """Send a message. Never blocks; a worker that does not exist yet is told everything when it does."""
+        """Send a message. Never blocks; a worker that does not exist yet is sent everything once it does."""
         worker.send(message, is_awaited=is_awaited)
         if (is_awaited or worker.outbox or worker.sock is None) and not self._thread.stopping.is_set():
             os.eventfd_write(self._wake_fd, 1)
@@ -356,7 +356,7 @@ class Workers:
             logger.warning("the process that matches grammars (%d) does not end though it was killed", process.pid)
 
     def close(self) -> None:
-        """End thread and processes; what is waited for gets an error. Idempotent."""
+        """End thread and processes; everything still waiting gets an error. Idempotent."""
         self._thread.stop(_GRACE_S)
         if self.slab is not None:
             self._break(ServerBusy("the engine is about to stop"), is_final=False)

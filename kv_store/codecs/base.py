@@ -1,4 +1,4 @@
-"""A codec: images of KV to the bytes that a store keeps, and back. docs/kv-codecs.md has the formats."""
+"""A codec turns images of KV into the bytes that a store keeps, and back. docs/kv-codecs.md has the formats."""
 
 import math
 import struct
@@ -58,15 +58,15 @@ class PartShape(NamedTuple):
 class Codec(ABC):
     """Codes values of a store. Threads may share it; calls release the GIL for most of their time.
 
-    What a decoder gets may be anything: it never touches memory outside its arguments, allocates in proportion to the
-    shape that its caller expects, and writes no NaN and no infinity that was not in what has been encoded.
+    A decoder's input may be arbitrary bytes: it never touches memory outside its arguments, allocates in proportion to
+    the shape that its caller expects, and writes no NaN or infinity that was not in the encoded data.
     """
 
     name: ClassVar[str]
     lossy: ClassVar[bool]
     """Whether the decoded KV may differ from the encoded KV."""
     number: ClassVar[int]
-    """Its number in the header of coded values; 0: they have none."""
+    """The codec's number in the header of coded values; 0: they have no header."""
     version: ClassVar[int] = 1
     """Another one for each change of the coded bytes, or of what they decode to."""
     levels: ClassVar[range] = range(1)
@@ -82,12 +82,14 @@ class Codec(ABC):
 
     @property
     def identity(self) -> str:
-        """Goes into the key of a value: what differs in it is never taken for the other. Empty: exact, as ever."""
+        """A part of a value's key, so that values of different codecs are never confused. Empty: exact, the same key as
+        without a codec.
+        """
         return f"{self.name}-{self.version}.{self.level}"
 
     @abstractmethod
     def max_bytes(self, shape: PartShape) -> int:
-        """No coded value of the shape is larger."""
+        """The maximum size in bytes of a coded value of the shape."""
 
     @abstractmethod
     def encode(self, images: Bytes, shape: PartShape) -> Bytes:
@@ -98,7 +100,7 @@ class Codec(ABC):
 
         Raises:
             KVNotCodable: NaN, infinity, or numbers beyond what the codec can express.
-            ValueError: a buffer that does not have the shape, or a shape that no header can say.
+            ValueError: a buffer that does not have the shape, or a shape too large for the header.
         """
 
     @abstractmethod
@@ -106,7 +108,7 @@ class Codec(ABC):
         """Decode images.
 
         Args:
-            coded: flat; the whole of what `encode` has returned for the shape, or anything.
+            coded: flat; all that `encode` returned for the shape, but it may be arbitrary bytes.
             out: flat, of the shape; written. After an error it is undefined.
 
         Raises:
@@ -115,7 +117,7 @@ class Codec(ABC):
         """
 
     def trim(self, padded: Bytes) -> Bytes:
-        """The coded value at the beginning of a buffer, as far as its header can be believed."""
+        """The coded value at the beginning of a buffer, by the length in its header, which is not checked."""
         body_bytes = int.from_bytes(padded[HEADER_BYTES - 8 : HEADER_BYTES].tobytes(), "little")
         return padded[: HEADER_BYTES + body_bytes]
 
@@ -138,5 +140,5 @@ class Codec(ABC):
         """What is behind the header, which must be the one that follows from the shape, byte for byte."""
         expected = self._header(shape, max(coded.size - HEADER_BYTES, 0))
         if coded[:HEADER_BYTES].tobytes() != expected:
-            raise KVCorrupted(f"{coded.size} bytes that are no value of {self.identity} of {shape}")
+            raise KVCorrupted(f"{coded.size} bytes are not a value of {self.identity} with {shape}")
         return coded[HEADER_BYTES:]

@@ -77,7 +77,7 @@ class CacheGenCodec(Codec):
         if int(num_words.sum()) != words.size:
             raise KVCorrupted(f"{self.identity}: {words.size} words where the layers have {num_words.tolist()}")
         if not all(bool(((numbers >= 0) & (numbers <= cachegen.HIGHEST)).all()) for numbers in (anchor_steps, steps)):
-            raise KVCorrupted(f"{self.identity}: a step that is no number from 0 to {cachegen.HIGHEST}")
+            raise KVCorrupted(f"{self.identity}: a step is not a number from 0 to {cachegen.HIGHEST}")
         return Parts(anchor_steps, steps, anchors, contexts, states, num_words, words)
 
 

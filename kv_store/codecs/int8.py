@@ -1,4 +1,4 @@
-"""`int8`: K by channel, V by token, as their outliers lie (KIVI, arXiv:2402.02750)."""
+"""`int8`: K is scaled by channel and V by token, according to where their outliers lie (KIVI, arXiv:2402.02750)."""
 
 from typing import ClassVar
 

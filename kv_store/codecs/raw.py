@@ -21,7 +21,7 @@ class RawCodec(Codec):
         return shape.num_bytes
 
     def trim(self, padded: Bytes) -> Bytes:
-        """As it is: it has no header, and is never padded."""
+        """The buffer unchanged: raw values have no header and no padding."""
         return padded
 
     def encode(self, images: Bytes, shape: PartShape) -> Bytes:

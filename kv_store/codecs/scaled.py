@@ -1,4 +1,4 @@
-"""Codecs with a byte for each number: numbers over a scale that some of them share."""
+"""Codecs with one byte for each number: the number divided by a scale that several numbers share."""
 
 import math
 from abc import abstractmethod
@@ -28,7 +28,7 @@ class ScaledCodec(Codec):
 
     @abstractmethod
     def to_codes(self, ratios: torch.Tensor) -> torch.Tensor:
-        """Codes, a byte each, of float32 numbers within `largest` either way."""
+        """Codes, one byte each, of float32 numbers between -`largest` and `largest`."""
 
     @abstractmethod
     def from_codes(self, codes: torch.Tensor) -> torch.Tensor:
@@ -59,14 +59,14 @@ class ScaledCodec(Codec):
         offset = self._scale_bytes(shape)
         scales = torch.from_numpy(body[:offset].copy().view(np.float32))
         if not bool(((scales >= 0) & (scales <= _HIGHEST)).all()):
-            raise KVCorrupted(f"{self.identity}: a scale that is no number from 0 to {_HIGHEST}")
+            raise KVCorrupted(f"{self.identity}: a scale is not a number from 0 to {_HIGHEST}")
         dtype: torch.dtype = getattr(torch, shape.dtype)
         numbers = self.from_codes(torch.from_numpy(_writable(body[offset:]))).view(shape.dimensions)
         for side, sizes in enumerate(self._scale_shapes(shape)):
             scale, scales = scales[: math.prod(sizes)].view(sizes), scales[math.prod(sizes) :]
             numbers[:, :, side] *= scale
         if not bool(numbers.isfinite().all()):
-            raise KVCorrupted(f"{self.identity}: a code that stands for no number")
+            raise KVCorrupted(f"{self.identity}: a code does not represent a number")
         most = torch.finfo(dtype).max
         torch.from_numpy(out).view(dtype).view(shape.dimensions).copy_(numbers.clamp_(-most, most))
 

@@ -1,8 +1,8 @@
 """Expected frequencies of deltas: static tables, from the narrowest to the widest.
 
-A table is a logistic distribution, whose tails lie between those of a normal and a Laplace distribution; its width goes
-by the mean |delta|. Nothing of them is in a coded value but their number. They are made in decimal arithmetic, which
-has the same digits everywhere: other tables would decode to other numbers.
+A table is a logistic distribution, whose tails lie between those of a normal and a Laplace distribution; its width
+depends on the mean |delta|. A coded value names a table only by its number. The tables are made in decimal arithmetic,
+which gives the same digits everywhere: with other tables, values would decode to other numbers.
 """
 
 from decimal import Decimal, localcontext

@@ -1,4 +1,5 @@
-"""In front of dispatch: a bounded queue of generations, from which engines get what they can take (docs/admission.md).
+"""A bounded queue of generations in front of dispatch, from which engines get as much as they can take
+(docs/admission.md).
 
 A `Visit` is one request's stay. If the queue is empty and there is room, a generation begins at once, in the same turn
 of the event loop; otherwise it waits for its turn (`fair_queue.py`) until its deadline or until the visit is closed.
@@ -101,7 +102,7 @@ class Admission:
         self.draining = ""
 
     def arrive(self, tenant: Tenant) -> "Visit":
-        """Admit a request of which only the tenant is known yet.
+        """Admit a request, when only its tenant is known.
 
         Raises:
             Draining: no new requests are taken.
@@ -118,20 +119,20 @@ class Admission:
         """Check a request before it is read, and again before it is worked on.
 
         Raises:
-            TooManyRequests: there is no place for even one choice, or the tenant's tokens of this minute are used up.
+            TooManyRequests: there is no room for even one choice, or the tenant's tokens of this minute are used up.
         """
         tenant.check_tokens()
         if not self._has_place(tenant, 1, 1):
             self._refuse()
 
     def hold(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
-        """Keep a place for all choices of a request. A request that arrives at an empty queue may have any size.
+        """Reserve places for all choices of a request. A request that arrives at an empty queue may have any size.
 
-        A key may have as much of the queue as it leaves free (dynamic thresholds; Choudhury and Hahne, 1998), so that
-        no key fills it and there is room for the next one.
+        A key may take at most as much of the queue as remains free (dynamic thresholds; Choudhury and Hahne, 1998), so
+        that no key fills it and there is room for the next one.
 
         Raises:
-            TooManyRequests: there is no place.
+            TooManyRequests: there is no room.
         """
         if not self._has_place(tenant, num_choices, num_tokens):
             self._refuse()
@@ -174,7 +175,9 @@ class Admission:
     # --- who begins -----------------------------------------------------------------------------------------------
 
     def begins_at_once(self, priority: int, tenant: Tenant) -> bool:
-        """Whether a generation need not wait: its tenant has room, and nothing that may begin is ahead of it."""
+        """Whether a generation may begin without waiting: its tenant has room, and no generation that may begin is
+        ahead of it.
+        """
         best, held_back = self._queue.best_priority, self._dispatcher.held_back()
         is_next = best is None or priority < best or (priority == best and not self._queue.has_next(held_back))
         return is_next and tenant.digest not in held_back and self._dispatcher.has_room()
@@ -223,8 +226,8 @@ class Admission:
     def settle(self, visit: "Visit", num_tokens: int, share: float) -> None:
         """Correct a visit's cost by the difference between actual and expected tokens.
 
-        Only the `share` that came through the queue was charged. The rest began while nothing waited, which costs
-        nothing; but others may since have waited for the tokens it used beyond its expected cost.
+        Only the `share` that came through the queue was charged. The rest began while nothing was waiting, which costs
+        nothing; but others may since have waited for the tokens that it used beyond its expected cost.
         """
         tenant = visit.tenant
         self._queue.settle(visit.turns, num_tokens * share, tenant.grant.weight)
@@ -307,9 +310,9 @@ class Visit:
         self._num_held, self._held_tokens = num_choices, num_tokens
 
     async def start(self, request: GenerateRequest, deliver: Deliver) -> "Generation":
-        """Begin a generation at once, without switching to another task, or when its turn comes.
+        """Begin a generation when its turn comes; at once, without switching to another task, if it need not wait.
 
-        `deliver` gets the generation before this returns, even if this is cancelled in the meantime.
+        `deliver` gets the generation before this returns, even if the call is cancelled in the meantime.
 
         Raises:
             EngineUnavailable: no engine can take it.

@@ -1,7 +1,7 @@
 """API keys: a file of names, hashes and limits; requests carry a key, and the router finds its tenant.
 
 A key is 32 random bytes, so its plain SHA-256 is safe at rest: it cannot be guessed, so a slow hash such as scrypt
-would gain nothing, and hashing slowly whatever a stranger sends would cost the router time.
+would gain nothing, and would let strangers cost the router time.
 """
 
 import hashlib
@@ -60,10 +60,10 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def grant(self) -> Grant:
-        """The key's Grant. A key without its own salt gets a secret one that disappears with the key.
+        """The key's Grant. A key without a salt of its own gets a secret one, which disappears with the key.
 
-        Values stored with another time to live may be older than this one allows, and their age is not known. So the
-        time to live is part of the salt, and such values are not found.
+        Values stored under another time to live may be older than this one allows, and their age is not known. So the
+        time to live is part of the salt, and values with another one are not found.
         """
         salt = self.salt or _digest_text(f"pdkv salt {self.hash}")
         return Grant(
@@ -164,7 +164,7 @@ def read_keys(path: Path | None) -> list[_Key] | None:
     if not given:
         return None if path is None else read_key_file(path)
     if path is not None:
-        raise ConfigError(f"the keys are those of {path} (--api-key-file) or the one of {API_KEY}: give one of them")
+        raise ConfigError(f"API keys are given both in {path} (--api-key-file) and in {API_KEY}: use only one of them")
     if len(given) < _MIN_KEY or not given.isascii() or not given.isprintable() or " " in given:
         raise ConfigError(f"{API_KEY} must have at least {_MIN_KEY} printable ASCII characters, no spaces among them")
     return [_Key(name="environment", hash=f"sha256:{_digest(given).hex()}", admin=True)]

@@ -1,11 +1,11 @@
 """Chooses the next item: by priority, then fairly between tenants by tokens, then fairly between one tenant's requests.
 
 Between tenants it is start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): each has a virtual time that rises
-by cost / weight for each item taken, and the lowest is next. A tenant that was idle starts at the time of the one taken
-last, so that idleness earns nothing. The actual cost of a request is settled afterwards, as in "Fairness in Serving
-Large Language Models" (Sheng et al., OSDI 2024). Within a tenant each request is a flow of its own, and the lowest
-finish tag is next (self-clocked fair queueing, Golestani, INFOCOM 1994): a short one overtakes a long one that came a
-little earlier, and a long one waits for later ones up to its own cost at most.
+by cost / weight for each item taken, and the tenant with the lowest is next. A tenant that was idle starts at the time
+of the tenant served last, so that idleness earns nothing. The actual cost of a request is settled afterwards, as in
+"Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Within a tenant each request is a flow of its
+own, and the lowest finish tag is next (self-clocked fair queueing, Golestani, INFOCOM 1994): a short request overtakes
+a long one that came a little earlier, and a long request waits for later ones up to its own cost at most.
 """
 
 import heapq

@@ -116,7 +116,7 @@ class Tenant:
         self.num_requests += 1
 
     def leave(self) -> None:
-        """Count a request that is over."""
+        """Count out a request that has ended."""
         self.num_requests -= 1
         assert self.num_requests >= 0, "more requests left than arrived"
 
@@ -128,7 +128,7 @@ class Tenant:
         self.num_streams += 1
 
     def leave_stream(self) -> None:
-        """Count a streaming request that is over."""
+        """Count out a streaming request that has ended."""
         self.num_streams -= 1
         assert self.num_streams >= 0, "more streams left than arrived"
 

@@ -1,4 +1,4 @@
-"""Addresses of engines, which a launcher tells the router at the start and later."""
+"""Addresses of engines, which the launcher sends to the router at the start and later."""
 
 from pathlib import Path
 from typing import Literal

@@ -17,12 +17,10 @@ class Backend(Protocol):
     num_dropped: int  # unreadable messages or frames from the engine
 
     def connect(self, listener: EngineListener) -> None:
-        """Begin to connect. The listener is told, each time, when the engine comes up, what it says, and when it is
-        gone.
-        """
+        """Begin to connect. The listener is told each time the engine comes up, sends messages or goes away."""
 
     def send(self, message: RouterToEngine) -> None:
         """Pass a message on. Only called between engine_up and engine_down."""
 
     def close(self) -> None:
-        """Disconnect for good; the listener is told nothing more. Idempotent."""
+        """Disconnect for good, without telling the listener. Idempotent."""

@@ -26,7 +26,7 @@ def beats_endpoint(endpoint: str, told: str) -> str:
 
 
 class BeatReader:
-    """Hands over the Beats of one incarnation of an engine until closed. Lives in one event loop."""
+    """Passes on the Beats of one incarnation of an engine until closed. Lives in one event loop."""
 
     def __init__(
         self,

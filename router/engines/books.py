@@ -20,7 +20,7 @@ a cache (benchmarks/policies.py --aggregated).
 
 @dataclass(slots=True)
 class Books:
-    """The work of one incarnation of an engine: the next one starts with new books."""
+    """The work of one incarnation of an engine; the next incarnation starts with new books."""
 
     requests: int = 0  # KV tokens that it has, or will get
     prefill_tokens: int = 0  # prompt tokens that it has to compute

@@ -41,8 +41,8 @@ class CacheOrders:
         self._asked: dict[str, _Asked] = {}
 
     async def ask(self, names: Sequence[str], order: CacheOrder) -> dict[str, CacheAnswer]:
-        """The answers of these engines; for one that does not answer or is gone, a TierAnswer without a tier's name
-        says why.
+        """The answers of these engines; for an engine that does not answer or is gone, a TierAnswer without a tier's
+        name says why.
         """
         order = msgspec.structs.replace(order, order_id=secrets.token_hex(8))
         asked = self._asked[order.order_id] = _Asked(names)

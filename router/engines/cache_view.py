@@ -13,12 +13,12 @@ from pdkv.wire.reports import ConnectorStats
 def describe_caches(
     engines: Sequence[EngineState], names: Mapping[int, Sequence[str]] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """JSON-ready: {"engines": [each that has reported]}. `names`: of the API keys, by owner of their KV.
+    """JSON-ready: {"engines": [each that has reported]}. `names`: the API keys' names, by the owner of their KV.
 
-    Of an engine: the blocks of its pool by class, its prompts' tokens by source, its tiers, fastest first, and its
+    For each engine: the blocks of its pool by class, its prompts' tokens by source, its tiers, fastest first, and its
     connectors over stores. Values and bytes of a tier are those that this engine wrote, and `keys` has the bytes of
-    those with terms; a tier that does not know them says only what it gave. Of a connector: seconds of loads and saves,
-    and which share of them was hidden behind computing; it has no share where it has no seconds.
+    those with terms; a tier that does not know them reports only its hits. For each connector: seconds of loads and
+    saves, and the share of them that was hidden behind computation, which is absent if there were none.
     """
     return {
         "engines": [

@@ -32,7 +32,7 @@ class Capacity:
     """All that the generations of one router hold together, compared with what the fleet can hold."""
 
     def __init__(self, fleet: Fleet, *, take_over: bool = False, clock: Callable[[], float] = MONOTONIC.now) -> None:
-        """`take_over`: engines of one role do the other's work where that has none."""
+        """`take_over`: if one role has no engine, those of the other do its work."""
         self._fleet = fleet
         self._take_over = take_over
         self.kv_tokens = 0
@@ -51,7 +51,7 @@ class Capacity:
                 places.most, places.most_at = places.running, self._clock()
 
     def leave(self, kv_tokens: int, tenant: str = "") -> None:
-        """Count a generation that is over."""
+        """Count out a generation that has ended."""
         if tenant:
             self._places[tenant].running -= 1
         self.kv_tokens -= kv_tokens
@@ -61,7 +61,7 @@ class Capacity:
 
     @property
     def free(self) -> bool:
-        """Whether one more generation may begin, whatever its size, so that none is ever too large.
+        """Whether one more generation may begin. Its size does not matter, so that no generation is ever too large.
 
         Some prefill engine must have less than STEPS_AHEAD to compute. All generations together must need less KV than
         the decode engines' pools have, unless one of these engines reports that it has slack: prompts may share KV.

@@ -9,8 +9,8 @@ from pdkv.wire.reports import LoadReport
 def describe_card(card: EngineCard | None, load: LoadReport | None = None) -> dict[str, Any]:
     """The card of the latest incarnation, JSON-ready; empty before the first.
 
-    `connector_parts` are the children, transports and tiers that the engine counts separately. For those that have
-    several ways to read a peer's KV, `kv_paths` says which one is used, by part and peer.
+    `connector_parts` are the children, transports and tiers that the engine counts separately. If a part has several
+    ways to read a peer's KV, `kv_paths` says which one is used, by part and peer.
     """
     if card is None:
         return {}

@@ -74,16 +74,16 @@ class EngineState:
 
     @property
     def has_work(self) -> bool:
-        """Whether it should be working on something for this router."""
+        """Whether the engine should be working on something for this router."""
         return self.books.requests > 0
 
     @property
     def serves(self) -> bool:
-        """Whether it may get new requests: it is ready, not a suspect, and not drained."""
+        """Whether the engine may get new requests: it is ready, not a suspect, and not drained."""
         return self.life == "ready" and not self.suspicion and not self.draining
 
     def takes(self, num_tokens: int) -> bool:
-        """Whether so many tokens, prompt and output, are within its length, as far as is known."""
+        """Whether this many tokens of prompt and output fit into its max_model_len, as far as that is known."""
         return self.card is None or num_tokens <= self.card.max_model_len
 
     @property
@@ -110,7 +110,7 @@ class EngineState:
 
     @property
     def lacks_store(self) -> bool:
-        """Whether it hands over through a store that does not answer it."""
+        """Whether it hands over through a store that does not answer."""
         return self.card is not None and self.card.kind == "store" and self.connector_problem is not None
 
     @property
@@ -175,7 +175,7 @@ class EngineState:
 
     @property
     def refused(self) -> bool:
-        """Whether it is kept out, and so is not about to come back."""
+        """Whether the engine is refused, and so will not come back by itself."""
         return self._reason() is not None
 
     def _reason(self) -> str | None:
@@ -184,7 +184,7 @@ class EngineState:
         return self.refusal or (self.note.read() if self.note is not None else None)
 
     def view(self, side: Side) -> EngineView:
-        """The engine as a candidate for one side; an aggregated engine has one amount of work for both."""
+        """The engine as a candidate for one side; an aggregated engine's load is the same for both."""
         books = self.books
         if self.role == "any":
             weight = CONTEXT_WEIGHT if side == "prefill" else 1.0
@@ -213,7 +213,7 @@ class Fleet:
     """All engines by name. Incarnations come and go."""
 
     def __init__(self, *, complete_once: bool = False, identity: str = "") -> None:
-        """`identity`: of the model that engines must have; empty: that of the first engine to come up."""
+        """`identity`: identity of the model that engines must have; empty: that of the first engine to come up."""
         self.engines: dict[str, EngineState] = {}
         self.complete_once = complete_once  # every engine has been ready at the same time
         self._identity = identity
@@ -252,8 +252,8 @@ class Fleet:
         """Note that an incarnation of the engine is ready.
 
         Raises:
-            IncompatiblePeers: it cannot exchange KV with the engines that are ready, or has another model than the
-                deployment started with; it is refused.
+            IncompatiblePeers: the engine cannot exchange KV with the engines that are ready, or has another model than
+                the deployment started with. It is then refused.
         """
         state = self.engines[name]
         try:
@@ -409,8 +409,8 @@ class Fleet:
         return [e.view(side) for e in paired]
 
     def too_short(self, request: GenerateRequest, num_output: int) -> set[str]:
-        """Engines whose lengths a request behind so many output tokens exceeds: those that decode have to take all of
-        it, prefill engines the prompt, what is out, and one token more.
+        """Engines whose max_model_len is too small for a request that has `num_output` tokens already: engines that
+        decode must take its full length, prefill engines the prompt, the output so far and one more token.
         """
         most = request.most_tokens(num_output)
         if most <= self._shortest:
@@ -419,7 +419,9 @@ class Fleet:
         return {e.name for e in self.engines.values() if not e.takes(so_far if e.role == "prefill" else most)}
 
     def decode_suffices(self, short: Collection[str]) -> bool:
-        """Whether decode engines compute what these are `too_short` for: prefill engines are among them."""
+        """Whether decode engines compute a prompt for which these engines are `too_short`: prefill engines are among
+        them.
+        """
         return any(self.engines[name].role == "prefill" for name in short)
 
     def can_lend(self, lender: str, borrower: str, failing: Collection[tuple[str, str]]) -> bool:
@@ -487,7 +489,7 @@ class Fleet:
                 self.succeeded(name, now)
 
     def tick(self) -> None:
-        """Count one tick of TICK_S; engines that speak reset their own count."""
+        """Count one tick of TICK_S of silence; engines that send something reset their own count."""
         for engine in self.engines.values():
             engine.health.tick(engine.has_work)
         self.doubted = [engine for engine in self.engines.values() if engine.suspicion]

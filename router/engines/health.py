@@ -21,7 +21,7 @@ SILENT_TICKS = 8
 """Ticks of silence after which an engine that has work and should beat is a suspect: stopped, or starved."""
 
 IDLE_SILENT_TICKS = 30
-"""The same for an engine without work."""
+"""As above, for an engine without work."""
 
 
 MUTE_TICKS = 10
@@ -79,8 +79,8 @@ class EngineHealth:
         self.silent = False
 
     def tick(self, has_work: bool) -> None:
-        """Count one tick of TICK_S. An engine that was silent with work stays so until heard, even if its work goes
-        away.
+        """Count one tick of TICK_S. An engine that fell silent while it had work counts as silent until it is heard
+        again, even if its work goes away.
         """
         self.quiet_ticks += 1
         self.mute_ticks += 1
@@ -88,7 +88,7 @@ class EngineHealth:
             self.silent = True
 
     def answered(self, now: float) -> None:
-        """Note that a request succeeded there, which outweighs an earlier failed probe."""
+        """Note that a request succeeded on the engine, which outweighs an earlier failed probe."""
         self.last_good = now
         if self.last_probe is not None and self.last_probe.fault:
             self.last_probe = ProbeResult(now, 0.0)
@@ -99,9 +99,8 @@ class EngineHealth:
         return round(self.quiet_ticks * TICK_S, 3) if self.beats else 0.0
 
     def explains_timeout(self) -> bool:
-        """Whether there is evidence that a request with a short deadline missed it through the engine's fault.
-
-        The engine is a suspect, or it has work but runs no step and has been quiet about it for a while.
+        """Whether there is evidence that a request with a short deadline missed it through the engine's fault: the
+        engine is a suspect, or has had work for a while without running a step or sending anything.
         """
         return bool(self.suspicion) or (self.mute_ticks >= MUTE_TICKS and self.busy_s < LATE_S)
 
@@ -123,7 +122,7 @@ class EngineHealth:
 
 
 def log_suspects(before: Collection[str], now: Mapping[str, str]) -> None:
-    """Log which engines have become suspects (`now`: with why), and which are suspects no more."""
+    """Log which engines have become suspects (`now`: with why), and which no longer are."""
     for name in now.keys() - set(before):
         logger.warning("%s is a suspect: it %s", name, now[name])
     for name in set(before) - now.keys():

@@ -73,11 +73,11 @@ class Speeds:
         self._lost_s = 0.0  # per loan, on average
 
     def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Record a load from a peer that went well."""
+        """Record a successful load from a peer."""
         self._loads.add(num_bytes, seconds)
 
     def lent(self) -> None:
-        """Record a loan that was read."""
+        """Record a successful loan."""
         self._lost_s *= DECAY
 
     def lost(self, seconds: float) -> None:
@@ -128,7 +128,7 @@ class Speeds:
         return at_rest + per_request * num_requests
 
     def forget(self, engine: str) -> None:
-        """Forget an engine that is gone; its next incarnation may run elsewhere, and counts from zero."""
+        """Forget an engine that is gone; its next incarnation may run elsewhere and starts from zero."""
         self._prefills.pop(engine, None)
         self._steps.pop(engine, None)
         self._reads.pop(engine, None)
@@ -139,7 +139,7 @@ class Speeds:
         return at_rest + per_byte * num_bytes
 
     def costs(self, engine: str, num_tokens: int, num_bytes: int) -> Costs:
-        """Costs of loading and of computing this many tokens that `engine` lacks and has to compute tokens after
+        """Costs of loading and of computing this many tokens that `engine` lacks, given that it computes later tokens
         anyway.
         """
         token_s = self.token_s(engine)

@@ -67,7 +67,8 @@ class Dispatcher(Listener):
     ) -> None:
         """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is used.
 
-        `await_all`: ready only once every engine has been ready; otherwise as soon as a prompt can be run and decoded.
+        `await_all`: the dispatcher is ready only once every engine has been ready; otherwise as soon as a prompt can be
+        run and decoded.
 
         Raises:
             ConfigError: unknown policy.
@@ -177,9 +178,9 @@ class Dispatcher(Listener):
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest prompt + output that all engines that decode take, in tokens; None before any was ready. One that
-        died may be back before what is taken in the meantime is run: what it takes still holds. Prefill engines may
-        take less: decode engines run by themselves what is too long for those.
+        """The longest prompt + output in tokens that every decoding engine accepts; None before any was ready. The
+        limit of a dead engine still counts, since it may be back before a request admitted meanwhile is run. Prefill
+        engines may have lower limits: decode engines run longer prompts by themselves.
         """
         engines = self.fleet.engines.values()
         cards = (engine.card for engine in engines if engine.role != "prefill" and not engine.refusal)
@@ -254,7 +255,7 @@ class Dispatcher(Listener):
         return self._launch(prompt, route, now)
 
     def start_on(self, name: str, request: GenerateRequest) -> Generation:
-        """Send a request to this engine, which must be ready and does all of it, whatever its role."""
+        """Send a request to this engine, which must be ready and runs all of the request, whatever its role."""
         self.counters.started += 1
         now = self._clock()
         return self._launch(self._holdings.of(request, now), Route(name, name), now)
@@ -282,9 +283,9 @@ class Dispatcher(Listener):
         """Move a generation from a live engine to another one, which counts as a migration.
 
         Args:
-            away_from: default: the engine that decodes, or else the one that runs the prompt.
+            away_from: the engine to leave; default: the engine that decodes, or else the one that runs the prompt.
             spared: the move counts towards no limit: nothing is wrong with the engine or the generation.
-            alone: it may be the reason why the engine is late, and runs alone on the next one at first.
+            alone: the generation may be why the engine is late, so it first runs alone on the next one.
 
         Returns:
             False if it stays where it is: it has ended, does not depend on that engine, has been moved too often, or

@@ -10,13 +10,13 @@ TOKENS_TO_CLEAR = 2
 
 
 def is_final(error: PdkvError | None) -> TypeGuard[RequestFailed]:
-    """Whether an engine says that any other one would fail the request, too. One engine alone is not believed."""
+    """Whether the error claims that any engine would fail the request. One engine's claim alone is not believed."""
     return isinstance(error, RequestFailed) and not error.retryable
 
 
 @dataclass(slots=True)
 class FailureRecord:
-    """The failures of a generation that some engine failed; others have none."""
+    """The failures of one generation; exists only for generations that some engine failed."""
 
     failed: dict[str, str] = field(default_factory=dict)  # engine -> epoch of the incarnation that failed it last
     left: dict[str, str] = field(default_factory=dict)  # the same, for engines that it was moved off
@@ -43,5 +43,5 @@ class FailureRecord:
         self.clear_at = num_tokens + TOKENS_TO_CLEAR
 
     def clear(self) -> None:
-        """Clear the suspicion: it made progress, so it has not killed an engine."""
+        """Clear the suspicion: the generation made progress, so it did not kill the engine."""
         self.clear_at = self.num_deaths = self.num_deaths_alone = 0

@@ -46,7 +46,7 @@ _NOTHING: Sends = ()
 
 
 class RequestFlow(FlowState):
-    """One generation from its first Submit to its end. `attempt` is raised only here."""
+    """One generation from its first Submit to its end. `attempt` is incremented only here."""
 
     def start(self, now: float) -> Sends:
         """The first messages of the route."""
@@ -91,7 +91,7 @@ class RequestFlow(FlowState):
         return sends
 
     def reset(self) -> Sends:
-        """Drop everything of this attempt but its tokens; the flow then awaits another route."""
+        """Drop everything of this attempt except its tokens; the flow then awaits another route."""
         assert self.failure is not None or self.awaits_decode
         sends = self._close()
         self.attempt += 1
@@ -104,7 +104,7 @@ class RequestFlow(FlowState):
         return sends
 
     def restart(self, route: Route, now: float) -> Sends:
-        """Start again on other engines after a failure, continuing after the tokens so far; raises `attempt`."""
+        """Start again on other engines after a failure, continuing after the tokens so far; increments `attempt`."""
         return [*self.reset(), *self.begin(route, now)]
 
     def give_up(self) -> Sends:
@@ -153,7 +153,7 @@ class RequestFlow(FlowState):
         return _NOTHING
 
     def go_without_loan(self, code: str, now: float) -> Sends:
-        """Compute what was to be lent: the lender has nothing, is gone, or takes too long. Idempotent."""
+        """Compute the KV that was to be lent, since the lender has none, is gone, or takes too long. Idempotent."""
         state, sends = self.loan.state, self.loan.end()
         if self.ended or state in ("wanted", "over"):
             return sends
@@ -181,18 +181,20 @@ class RequestFlow(FlowState):
         return self.fail(error, retryable=True, engine=engine)
 
     def finish(self) -> Sends:
-        """End it because the client has everything: a stop string, or a tool call, ended its text. Idempotent."""
+        """End the generation because the client has everything: a stop string or a tool call ended its text.
+        Idempotent.
+        """
         if self.ended:
             return _NOTHING
         self.finish_reason, self.is_cut = "stop", True
         return self._close()
 
     def abort(self) -> Sends:
-        """End it because the client gave up. Idempotent."""
+        """End the generation because the client gave up. Idempotent."""
         return self.fail(RequestAborted("the request was aborted", request_id=self.request_id))
 
     def expire(self, now: float) -> Sends:
-        """End it because the time is up: its own, or no token has come for too long. Idempotent."""
+        """End the generation because its deadline has passed, or no token has come for too long. Idempotent."""
         message = f"the request took longer than {self.request.timeout_s:g} s"
         if now < self.deadline:
             message = f"no token came for {self.request.stall_timeout_s:g} s"

@@ -78,7 +78,7 @@ class FlowState:
 
     @property
     def name(self) -> RequestName:
-        """Its name in log lines."""
+        """The generation's name in log lines."""
         request = self.request
         return RequestName(self.request_id, self.attempt, label=request.label, traceparent=request.traceparent)
 
@@ -94,7 +94,7 @@ class FlowState:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over: `finish_reason` or `failure` tells how."""
+        """Whether the generation has ended: `finish_reason` or `failure` tells how."""
         return self.finish_reason is not None or self.failure is not None
 
     @property
@@ -104,7 +104,7 @@ class FlowState:
 
     @property
     def awaits_decode(self) -> bool:
-        """Whether the prompt is handed off, and `bind_decode` must say to which engine."""
+        """Whether the prompt has been handed off and `bind_decode` must name the decode engine."""
         return self._handoff is not None and not self.route.decode and not self.ended
 
     @property
@@ -119,7 +119,7 @@ class FlowState:
 
     @property
     def engines_in_use(self) -> tuple[str, ...]:
-        """Engines that have a part of it, or will get one."""
+        """Engines that run a part of the generation, or will."""
         route = self.route
         if self.ended or route is NOWHERE:
             return ()
@@ -129,18 +129,18 @@ class FlowState:
         return (*prefill, route.decode) if self.decode == "running" else prefill
 
     def runs_on(self, engine: str) -> bool:
-        """Whether the engine has been given a part that is not over."""
+        """Whether the engine has been given a part that has not ended."""
         route = self.route
         return (engine == route.decode and self.decode == "running") or (
             engine == route.prefill and self.prefill == "running"
         )
 
     def attempt_on(self, engine: str) -> int:
-        """The attempt under which the engine knows its part."""
+        """The attempt number under which the engine knows its part."""
         return self.attempt if engine == self.route.decode else self.prefill_attempt
 
     def depends_on(self, engine: str) -> bool:
-        """Whether it cannot continue without this engine: a part runs there, or KV is read from there."""
+        """Whether the generation cannot continue without this engine: a part runs there, or KV is read from there."""
         return engine != "" and engine in self.engines
 
     def is_new_on(self, engine: str) -> bool:
@@ -150,7 +150,7 @@ class FlowState:
         return True
 
     def accepts(self, engine: str, message: FlowMessage) -> bool:
-        """Whether the message is about a part that this engine has."""
+        """Whether the message is about a part that this engine runs."""
         route = self.route
         if engine == route.decode and message.attempt == self.attempt:
             return True
@@ -176,12 +176,14 @@ class FlowState:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Engines that work on it, will, or hold something for it: a prefill engine until its lease may end."""
+        """Engines that work on the generation, will, or hold something for it: a prefill engine until its lease may
+        end.
+        """
         if self.ended:
             return ()
         over = self.route.aggregated or (self.prefill == "done" and self._released)
         return (self.route.decode,) if over else (self.route.prefill, self.route.decode)
 
     def take_delta(self) -> Delta | None:
-        """Everything that has piled up since the last call (`Output.take`)."""
+        """All output since the last call (`Output.take`)."""
         return self.output.take(self.finish_reason, self.stop_token_id)

@@ -63,7 +63,7 @@ class Generation:
 
     @property
     def num_attempts(self) -> int:
-        """How often engines were given it, the first time included."""
+        """How often the generation was given to engines, including the first time."""
         return self.flow.attempt + 1
 
     @property
@@ -96,7 +96,7 @@ class Generation:
         return now - max(self.last_token_at, self.asked_at) >= max(least_s, 5 * gap_s)
 
     def enter(self, fleet: Fleet) -> None:
-        """Enter it in the books of the engines that it runs on, and of no others."""
+        """Enter the generation in the books of the engines that it runs on, and of no others."""
         flow = self.flow
         for entry in self.entries:
             entry.strike()
@@ -118,8 +118,8 @@ class Generation:
             self._on_end(self, self.flow.abort())
 
     def finish(self) -> None:
-        """End it because the reader has everything: the engines stop, and their work counts as successful. Idempotent,
-        as `abort`.
+        """End the generation because the reader has everything: the engines stop, and their work counts as successful.
+        Idempotent, as `abort`.
         """
         if not self.flow.ended:
             self._on_end(self, self.flow.finish())
@@ -174,7 +174,7 @@ class Generation:
         self.last_token_at = now
 
     def take_arrivals(self) -> list[float]:
-        """When tokens arrived since the last call, whenever the reader takes them."""
+        """The arrival times of tokens since the last call; they do not depend on when the reader takes the tokens."""
         arrivals, self._arrivals = self._arrivals, []
         return arrivals
 

@@ -1,4 +1,4 @@
-"""Refuses grammars that engines gave up as too costly, by their digest, before any engine is asked."""
+"""Refuses grammars, by digest, that engines gave up as too costly, before any engine gets them."""
 
 from pdkv.errors import GrammarGivenUp
 from pdkv.sampling.shape import Grammar

@@ -1,5 +1,5 @@
-"""Loans of KV out of another engine's cache for a prompt. The lender is asked before the prompt's engine, which reads
-the KV; the loan ends when that engine has it, or continues without it (docs/kv-hierarchy.md).
+"""Loans of KV out of another engine's cache for a prompt. The lender is asked before the prompt's engine is, which
+reads the KV; the loan ends when that engine has the KV or continues without it (docs/kv-hierarchy.md).
 """
 
 from typing import Literal, NamedTuple
@@ -44,7 +44,7 @@ class Loan:
         self.handoff: KVHandoff | None = None  # told to the borrower while granted
 
     def ask(self, request: GenerateRequest, num_tokens: int, timeout_s: float) -> Submit:
-        """The question to the lender, which has this many of the prompt's first tokens as far as is known."""
+        """The request to the lender, which has this many of the prompt's first tokens as far as is known."""
         self.state = "asked"
         return Submit(
             request_id=self.key.request_id,
@@ -64,7 +64,7 @@ class Loan:
         )
 
     def grant(self, message: HandedOff) -> bool:
-        """Take the lender's consent; False: it comes too late, or names something other than was asked for."""
+        """Accept the lender's hand-off; False: it comes too late, or is not what was asked for."""
         handoff = message.handoff
         named = (handoff.engine, handoff.transfer_id, handoff.attempt, handoff.lent)
         if self.state != "asked" or named != (self.lender, *self.key[1:], True):
@@ -79,6 +79,6 @@ class Loan:
         return [(self.lender, KVTicket(self.key.request_id, self.key.attempt, ticket))]
 
     def end(self) -> list[tuple[str, RouterToEngine]]:
-        """End the loan: the lender's lease ends, even one that it is about to grant. Idempotent."""
+        """End the loan, and with it the lender's lease, even one not yet granted. Idempotent."""
         held, self.state, self.handoff = self.state in ("asked", "granted"), "over", None
         return [(self.lender, Release(*self.key[1:], lent=True))] if held else []

@@ -36,7 +36,7 @@ class Mover:
     """Looks for requests that depend on suspects, once per tick."""
 
     def __init__(self, fleet: Fleet, move: Move, *, take_over: bool = False) -> None:
-        """`take_over`: if no engine can be used for one side, those of the other do its work, too."""
+        """`take_over`: if no engine can be used for one side, those of the other side do its work, too."""
         self.num_moved = 0
         self._take_over = take_over
         self._fleet = fleet
@@ -128,12 +128,12 @@ class _Stuck(NamedTuple):
 
     @property
     def has_grammar(self) -> bool:
-        """Whether its grammar may be the reason why its engine is late."""
+        """Whether the request's grammar may be why its engine is late."""
         return self.generation.flow.request.params.grammar is not None
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that would have to be computed, or sent, again."""
+        """Tokens that would have to be computed or sent again."""
         flow = self.generation.flow
         return len(flow.request.prompt_token_ids) + len(flow.output_token_ids)
 
@@ -159,7 +159,7 @@ class _Room:
 
     @property
     def num_tokens(self) -> int:
-        """The most tokens of a request that fits; it gets one block more to continue in."""
+        """The largest request that fits, in tokens; it gets one extra block to continue in."""
         return (self.num_free - 1) * self.block_size - 1
 
     def take(self, num_tokens: int) -> None:

@@ -1,4 +1,4 @@
-"""The output of one generation: each token once, whichever engine it came from, and the part still to be taken."""
+"""The output of one generation: each token once, whichever engine it came from, and which part is still to be taken."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ class Output:
         self._pending_prompt_logprobs: PromptLogprobs | None = None
 
     def fault_of(self, message: Tokens) -> str:
-        """What is wrong with tokens that no correct engine would send; empty: nothing."""
+        """Why no correct engine could have sent these tokens; empty if one could."""
         num_tokens = len(message.token_ids)
         if message.position > len(self.token_ids):
             return f"token {message.position} before {len(self.token_ids)}"
@@ -63,8 +63,8 @@ class Output:
         return token_ids
 
     def take(self, reason: FinishReason | None, stop_token_id: int | None) -> Delta | None:
-        """Everything since the last call, at most MAX_TAKEN tokens; None if there is nothing. The end comes once, with
-        or after the last tokens.
+        """Everything since the last call, at most MAX_TAKEN tokens; None if there is nothing. The end is reported once,
+        with or after the last tokens.
         """
         if not self._pending and (reason is None or self._end_taken):
             return None
@@ -83,7 +83,7 @@ class Output:
 
     @property
     def piles_up(self) -> bool:
-        """Whether there is something left for another call of `take`."""
+        """Whether another call of `take` would return something."""
         return bool(self._pending)
 
     def is_last(self, num_tokens: int) -> bool:

@@ -22,7 +22,9 @@ class Placement:
         self._clock = clock
 
     def place(self, generation: Generation) -> Sends:
-        """Choose its engines; it is parked if one may yet come, and otherwise fails with its last error."""
+        """Choose the generation's engines. If none can be used, it is parked if one may yet come, and otherwise fails
+        with its last error.
+        """
         try:
             sends = self._try(generation)
         except EngineUnavailable as error:

@@ -1,5 +1,5 @@
-"""Decides about generations that their engines failed: whether they continue, which engines they avoid, and what they
-wait for.
+"""Decides what happens to generations after an engine fails them: whether they continue, which engines they avoid, and
+what they wait for.
 
 docs/failures.md is the table behind it.
 """
@@ -43,7 +43,7 @@ class Recovery:
     # --- may it continue ------------------------------------------------------------------------------------------
 
     def may_go_on(self, generation: Generation) -> bool:
-        """Whether its limits allow another loss."""
+        """Whether the generation's limits allow it to lose another engine."""
         failures = generation.failures or FailureRecord()
         num_lost = failures.num_migrations if generation.flow.output_token_ids else failures.num_retries
         return failures.spared or num_lost < self._limit(generation)
@@ -58,10 +58,10 @@ class Recovery:
 
     @contextmanager
     def leaving(self, generation: Generation, engine: str, *, alone: bool) -> Iterator[None]:
-        """Note that it is being moved off an engine: it does not return there now, nor while that engine is a suspect
-        or draining.
+        """Note that the generation is being moved off an engine. It does not return there now, nor while that engine is
+        a suspect or draining.
 
-        `alone`: it may be the reason why the engine is late, which counts like a death: it runs alone next.
+        `alone`: the generation may be why the engine is late, which counts like a death: it runs alone next.
         """
         failures = self._failures_of(generation)
         if alone:
@@ -128,8 +128,8 @@ class Recovery:
         return None
 
     def excluded(self, generation: Generation) -> Collection[str]:
-        """Engines that it must not be sent to: those too short for it, those that failed it, those that it left and
-        that are not well yet, and for a suspect those that run another one.
+        """Engines to which the generation must not be sent: those with too small a max_model_len, those that failed it,
+        those that it left and that have not recovered, and, for a suspect, those that run another suspect.
         """
         failures, names = generation.failures, self._too_short(generation)
         if failures is None:
@@ -145,7 +145,9 @@ class Recovery:
         return names
 
     def note_draws(self, generation: Generation) -> None:
-        """It migrates, if it does: where tokens are sampled, to an engine whose draws have the same version."""
+        """Note the version of the engine's draws: a generation that samples migrates only to engines with the same
+        version.
+        """
         flow = generation.flow
         engine = self._fleet.engines.get(flow.route.decode or flow.route.prefill)
         if flow.output_token_ids and not flow.request.params.greedy and engine is not None and engine.card is not None:
@@ -155,11 +157,12 @@ class Recovery:
     # --- requests that kill engines -----------------------------------------------------------------------------------
 
     def engine_died(self, engine: str, victims: Sequence[Generation], handling: Collection[RequestKey]) -> None:
-        """Find the requests that may have killed an engine. `handling`: requests with messages that it was taking in.
+        """Find the requests that may have killed an engine. `handling`: requests with messages that the engine was just
+        taking in.
 
-        If that was one request, or one ran there alone, it is the one. Otherwise any request may be to blame of which
-        the engine had yet to compute a token, or that was on a dying engine before: each of them is run alone. If there
-        are several, the loss counts towards no request's limits, since another may be to blame.
+        If there is one, or a single request ran there alone, that request is to blame. Otherwise each request may be to
+        blame for which the engine had yet to compute a token, or that was on a dying engine before: these are run
+        alone. If there are several, the loss counts towards no request's limits, since another one may be to blame.
         """
         alone = self.trials.engine_died(engine)
         victims = [g for g in victims if g.flow.depends_on(engine)]  # a transfer from there is its work, too
@@ -180,8 +183,8 @@ class Recovery:
                     failures.suspect(len(flow.output_token_ids))
 
     def track(self, generation: Generation) -> bool:
-        """Note where a suspect runs, or that it no longer is one. True: an engine has become free for another
-        suspect.
+        """Note where a suspect runs, or that the generation no longer is a suspect. True: an engine has become free for
+        another suspect.
         """
         failures = generation.failures
         if failures is None:
@@ -191,7 +194,7 @@ class Recovery:
         return self.trials.track(generation)
 
     def trial_tokens(self, generation: Generation) -> int:
-        """New tokens that it must produce alone; 0: it is not a suspect."""
+        """New tokens that the generation must produce while it runs alone; 0: it is not a suspect."""
         failures = generation.failures
         return 0 if failures is None else max(failures.clear_at - len(generation.flow.output_token_ids), 0)
 
@@ -203,7 +206,7 @@ class Recovery:
         return len(self._parked)
 
     def may_wait(self, generation: Generation) -> bool:
-        """Whether an engine that it needs may come back, or become free of another suspect."""
+        """Whether an engine that the generation needs may come back, or become free of another suspect."""
         failures = generation.failures or FailureRecord()
         if is_final(failures.error):
             return False  # what may be its own fault waits for no second engine
@@ -212,7 +215,7 @@ class Recovery:
         return any(found) if self.config.take_over else all(found)
 
     def sides_needed(self, generation: Generation) -> tuple[Side, ...]:
-        """Engines of which sides it needs to go on from the beginning, or from its hand-off."""
+        """The sides of which the generation needs engines to go on from the beginning, or from its hand-off."""
         alone = generation.flow.awaits_decode or self._fleet.decode_suffices(self._too_short(generation))
         return ("decode",) if alone else ("prefill", "decode")
 
@@ -231,7 +234,7 @@ class Recovery:
                 yield is_equal and has_room and failures.failed.get(engine.name) != engine.card.epoch
 
     def park(self, generation: Generation) -> None:
-        """Let it wait until an engine comes, or for its deadline."""
+        """Let the generation wait for an engine, at most until its deadline."""
         if generation.request_id not in self._parked:
             logger.info("request %s waits for an engine", generation.flow.name)
             self._parked[generation.request_id] = generation
@@ -245,7 +248,7 @@ class Recovery:
         return generation.request_id in self._parked
 
     def kind_of(self, generation: Generation) -> object:
-        """A key that is equal for generations excluded from the same engines."""
+        """A key that is the same for generations excluded from the same engines."""
         failures, flow = generation.failures, generation.flow
         short = frozenset(self._too_short(generation))
         if failures is None:

@@ -138,7 +138,7 @@ class Delays:
         self.inference = Histogram(PHASE_S)
 
     def transferred(self, message: Loaded) -> None:
-        """Record a load from a peer that went well."""
+        """Record a successful load from a peer."""
         self.transfer.observe(message.seconds)
         self.transfer_bytes.observe(message.num_bytes)
 

@@ -1,4 +1,4 @@
-"""Which suspect each engine has, and which of them currently runs alone (docs/failures.md)."""
+"""Which suspected request each engine has, and which of them currently runs alone (docs/failures.md)."""
 
 from pdkv.router.generations.generation import Generation
 from pdkv.wire.messages import Trial
@@ -29,8 +29,8 @@ class Trials:
         return self._alone.pop(engine, None)
 
     def track(self, generation: Generation) -> bool:
-        """Note where it runs, or that it is no longer a suspect. True: an engine has become free for another
-        suspect.
+        """Note where a suspect runs, or that the generation no longer is one. True: an engine has become free for
+        another suspect.
         """
         failures, flow = generation.failures, generation.flow
         had = {name for name, other in self.suspects.items() if other is generation}

@@ -74,20 +74,20 @@ def create_app(
     tracer: Tracer | None = None,
     watchdog: LoopWatchdog | None = None,
 ) -> FastAPI:
-    """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state` has the
-    `caches` and `figures` that `LauncherPages` take, the `bodies` and the `drain`.
+    """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state` has the `caches`
+    and `figures` that `LauncherPages` take, the `bodies` and the `drain`.
 
     Args:
-        names: of the model; the first one is that of answers and metrics.
-        max_model_len: longest prompt + output in tokens; None: the model's. Engines with less make it less.
-        config: default: the options'.
-        bodies: the budget of bodies' bytes, where others take of it, too.
+        names: the model's names; answers and metrics use the first.
+        max_model_len: longest prompt + output in tokens; None: the model's. Engines with a lower limit reduce it.
+        config: the router's options (default: their default values).
+        bodies: the budget for bodies, if it is shared with others.
         admission: the queue in front of the dispatcher (default: one as `config` says).
         keys: API keys that clients need (default: they need none).
-        sampling_defaults: fields of SamplingParams that requests get where they say nothing (`read_sampling_defaults`).
-        logits_processors: names of those that engines have.
-        operations: where there are `keys`, what those with `admin` may have done.
-        tracer, watchdog: what else looks on; started and closed by the caller.
+        sampling_defaults: fields of SamplingParams for parameters that requests leave out (`read_sampling_defaults`).
+        logits_processors: names of the engines' logits processors.
+        operations: the operations that keys with `admin` may request, if there are `keys`.
+        tracer, watchdog: observers, which the caller starts and closes.
     """
     config = config or RouterConfig()
     api, limits = config.api, config.http
@@ -185,7 +185,7 @@ class _App(FastAPI):
         keys: KeyRing | None,
         access: AccessConfig,
     ) -> None:
-        """`endpoints`: by path, of POST; they write access lines of their own."""
+        """`endpoints`: POST endpoints by path; they write their own access lines."""
         browsers: dict[str, Any] = {"allow_origins": access.cors_origin, "allow_methods": ["GET", "POST"]}
         browsers["allow_headers"] = ["*"]
         layers = [Middleware(AccessLogged), Middleware(PlainPaths)]
@@ -238,7 +238,7 @@ class _App(FastAPI):
 
 
 def body_budget(limits: HttpLimits) -> ByteBudget:
-    """The budget of all bodies that are being received or not yet tokenized."""
+    """The budget for all bodies that are being received or are not yet tokenized."""
     memory = limits.max_body_memory
     return ByteBudget(memory, "the bodies (--max-body-memory)", largest=limits.max_body_bytes, unread=memory // 4)
 

@@ -1,6 +1,7 @@
-"""The endpoints that generate, as bare ASGI: body in, one JSON reply or a stream of events out.
+"""The generating endpoints, as bare ASGI: body in, one JSON reply or a stream of events out.
 
-No framework between a token and the socket: a response costs one extra task, which waits for the client to go away.
+There is no framework between a token and the socket: a response costs one extra task, which waits for the client to
+disconnect.
 """
 
 import asyncio

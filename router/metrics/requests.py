@@ -267,7 +267,7 @@ class RequestMetrics:
             self._metrics.scheduling.observe(self.dispatched_at - self.prepared_at)
 
     def first_token(self, now: float) -> None:
-        """Note that a choice's first tokens came from the engines at `now`; the request's first ones count."""
+        """Note that a choice's first tokens came from the engines at `now`; the first choice to get them counts."""
         if not self.first_token_at:
             self.first_token_at = now
             self._metrics.first_token.observe(now - self.began)

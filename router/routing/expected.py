@@ -1,4 +1,4 @@
-"""What engines are about to have: blocks of prompts that they were given, before their own events speak of these."""
+"""The KV that engines are about to have: blocks of prompts given to them, until their own events report them."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -29,8 +29,8 @@ class _Life:
 class ExpectedKV:
     """Keys by engine, each until the engine's events name it or EXPECTED_S have passed.
 
-    Without it, a prefix is nowhere between the choice of an engine and that engine's first event: prompts that share
-    it are computed on several engines at once and evict others there, and misses and queues feed each other
+    Without this, a prefix would be known nowhere between the choice of an engine and that engine's first event: prompts
+    that share it are computed on several engines at once and evict others there, and misses and queues feed each other
     (benchmarks/policies.py).
     """
 
@@ -45,7 +45,7 @@ class ExpectedKV:
         return len(self._ends)
 
     def add(self, engine: str, keys: Sequence[bytes], now: float) -> None:
-        """The engine was given a prompt, and these keys of it are missing there."""
+        """Note that the engine was given a prompt, of which it lacks these keys."""
         if keys:
             life = self._lives.setdefault(engine, _Life(engine))
             self._given.append((now + EXPECTED_S, life, keys))

@@ -87,7 +87,7 @@ class Holdings:
         return PromptKV(request, request.keys.of(root, request.prompt_token_ids), self, now)
 
     def given(self, prompt: PromptKV, engine: str, offer: Offer | None, now: float) -> int:
-        """An engine is given the prompt, and is expected to have all of it soon; returns its `uncached_tokens`."""
+        """Note that an engine is given the prompt, so it will soon have all of it; returns its `uncached_tokens`."""
         num_uncached = self.uncached_tokens(prompt, engine, offer)
         self.index.expected.add(engine, prompt.keys[prompt.cached.get(engine, 0) // HASH_BLOCK_SIZE :], now)
         return num_uncached
@@ -103,8 +103,8 @@ class Holdings:
         return found
 
     def uncached_tokens(self, prompt: PromptKV, engine: str, offer: Offer | None = None) -> int:
-        """Prompt tokens that the engine will have to compute, as far as is known, at least one block. Loaded tokens
-        count for the time that their load takes.
+        """Number of prompt tokens that the engine will have to compute, as far as is known; at least one block's.
+        Loaded tokens count as the tokens that it could compute during their load.
         """
         own, lent = prompt.expected(engine), 0 if offer is None else offer.num_tokens
         num_saved = self._worth(engine, own, prompt.reaches, lent)

@@ -2,8 +2,8 @@
 
 A block key is a hash of the whole prefix up to it, so the radix tree needs no nodes: a table from key to the engines
 that hold it, as a bit mask, is the tree, and a match is a walk along the prompt's own keys. Engines whose layers all
-have a window need only the end of a prefix, and soon have no more than that: their match is the last place that ends
-enough consecutive keys.
+have a window need only the end of a prefix, and soon hold nothing else: their match is the last place where enough
+consecutive keys end.
 
 No single call takes long, whatever an engine holds. An engine that dies or starts over loses its bit: from then on it
 matches nothing, and `work` clears the bit from the table slice by slice before another engine gets it. Events of more
@@ -60,7 +60,7 @@ class PrefixIndex:
     """Keys by engine. Memory is one table entry per distinct key."""
 
     def __init__(self, hash_block_size: int = HASH_BLOCK_SIZE, *, on_work: Callable[[], None] | None = None) -> None:
-        """`on_work` is called when `work` has something to do again, and must see to it that `work` is called."""
+        """`on_work` is called when `work` has something to do again, and must arrange for `work` to be called."""
         self.hash_block_size = hash_block_size
         self.expected = ExpectedKV()
         self.num_gaps = 0
@@ -94,7 +94,7 @@ class PrefixIndex:
         return 0 if part is None else part.num_keys
 
     def add_engine(self, engine: str, max_keys: int = sys.maxsize, *, num_needed: int = 0) -> None:
-        """Start an empty part; an engine's first batch says what it holds. Keys beyond `max_keys` are dropped.
+        """Start an empty part; the engine's first batch reports what it holds. Keys beyond `max_keys` are dropped.
 
         Args:
             num_needed: consecutive keys at the end of a prefix that make a hit (`keys_needed`); 0: all keys are needed.
@@ -406,7 +406,8 @@ def _masks_in_a_row(masks: Sequence[int], count: int) -> list[int]:
 
 
 def keys_needed(layout: KVLayout, hash_block_size: int) -> int:
-    """The `num_needed` of an engine for `PrefixIndex.add_engine`: keys of the blocks that a token after a prefix sees.
+    """The `num_needed` of an engine for `PrefixIndex.add_engine`: keys of the blocks that a token after a prefix
+    attends to.
 
     The keys of an engine are those of its first KV group, which has a window only if all groups have one. The largest
     window counts.

@@ -39,14 +39,14 @@ MAX_LOCAL_TOKENS = 256
 """Prompt tokens that a decode engine may lack; if it lacks more, prefill is used, whatever the cost."""
 
 LOCAL_FRACTION = 0.25
-"""The same limit as a share of the prompt: a conversation's next turn goes to its KV, not a whole prompt to an idle
+"""That limit as a share of the prompt: a conversation's next turn goes to its KV, not a whole prompt to an idle
 decode engine.
 """
 
 
 def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
-    """The candidates, with the one that belongs to `key` made to seem less loaded: the same one for all of its
-    requests.
+    """The candidates, with the one that belongs to `key` made to seem less loaded; it is the same engine for all
+    requests with that key.
 
     The choice is by rendezvous hashing: when an engine comes or goes, only the keys that move to or from it change.
     """
@@ -108,14 +108,15 @@ class RouteChooser:
         may_stay: bool = False,
         num_output: int = 0,
     ) -> Route:
-        """Both sides, none of them in `without` or too short; an aggregated engine is its own decode side.
+        """The engines of both sides, none of them in `without` or too short; an aggregated engine is its own decode
+        side.
 
-        Where prefill goes first, decode is left open: who is free then, and lives, is known when the prompt is done.
-        What is too long for prefill is run by decode alone.
+        If prefill goes first, decode is left open, since which engine is free and alive is only known when the prompt
+        is done. Prompts too long for prefill are run by decode alone.
 
         Args:
-            may_stay: nothing of the request is out yet: it may be run where nearly all of its prompt is cached.
-            num_output: tokens that are out.
+            may_stay: no output has been sent yet, so the request may run where nearly all of its prompt is cached.
+            num_output: output tokens so far.
 
         Raises:
             NoEngine: no engine of a role is ready.
@@ -207,7 +208,8 @@ class RouteChooser:
         return self._choose_prefill(prompt, prefer(engines, request.affinity), now)
 
     def choose_decode(self, prompt: PromptKV, prefill: str, now: float, *, without: Collection[str] = ()) -> str:
-        """The engine that decodes what `prefill` runs or ran; engines that recently failed to load from it come last.
+        """The engine that decodes the request of which `prefill` runs or ran the prompt; engines that recently failed
+        to load from it come last.
 
         Raises:
             NoEngine: no engine that decodes is ready.

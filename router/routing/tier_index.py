@@ -43,7 +43,9 @@ class Reach(NamedTuple):
         return self.num_values * self.tokens_per_value
 
     def values_behind(self, num_tokens: int) -> Iterator[tuple[str, int]]:
-        """Where the values after the first tokens are read, and how many in a row; a partly needed value counts."""
+        """The parts of the tier from which the values after the first tokens are read, and how many in a row; a partly
+        needed value counts.
+        """
         skipped = num_tokens // self.tokens_per_value
         for part, count in self.runs:
             if count > skipped:
@@ -126,7 +128,7 @@ class TierIndex:
         self._tiers: dict[tuple[str, str, str], _Tier] = {}  # by (medium, scope, owner)
 
     def add_engine(self, engine: str) -> None:
-        """Add an engine; it reports itself which tiers it reaches."""
+        """Add an engine, which will report which tiers it reaches."""
         self.remove_engine(engine)
         self._engines.add(engine)
 

@@ -41,7 +41,7 @@ Preemption = Literal["auto", "recompute", "swap"]
 
 
 def is_paced(model: Path) -> bool:
-    """Whether engines of that model only wait."""
+    """Whether the model is a profile of paced engines, which only wait."""
     return str(model).startswith(PACED)
 
 
@@ -56,21 +56,21 @@ class ModelFiles(Options):
     model: Path = option(
         DEFAULT_MODEL,
         "Hugging Face model directory, or ORG/NAME[@REVISION] on its hub (absent: the embedded default model), or "
-        "paced:PROFILE",
+        "paced:PROFILE (a simulated engine without weights, for load tests)",
         metavar="MODEL",
     )
     generation_config: Literal["auto", "none"] = option(
         "auto",
-        "sampling defaults of requests: those of the model's generation_config.json (model), or none of them",
+        "sampling defaults of requests; auto: the model's generation_config.json; none: ignore it",
         also={"vllm": "none"},
     )
     chat_template: Path | None = option(
-        None, "Jinja file with the chat template of all conversations, in the place of the model's own", metavar="FILE"
+        None, "Jinja file with the chat template to use instead of the model's own", metavar="FILE"
     )
     chat_template_content_format: Literal["auto", "string", "openai"] = option(
         "auto",
-        "how the chat template takes what turns say; auto: as it is found when the model is loaded; string: as texts; "
-        "openai: as lists of text parts",
+        "form in which messages' content is passed to the chat template; auto: detected when the model is loaded; "
+        "string: plain text; openai: lists of text parts",
     )
     ignore_config_fields: Names = option(
         (), "fields of config.json to ignore although their effect on the model is not known", metavar="NAME"
@@ -110,72 +110,82 @@ class EngineConfig(ModelFiles):
     block_size: Annotated[int, Meta(ge=16, multiple_of=16)] = option(16, "tokens per KV block, a multiple of 16")
     kv_cache_memory: Size | None = option(
         None,
-        "KV pool of one engine, such as 512MiB; must hold one request of max_model_len tokens; auto: on a CPU what "
-        "max_num_seqs such requests need, up to max_kv_cache_memory; on a GPU what gpu_memory_utilization leaves",
+        "size of one engine's KV pool, such as 512MiB; it must hold one request of max_model_len tokens; auto: on a "
+        "CPU, what max_num_seqs requests of that length need, up to max_kv_cache_memory; on a GPU, what is left of "
+        "gpu_memory_utilization",
         also={"auto": None},
     )
     max_kv_cache_memory: Size | None = option(
         None,
-        "bound of a pool that sizes itself on a CPU (default: a quarter of the memory that is available at start, "
-        "shared out among the engines of a launch, and at least 256MiB each)",
+        "upper limit of an automatically sized pool on a CPU (default: a quarter of the memory that is available at "
+        "start, divided among the launch's engines, and at least 256MiB each)",
     )
     gpu_memory_utilization: Annotated[float, Meta(gt=0, le=1)] | None = option(
-        None, "share of its GPU's memory that an engine may use (default: 0.9, divided among the engines on one GPU)"
+        None, "share of the GPU's memory that an engine may use (default: 0.9, divided among the engines on one GPU)"
     )
     max_num_seqs: Positive = option(256, "maximum number of requests in one step")
     max_num_batched_tokens: Positive | None = option(
-        None, "most tokens in one step, at least max_num_seqs (default: 2048 on a CPU, 8192 on a GPU)"
+        None, "maximum number of tokens in one step, at least max_num_seqs (default: 2048 on a CPU, 8192 on a GPU)"
     )
-    max_model_len: Positive | None = option(None, "longest prompt + output (default: the model's)")
+    max_model_len: Positive | None = option(
+        None, "maximum length of prompt and output together, in tokens (default: the model's)"
+    )
     max_steps_ahead: Annotated[int, Meta(ge=0, le=2)] = option(
-        2, "steps planned while an earlier one computes, so that the model never waits: 0 (strictly in turn) to 2"
+        2, "steps to plan while the model still computes an earlier one, so that it never waits; 0: none; at most 2"
     )
     preemption: Preemption = option(
         "auto",
-        "what to do with the KV of preempted requests: swap: reload it from host memory or a store if it is there; "
+        "how preempted requests get their KV back; swap: reload it from host memory or a store if it is there; "
         "recompute: compute it again; auto: whichever takes less time",
     )
     enable_prefix_caching: bool = option(
         True, "reuse the KV of a prompt's first tokens if an earlier request has left it in the engine's pool"
     )
     in_turn_below_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
-        0.05, "on a CPU, steps expected to take less than this are not planned ahead, which is cheaper; 0: all are"
+        0.05,
+        "on a CPU, plan a step ahead only if it should take at least this long, since planning ahead costs more than "
+        "it saves on shorter steps; 0: plan all ahead",
     )
     attention_backend: Literal["auto", "triton", "flashinfer"] = option(
         "auto",
-        "attention on a GPU: pdkv's Triton kernels, or FlashInfer for steps with prompts; auto: FlashInfer if it is "
-        "installed and passes a test at start",
+        "attention on a GPU; triton: pdkv's Triton kernels; flashinfer: FlashInfer for steps with prompts; auto: "
+        "flashinfer if it is installed and passes a test at start, else triton",
         also={"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
     )
     enforce_eager: bool = option(
-        False, "on a GPU, launch the kernels of every step one by one instead of decode steps as CUDA graphs"
+        False, "on a GPU, launch every kernel individually; do not use CUDA graphs for decode steps"
     )
     long_prefill_token_threshold: Natural = option(
-        0, "most prompt tokens of one request in a step that others run in or wait for; 0 = no bound"
+        0,
+        "maximum prompt tokens that one request may take of a step while other requests are running or waiting; 0: no "
+        "limit",
     )
-    threads: Positive | None = option(None, "compute threads per rank (default: cores / ranks of all engines)")
+    threads: Positive | None = option(
+        None, "compute threads per rank (default: the host's cores divided by the ranks of all engines)"
+    )
     cpu_linears: Literal["auto", "torch"] = option(
         "auto",
-        "linear layers on a CPU and the passes between them: auto: pdkv's compiled kernels where they are faster "
-        "than torch; torch: always torch; engines that share KV or take over streams must agree",
+        "which kernels compute linear layers and the element-wise operations between them on a CPU; auto: pdkv's "
+        "compiled kernels where they are faster than torch; torch: always torch; must be the same on all engines that "
+        "share KV or take over one another's streams",
     )
-    tp: Positive = option(1, "ranks (processes) of one engine, which share its heads, neurons and vocabulary")
+    tp: Positive = option(1, "ranks (processes) per engine, among which heads, neurons and vocabulary are divided")
     check_finite: bool = option(
         False, "check KV and logits for NaN and infinity, and fail only the requests that contain them"
     )
     rank_timeout_s: Seconds = option(30.0, "how long a rank may keep the others waiting before the engine exits")
     grammar_time_s: Seconds = option(
         2.0,
-        "processor time that one grammar (JSON schema, regex, EBNF) may take; each token earns 5 ms back. Beyond it, "
-        "its requests get a 400, and so do others with the same grammar for a minute",
+        "CPU time that one grammar (JSON schema, regex, EBNF) may take; each generated token adds 5 ms to it. Once it "
+        "is used up, the grammar's requests get a 400, as do new ones with the same grammar for a minute",
     )
     grammar_memory: Size = option(512 << 20, "memory limit of each process that matches a tenant's grammars")
     grammar_processes: Positive = option(
-        8, "maximum number of such processes of an engine; if there are more tenants, some share one"
+        8, "maximum number of grammar processes per engine; if there are more tenants, some share a process"
     )
     logits_processors: Names = option(
         (),
-        "logits processors that requests may ask for: names of entry points in the group "
+        "logits processors that requests may use: names of entry points in the group "
         '"pdkv.sampling.logits_processors", or "module:Class"',
         metavar="NAME",
     )
@@ -185,12 +195,14 @@ class EngineConfig(ModelFiles):
 
     @property
     def host_kv_bytes(self) -> int:
-        """KV pool of the engine, all ranks together, where it computes on the CPU; if it sizes itself, at most."""
+        """Bytes of the engine's KV pool on a CPU, all ranks together; an upper limit if the pool is sized
+        automatically.
+        """
         return self.kv_cache_memory or self.max_kv_cache_memory or LEAST_POOL_BYTES
 
     @property
     def sizes_itself(self) -> bool:
-        """Whether the pool has the size that the host's memory and the model suggest."""
+        """Whether the pool is sized automatically, by the host's memory and the model."""
         return self.kv_cache_memory is None and self.in_host_memory
 
     @property
@@ -200,7 +212,7 @@ class EngineConfig(ModelFiles):
 
     @property
     def least_step_ahead_s(self) -> float:
-        """Duration in seconds from which a step is worth planning ahead: see `make_step_loop`."""
+        """Expected duration in seconds from which on a step is planned ahead: see `make_step_loop`."""
         return self.in_turn_below_s if self.in_host_memory else 0.0
 
     @property
@@ -213,12 +225,12 @@ class EngineConfig(ModelFiles):
         most = self.max_num_batched_tokens
         if most is not None and most < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens ({most}) must be at least max_num_seqs ({self.max_num_seqs}): in a step every "
-                "request that decodes takes a token"
+                f"max_num_batched_tokens ({most}) must be at least max_num_seqs ({self.max_num_seqs}): every "
+                "decoding request takes one token of each step"
             )
         numbers = self.device_numbers
         if numbers is not None and len(numbers) < self.tp:
-            raise ConfigError(f"devices: tp {self.tp} needs as many CUDA devices, got {self.devices!r}")
+            raise ConfigError(f"devices: tp={self.tp} needs {self.tp} CUDA devices, got {self.devices!r}")
 
 
 class HandoffConfig(Options):
@@ -235,11 +247,12 @@ class HandoffConfig(Options):
     kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
     kv_checksum: Literal["off", "sample", "on"] = option(
         "on",
-        "compare digests of handed-off KV, before sending and after arrival: never, for one transfer in 16, or always",
+        "compare digests of handed-off KV before sending and after arrival; off: never; sample: for one transfer in "
+        "16; on: always",
     )
-    kv_load_timeout_s: Seconds = option(30.0, "deadline of a KV load, counted from its allocation")
+    kv_load_timeout_s: Seconds = option(30.0, "deadline of a KV load, counted from when its blocks are allocated")
     lease_timeout_s: Seconds = option(
-        90.0, "how long a prefill engine keeps handed-off KV; must exceed the load deadline"
+        90.0, "how long a prefill engine keeps handed-off KV; must exceed kv_load_timeout_s"
     )
     max_leased_fraction: Annotated[float, Meta(gt=0)] = option(
         0.5, "share of the KV pool for leases and prompts being computed; above 1, prompts may preempt one another"
@@ -258,8 +271,7 @@ class TiersConfig(Options):
 
     kv_host_memory: Annotated[Bytes, Meta(ge=1 << 20)] | None = option(
         None,
-        "host memory of each engine for a copy of all KV; the least recently used is dropped first; the launch keeps "
-        "it if the engine dies",
+        "host memory per engine for copies of its KV, least recently used dropped first; survives the engine's death",
     )
     kv_store: str = option(
         "",
@@ -279,7 +291,7 @@ class HttpApi(Options):
     """How the HTTP server reads requests."""
 
     unknown_fields: Literal["reject", "ignore"] = option(
-        "reject", "what is done with a field that the server does not know: refuse the request, or drop the field"
+        "reject", "what to do with unknown fields; reject: refuse the request; ignore: drop the field"
     )
     tool_parser: str = option(
         "auto",
@@ -288,17 +300,19 @@ class HttpApi(Options):
     )
     tool_parser_plugin: Path | None = option(
         None,
-        "Python file that defines a tool parser, which runs in the router; it must be writable only by you",
+        "Python file that defines a tool parser, which runs in the router; the file must be writable only by you",
         metavar="FILE",
     )
     reasoning_parser: str = option(
         "none", "parser that separates reasoning from the answer; none: reasoning stays in the text", metavar="NAME"
     )
     trust_request_chat_template: bool = option(
-        False, "take chat_template of requests; each is rendered by a process of its own, with 2 s of a processor"
+        False,
+        "accept chat_template from requests; each is rendered in its own process, limited to 2 s of CPU time",
     )
     stop_in_reasoning: bool = option(
-        False, "let stop strings end an answer within its reasoning, too; else they look at what follows it"
+        False,
+        "let stop strings end an answer within its reasoning, too; by default they apply only to the text after it",
     )
 
     @property
@@ -314,12 +328,13 @@ class RecoveryConfig(Options):
         3, "how many times a request may be started again on other engines before its first token"
     )
     migration_limit: Natural = option(
-        3, "how many times a request may continue on another engine after its first token; 0: it fails at once"
+        3,
+        "how many times a request may continue on another engine after its first token; 0: it fails if its engine dies",
     )
     take_over: bool = option(
         False,
-        "while no engine of one role is live, let engines of the other do its work, too; otherwise requests wait "
-        "for one",
+        "while no engine of one role is live, let engines of the other role do its work, too; otherwise requests wait "
+        "until one is live",
     )
 
 
@@ -336,42 +351,46 @@ class ReuseConfig(Options):
 
     kv_reuse: Reuse = option(
         "auto",
-        "whether prefill reads KV that another engine has cached; auto: if that takes less time than computing it",
+        "whether prefill engines read KV that another engine has cached; auto: if that takes less time than computing "
+        "it",
     )
     local_turns: LocalTurns = option(
         "auto",
-        "whether a decode engine that has nearly all of a prompt computes the rest itself; auto: if that takes less "
-        "time than prefill and a hand-off; only with policy prefix_aware",
+        "whether a decode engine that has nearly all of a prompt's KV computes the rest itself; auto: if that takes "
+        "less time than prefill and a hand-off; only with policy prefix_aware",
     )
 
 
 class HttpLimits(Options):
     """Limits of the HTTP server, for one client and for all together."""
 
-    max_body_bytes: Size = option(4 << 20, "size of a request body; larger ones get 413")
+    max_body_bytes: Size = option(4 << 20, "maximum size of a request body; larger ones get 413")
     max_body_memory: Size = option(
         24 << 20, "memory for request bodies that are not tokenized yet; beyond it, reading further bodies waits"
     )
-    max_header_bytes: Size = option(32 << 10, "size of a request line and headers; larger ones get 431")
-    max_headers: Positive = option(100, "number of headers of a request; more get 431")
-    max_url_bytes: Size = option(8 << 10, "length of a URL; longer ones get 414")
+    max_header_bytes: Size = option(32 << 10, "maximum size of a request's line and headers; larger ones get 431")
+    max_headers: Positive = option(100, "maximum number of a request's headers; more get 431")
+    max_url_bytes: Size = option(8 << 10, "maximum length of a URL; longer ones get 414")
     max_connections: Positive = option(
-        8192, "open connections, fewer if the limit on open files is low; further ones get 503"
+        8192, "maximum number of open connections, lower if the limit on open files is low; further ones get 503"
     )
     header_timeout_s: Seconds = option(
-        10.0, "how long headers may take, from a request's first byte on; a connection's first ones: from connecting on"
+        10.0,
+        "time allowed for a request's headers, counted from its first byte, or from connecting for the first request "
+        "of a connection",
     )
     body_timeout_s: Seconds = option(
-        60.0, "how long a request's body may take, and how long it may wait for room before that"
+        60.0, "time allowed for a request's body to arrive, and for it to wait for memory before that"
     )
     idle_timeout_s: Seconds = option(75.0, "how long a connection may stay open between requests")
     request_timeout_s: Seconds = option(
         600.0,
-        "how long a request may wait for its turn, for its first token, and for each further one; a client bounds the "
-        "whole by the header x-pd-timeout-s",
+        "how long a request may wait for its turn, for its first token, and for each further one; clients limit the "
+        "total time with the header x-pd-timeout-s",
     )
     send_timeout_s: Seconds = option(
-        30.0, "how long a client may read nothing of what is there for it: it is dropped, and what it asked for ends"
+        30.0,
+        "how long a client may leave waiting data unread before its connection is closed and its requests are aborted",
     )
     stream_ping_s: Annotated[float, Meta(ge=1, le=MAX_SECONDS)] = option(
         15.0,
@@ -380,19 +399,19 @@ class HttpLimits(Options):
     )
     min_send_rate: Annotated[Bytes, Meta(ge=0)] = option(
         4 << 10,
-        "average bytes per second that a client must read while there is something to read; slower clients are "
-        "treated likewise",
+        "average bytes per second that a client must read while data waits for it; slower clients are disconnected too",
     )
     max_answer_memory: Size = option(
         128 << 20,
-        "memory of answers that are not streamed, until they are read, of which a client may hold as much as it leaves "
-        "free; beyond it requests fail",
+        "memory for non-streamed answers not yet read; one client may hold at most as much as remains free; requests "
+        "that would exceed it fail",
     )
 
     keep_responses_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
-        3600.0, "how long a response is kept for previous_response_id, for a client with an API key; 0: not at all"
+        3600.0,
+        "how long responses to clients with an API key are kept for previous_response_id; 0: they are not kept",
     )
-    max_kept_responses: Size = option(64 << 20, "memory of responses that are kept; beyond it the oldest are forgotten")
+    max_kept_responses: Size = option(64 << 20, "memory for kept responses; beyond it the oldest are dropped")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -410,7 +429,8 @@ class AdmissionConfig(Options):
     """Limits on what may wait in the router for engines (docs/admission.md)."""
 
     max_queued_requests: Positive = option(
-        16384, "choices of requests that may wait for engines (each prompt counts n times); further requests get 429"
+        16384,
+        "maximum number waiting for engines; each prompt of a request counts n times; further requests get 429",
     )
     max_queued_tokens: Positive = option(1 << 22, "prompt tokens of waiting requests; further requests get 429")
     best_priority: int = option(0, "most urgent priority that clients without a key may ask for; lower is more urgent")
@@ -480,7 +500,7 @@ class TlsConfig(Options):
                 "client certificates"
             )
         if self.ssl_ca_certs is not None and self.ssl_cert_reqs == "none":
-            raise ConfigError("ssl_ca_certs has no effect with ssl_cert_reqs none: no certificate would be looked at")
+            raise ConfigError("ssl_ca_certs has no effect with ssl_cert_reqs none: no certificate would be checked")
 
     @property
     def client_certificates(self) -> Literal["none", "optional", "required"]:
@@ -492,7 +512,7 @@ class HealthConfig(Options):
     """How the router finds out which engines work (docs/health.md)."""
 
     probe_interval_s: Annotated[float, Meta(ge=0)] = option(
-        10.0, "how long an engine may have nothing to do before the router has it generate a token; 0: never"
+        10.0, "idle time after which the router probes an engine by making it generate one token; 0: never"
     )
 
 
@@ -500,14 +520,16 @@ class ObservabilityConfig(Options):
     """What a deployment reports about itself besides its metrics."""
 
     log_format: Literal["text", "json"] = option(
-        "text", "format of log lines on stderr: plain text, or one JSON object each"
+        "text", "format of log lines on stderr; text: plain text; json: one JSON object per line"
     )
     access_log: bool = option(True, "log one line per request: client, outcome, engines, tokens and times")
     otlp_endpoint: str | None = option(
         None, "send request spans to this OpenTelemetry collector (OTLP over HTTP); needs pdkv[otel]", metavar="URL"
     )
     loop_watchdog_ms: Annotated[float, Meta(ge=0)] = option(
-        0.0, "count and name what holds the router's event loop for longer; a thread looks at it all the time; 0 = off"
+        0.0,
+        "count and log whatever blocks the router's event loop for longer than this; costs one busy watcher thread; "
+        "0: off",
     )
 
     def __post_init__(self) -> None:

@@ -2,7 +2,7 @@
 
 PdkvError
 ├── InvalidRequest           a client's mistake: HTTP 400 (404 for an unknown model)
-│   └── GrammarGivenUp       its grammar cost more than a grammar may
+│   └── GrammarGivenUp       its grammar used more time or memory than allowed
 ├── ConfigError              a wrong flag, file or value at start: exit code 2
 │   ├── ModelError           a model directory that is missing, broken or not supported
 │   ├── UnknownConnector     a connector name without a registry entry or entry point
@@ -44,7 +44,7 @@ PdkvError
         ├── StoreTimeout     it did not answer in time
         ├── StoreFull        it has no room and may not evict
         ├── StoreReadOnly    it can be read, and takes no writes now
-        └── StoreUnable      it cannot do this at all
+        └── StoreUnsupported it cannot do this at all
 """
 
 from copy import copy
@@ -192,7 +192,7 @@ class TooManyRequests(PdkvError):
 
 
 class Unauthorized(PdkvError):
-    """No API key, an unknown one, or (status 403) one without the necessary rights."""
+    """There is no API key, an unknown one, or (status 403) one without the necessary rights."""
 
     code = "invalid_api_key"
 
@@ -246,7 +246,7 @@ class EngineDied(RequestFailed):
 
 
 class EngineGivenUp(RequestFailed):
-    """The engine that ran the request is alive but seems unable to continue; no other one could take over."""
+    """The engine that ran the request is alive but seems unable to continue, and no other engine could take over."""
 
     code = "engine_given_up"
     status = 503
@@ -287,7 +287,7 @@ class StaleGeneration(TransferError):
 
 
 class KVCorrupted(TransferError):
-    """The received KV is not what the source had: their digests differ, or the source's are missing."""
+    """The received KV is not what the source had: the digests differ, or the source's are missing."""
 
     code = "kv_corrupted"
 
@@ -352,7 +352,7 @@ class StoreReadOnly(StoreError):
     code = "store_read_only"
 
 
-class StoreUnable(StoreError):
+class StoreUnsupported(StoreError):
     """The store cannot do what was requested, whatever its content."""
 
     code = "store_unable"

@@ -437,7 +437,7 @@ def test_the_others_end_when_rank_0_is_gone(tiny_model_dir: Path, make_engine: M
 
 
 def test_ranks_without_processes_are_refused(tiny_model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match="tp 2 needs a process per rank"):
+    with pytest.raises(ConfigError, match="tp=2 needs one process per rank"):
         build_engine(EngineConfig(model=tiny_model_dir, tp=2), name="e", epoch="1")
 
 

@@ -21,7 +21,7 @@ from pdkv.errors import ConfigError
 from pdkv.host import memory_limits
 from pdkv.host.memory_limits import MemoryBound
 from pdkv.kernels import compiled
-from pdkv.launch import launcher
+from pdkv.launch import launcher, listening
 from pdkv.router.routing.policies import POLICIES
 
 
@@ -259,7 +259,7 @@ def test_an_unknown_connector_and_an_unknown_policy_are_refused_before_anything_
 
 def test_a_host_that_is_not_here_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:0"):
-        launcher.listen("192.0.2.1", 0)
+        listening.listen("192.0.2.1", 0)
 
 
 def test_role_flags_change_one_role_only() -> None:

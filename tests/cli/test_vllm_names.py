@@ -171,7 +171,7 @@ def test_an_old_name_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tp: 2\ntp: 3\n", "malformed: 'tp' is there twice"),
+        ("tp: 2\ntp: 3\n", "malformed: 'tp' appears twice"),
         ("tp: 2\ntensor-parallel-size: 3\n", "tp 2 and tensor_parallel_size 3 are two values of one option"),
         ("tp: [2\n", "malformed: "),
         ("- tp\n", "a table of options was expected, got list"),

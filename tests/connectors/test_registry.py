@@ -57,7 +57,7 @@ def test_a_missing_module_or_class_is_an_unknown_connector(name: str) -> None:
 
 
 def test_what_is_no_connector_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no subclass of KVConnector"):
+    with pytest.raises(ConfigError, match="is not a subclass of KVConnector"):
         registry.load_connector("pdkv.errors:ConfigError")
 
 

@@ -204,7 +204,10 @@ def test_a_port_in_use_is_named(refused: Callable[..., None], deployment: Runnin
     ("break_it", "flags", "words"),
     [
         pytest.param(
-            lambda _: None, ["--connector", "memory"], ["'memory' joins engines of one process only"], id="in an engine"
+            lambda _: None,
+            ["--connector", "memory"],
+            ["'memory' connects only engines in one process"],
+            id="in an engine",
         ),
         pytest.param(write("chat_template.jinja", "{% for x in %}"), [], ["chat template"], id="in the router"),
         pytest.param(

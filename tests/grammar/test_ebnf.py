@@ -150,9 +150,9 @@ def test_free_text_within_a_grammar_is_read_in_one_piece(free: str) -> None:
         ("root ::= [\\d]", "an escape that is not known: \\d, in line 1"),
         ('root ::=\n"\\q"', "an escape that is not known: \\q, in line 2"),
         ('root ::= "\\x4"', "an escape that is not known: \\x"),
-        ('root ::= "\\uD800"', "a character that is none: '\\\\uD800'"),
-        ("root ::= [^\\x00-\\U0010FFFF]", "a class that no character is in: [^\\x00-\\U0010FFFF], in line 1"),
-        ("root ::= []", "a class that no character is in: []"),
+        ('root ::= "\\uD800"', "an escape for an invalid character: '\\\\uD800'"),
+        ("root ::= [^\\x00-\\U0010FFFF]", "a character class that matches nothing: [^\\x00-\\U0010FFFF], in line 1"),
+        ("root ::= []", "a character class that matches nothing: []"),
     ],
 )
 def test_what_is_no_grammar_is_refused_with_its_line(grammar: str, words: str) -> None:

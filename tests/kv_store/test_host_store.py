@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pdkv.errors import ConfigError, StoreFull, StoreUnable, StoreUnavailable
+from pdkv.errors import ConfigError, StoreFull, StoreUnavailable, StoreUnsupported
 from pdkv.host.process_info import process_start_time
 from pdkv.kv_store.base import Held, TierCounts
 from pdkv.kv_store.file_store import FileStore
@@ -290,7 +290,7 @@ def test_who_can_write_nothing_reads_on_beside_other_tiers(directory: Path, memf
     writer = HostStore(directory)
     put(writer, 0)
     with TieredStore([HostStore(directory), MemoryStore("below")]) as store:
-        with pytest.raises(StoreUnable):  # nobody else sees what the other tier took
+        with pytest.raises(StoreUnsupported):  # nobody else sees what the other tier took
             store.put([(b"new", memoryview(b"value"))])
         assert store.contains([key(0), b"new"]) == [True, True]
     writer.close()
@@ -303,7 +303,7 @@ def test_memfds_outlive_their_writers(open_: Open, directory: Path, memfd: int) 
     reader = open_()
     assert reader.own is None
     assert _is_whole(reader, 0)
-    with pytest.raises(StoreUnable, match="other processes'"):
+    with pytest.raises(StoreUnsupported, match="belong to other processes"):
         put(reader, 1)
     assert [segment._pages is not None for segment in reader._others.values()] == [is_sealed(memfd)]
     writer.kill()
@@ -423,11 +423,11 @@ def test_a_segment_that_was_still_held_is_taken_when_it_is_free(directory: Path,
     put(holder, 1)
     clock = VirtualClock()
     store = HostStore(directory, StoreOptions(segment="decode-0"), clock=clock)
-    with pytest.raises(StoreUnable, match="other processes'"):
+    with pytest.raises(StoreUnsupported, match="belong to other processes"):
         put(store, 2)
     assert has(store, 1) == [True]
     holder.close()
-    with pytest.raises(StoreUnable):  # it looks now and then
+    with pytest.raises(StoreUnsupported):  # it looks now and then
         put(store, 2)
     clock.advance(_ASK_AGAIN_S)
     put(store, 2)

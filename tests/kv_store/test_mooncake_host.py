@@ -71,7 +71,7 @@ def test_codes_of_any_width_are_an_answer() -> None:
 
 def test_memory_that_there_is_not_is_unavailable() -> None:
     ours, theirs = connection()
-    with closing(ours), theirs, pytest.raises(StoreUnavailable, match="bytes to pass values through"):
+    with closing(ours), theirs, pytest.raises(StoreUnavailable, match="bytes for passing values cannot be allocated"):
         ours.reserve(1 << 62)
 
 

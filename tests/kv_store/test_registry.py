@@ -65,7 +65,7 @@ def test_a_package_adds_a_scheme_and_takes_none_over(
     for url, message in (
         ("else://d?ttl_s=1", "unknown option 'ttl_s'"),
         ("gone://x", r"store 'gone' \(no.such:Store\) cannot be imported"),
-        ("odd://x", "store 'odd': pdkv.errors:ConfigError is no subclass of KVStore"),
+        ("odd://x", "store 'odd': pdkv.errors:ConfigError is not a subclass of KVStore"),
         ("file://relative", "an absolute path was expected"),
         ("nope://x", "az://, else://, gone://, odd://$"),
     ):
@@ -182,7 +182,7 @@ def test_tiers_behind_the_first_have_write_policies(tmp_path: Path, open_: Open)
         ("redis://localhost:1?write=second-use", "redis://: write=second-use is for tiers behind the first one"),
         ("host:///x?write=evicted,file:///y", "host://: write=evicted is for tiers behind the first one"),
         ("memory://,file:///y?write=second-use", "one that other processes see, not memory://"),
-        ("file:///x,redis://localhost:1?write=evicted", "takes what goes from host://, but file:// is the first"),
+        ("file:///x,redis://localhost:1?write=evicted", "stores what host:// evicts, but the first tier is file://"),
         ("host:///x,file:///y?write=never", "option write: one of all, second-use, evicted was expected, got 'never'"),
     ],
 )

@@ -132,7 +132,7 @@ def test_a_launcher_that_talks_nonsense_is_a_failure_with_a_name(run_dir: RunDir
 
     async def main() -> None:
         async with await asyncio.start_unix_server(serve, str(run_dir.path / CONTROL_SOCKET)):
-            with pytest.raises(StartupError, match=r"what the launcher of .* says is no answer"):
+            with pytest.raises(StartupError, match=r"the launcher of .* sent an invalid answer"):
                 await give_order(run_dir.path, Restart(), print)
 
     asyncio.run(main())

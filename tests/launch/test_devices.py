@@ -62,8 +62,8 @@ def test_engines_on_the_cpu_have_none() -> None:
 @pytest.mark.parametrize(
     ("specs", "words"),
     [
-        ([engine("a", devices="0-2")], "devices: 2 CUDA devices are here, numbered from 0, and 2 is none of them"),
-        ([engine("a", tp=3)], "a: tp 3 needs as many CUDA devices, but there are 2"),
+        ([engine("a", devices="0-2")], "devices: there are 2 CUDA devices, numbered from 0, and no 2"),
+        ([engine("a", tp=3)], "a: tp=3 needs 3 CUDA devices, but there are 2"),
         ([engine(n, devices="0", gpu_memory_utilization=0.6) for n in "ab"], "a, b share CUDA device 0, and 120%"),
         ([engine("a", devices="0", gpu_memory_utilization=0.9), engine("b", devices="0")], "leaves nothing to the"),
     ],

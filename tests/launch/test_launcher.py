@@ -13,9 +13,10 @@ from small_models import make_hf_config
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig, TiersConfig
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError
+from pdkv.launch.check import check_deployment
 from pdkv.launch.config import Deployment, HostedEngine, LaunchConfig
 from pdkv.launch.engine_host import plan_hosted
-from pdkv.launch.launcher import check_deployment, listen_at
+from pdkv.launch.listening import listen_at
 from pdkv.launch.plan import plan_fleet
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.supervisor import Fleet

@@ -90,8 +90,14 @@ def test_a_model_that_is_not_computed_is_refused_before_its_weights_are_fetched(
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("ORG/Nothing", "model ORG/Nothing: no such directory, and the hub does not give it: RepositoryNotFoundError"),
-        (f"{REPO}@v7", f"model {REPO}@v7: no such directory, and the hub does not give it: RevisionNotFoundError"),
+        (
+            "ORG/Nothing",
+            "model ORG/Nothing: no such directory, and fetching it from the hub failed: RepositoryNotFoundError",
+        ),
+        (
+            f"{REPO}@v7",
+            f"model {REPO}@v7: no such directory, and fetching it from the hub failed: RevisionNotFoundError",
+        ),
         ("./ORG/Nothing", "ORG/Nothing"),
     ],
 )

@@ -228,11 +228,15 @@ ROWS = torch.ones(64)
 @pytest.mark.parametrize(
     ("tensors", "config", "named"),
     [
-        ({"model.layers.0.self_attn.q_proj.bias": ROWS}, {}, r"leaves out 1 tensors, 'model\.layers\.0.*q_proj\.bias'"),
+        (
+            {"model.layers.0.self_attn.q_proj.bias": ROWS},
+            {},
+            r"does not use 1 tensors, 'model\.layers\.0.*q_proj\.bias'",
+        ),
         ({"model.layers.2.mlp.down_proj.bias": ROWS}, {}, r"down_proj\.bias"),
         ({"model.layers.1.self_attn.k_norm.weight": torch.ones(16)}, {}, r"k_norm\.weight"),
         ({"lm_head.bias": torch.ones(384)}, {}, r"lm_head\.bias"),
-        ({}, {"num_hidden_layers": 2}, r"leaves out 9 tensors, 'model\.layers\.2\."),
+        ({}, {"num_hidden_layers": 2}, r"does not use 9 tensors, 'model\.layers\.2\."),
         ({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(1)}, {}, r"up_proj\.weight_scale"),
         ({"model.layers.0.mlp.up_proj.input_scale": torch.ones(1)}, {}, r"up_proj\.input_scale"),
     ],

@@ -81,7 +81,7 @@ def test_what_is_not_computed_is_refused_by_name(config: Any, words: str, tiny_m
 
 DAMAGED: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("gptq", "scales", torch.ones(3, 5), r"scales must have shape \(groups, 64\), got \(3, 5\)"),
-    ("gptq", "scales", torch.full((2, 64), float("nan")), "scales must be finite, and has NaN or infinity"),
+    ("gptq", "scales", torch.full((2, 64), float("nan")), "scales must be finite, but has NaN or infinity"),
     (
         "gptq",
         "scales",
@@ -172,5 +172,5 @@ def test_what_a_quantized_checkpoint_has_beside_its_numbers_is_read_or_named(pai
     damage(quantized, "bias", torch.zeros(64))  # as GPTQ's writers add them
     load(quantized)
     damage(quantized, "bias", torch.ones(64))
-    with pytest.raises(ModelError, match=r"leaves out 1 tensors, 'model\.layers\.0\.self_attn\.o_proj\.bias'"):
+    with pytest.raises(ModelError, match=r"does not use 1 tensors, 'model\.layers\.0\.self_attn\.o_proj\.bias'"):
         load(quantized)

@@ -263,7 +263,7 @@ def test_a_wrong_field_is_a_config_error(model: Path) -> None:
     with pytest.raises(ConfigError, match="AsyncLLM: unknown option 'max_num_seq'"):
         AsyncLLM(model, max_num_seq=2)
     threads = threading.active_count()
-    with pytest.raises(ConfigError, match="tp 2 needs a process per rank"):  # on the engine's thread
+    with pytest.raises(ConfigError, match="tp=2 needs one process per rank"):  # on the engine's thread
         AsyncLLM(model, tp=2)
     wait_until(lambda: threading.active_count() <= threads)
 

@@ -22,8 +22,8 @@ from pdkv.base.options import options_of
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.engine.plan import NewRequest
 from pdkv.errors import ConfigError, InvalidRequest, LogitsProcessorFailed
+from pdkv.launch.check import check_processors
 from pdkv.launch.config import Deployment, LaunchConfig
-from pdkv.launch.launcher import check_processors
 from pdkv.sampling.logits_processors import LOGITS_PROCESSORS
 
 OPTIONS: dict[str, Any] = {"threads": 1, "device": "cpu", "dtype": "float32"}
@@ -131,7 +131,7 @@ def test_what_a_request_may_not_ask_for_is_refused(arguments: Any, message: str,
 def test_names_that_stand_for_nothing_are_refused_at_the_start(model: Path) -> None:
     for names, message in (
         (["no_repeats"], "unknown logits processor 'no_repeats' .did you mean 'no_repeat'"),
-        (["json:loads"], "json:loads is no subclass of LogitsProcessor"),
+        (["json:loads"], "json:loads is not a subclass of LogitsProcessor"),
         (["a", ""], "a list of non-empty texts was expected"),
     ):
         with pytest.raises(ConfigError, match=message):

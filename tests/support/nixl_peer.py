@@ -59,7 +59,7 @@ def live(arguments: list[Any], lines: TextIO, say: Callable[[Any], None]) -> Non
                 agent.send(peer, text.encode())
                 say(None)
             case ["know", name, metadata]:
-                agent.connect(name, base64.b64decode(metadata))
+                agent.add_peer(name, base64.b64decode(metadata))
                 say(None)
     listening.close()
 

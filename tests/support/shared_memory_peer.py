@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.connectors.arena.arena import Arena
 from pdkv.connectors.arena.block_table import SharedBlockTable
-from pdkv.connectors.arena.memory import Arena
 from pdkv.wire.kv import KVLayout
 
 

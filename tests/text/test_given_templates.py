@@ -42,7 +42,7 @@ def test_a_template_that_is_given_is_asked_what_it_takes_too(tokenizer: Tokenize
     ("template", "says"),
     [
         ("{% if %}", "chat_template: the chat template is broken|Expected an expression"),
-        ("x", "leaves out what the user says"),
+        ("x", "omits the user's message"),
         ("{{ messages.__class__.__mro__ }}" + SAID, "attribute '__class__' of 'list' object is unsafe"),
         ("{{ ''.__class__.__base__.__subclasses__() }}" + SAID, "unsafe"),
         ("{{ self.__init__.__globals__ }}" + SAID, "unsafe"),
@@ -90,5 +90,5 @@ def test_a_template_of_a_file_stands_in_the_place_of_all_of_the_models(
         load_tokenizer(EngineConfig(model=tmp_path, chat_template=tmp_path / "nowhere.jinja"))
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content.lower() }}{% endfor %}")
     fixed = EngineConfig(model=tmp_path, chat_template=tmp_path / "own.jinja", chat_template_content_format="openai")
-    with pytest.raises(ModelError, match="leaves out what the user says, as text parts"):
+    with pytest.raises(ModelError, match="omits the user's message, as text parts"):
         load_tokenizer(fixed)

@@ -197,7 +197,7 @@ def test_strftime_now_reads_the_given_clock() -> None:
         ("tokenizer_config.json", '{"bos_token": 3}', "bos_token is 3"),
         ("special_tokens_map.json", '{"additional_special_tokens": "x"}', "no list"),
         ("chat_template.jinja", "{% if %}", "chat template is broken"),
-        ("chat_template.jinja", "{{ bos_token }}", "leaves out what the user says"),
+        ("chat_template.jinja", "{{ bos_token }}", "omits the user's message"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "neither a text nor a list of named texts"),
         ("tokenizer_config.json", '{"chat_template": 5}', "neither a text nor a list of named texts"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja"),

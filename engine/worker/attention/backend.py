@@ -34,13 +34,13 @@ class AttentionBackend(ABC):
     def prepare(
         self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
     ) -> ModelInputs:
-        """Take in a step.
+        """Prepare for a step.
 
         Args:
             block_tables: (groups, max_num_seqs, max_blocks), the batch's own, by KV group and slot.
-            rows: ascending tokens of the step whose attention the last layer must give; None for all.
-            size: the number of rows to which a step of one token per request is padded; only if `pads_decodes`.
-                Everything that `attend` then reads of the step is at the same address as in the last step of that size.
+            rows: indices, ascending, of the step's tokens for which the last layer must return attention; None: all.
+            size: the number of rows to which a step of one token per request is padded; only if `pads_decodes`. All
+                step data that `attend` then reads is at the same address as in the last step of that size.
         """
 
     @property

@@ -1,4 +1,4 @@
-"""Attention of steps with prompts by FlashInfer (github.com/flashinfer-ai/flashinfer), in the pool as it lies."""
+"""Attention for steps with prompts by FlashInfer (github.com/flashinfer-ai/flashinfer), reading the pool in place."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -31,14 +31,15 @@ class _Wrapper(NamedTuple):
 
 
 class FlashInferAttention(CudaAttention):
-    """Steps that are not padded are FlashInfer's, planned once for each kind of layer; padded ones stay ours.
+    """FlashInfer computes the steps that are not padded, planned once for each kind of layer; pdkv's own kernels
+    compute the padded ones.
 
-    A plan is made on the host, from lengths that a graph would keep as they were, so FlashInfer is in no graph. Decode
-    steps, which are padded, are the same kernels with graphs and without.
+    FlashInfer plans on the host, from lengths that a CUDA graph would freeze, so it is never part of a graph. So decode
+    steps, which are padded, use the same kernels with and without graphs.
     """
 
     def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], flashinfer: Any) -> None:
-        """`flashinfer`: the module. Other arguments as those of `make_backend`; the pool is in the queries' dtype."""
+        """`flashinfer`: the module. Other arguments as in `make_backend`; the pool has the queries' dtype."""
         super().__init__(kv_pool, num_heads, layers)
         self._module = flashinfer
         self._kinds = [_Kind(layer.group, layer.window) for layer in layers]

@@ -18,7 +18,7 @@ AttentionName = Literal["auto", "triton", "flashinfer"]
 
 
 def on_device(kv_pool: torch.Tensor) -> bool:
-    """Whether a device's kernels attend to the pool."""
+    """Whether attention over the pool is computed by kernels on a GPU."""
     return kv_pool.is_cuda
 
 
@@ -30,8 +30,8 @@ def make_backend(
     Args:
         kv_pool: as in `KVLayout.pool_shape`.
         num_heads: query heads of this rank.
-        layers: of the model, in order.
-        name: "auto": on a device FlashInfer if it is installed and correct, else our kernels.
+        layers: the model's layers, in order.
+        name: "auto": on a GPU, FlashInfer if it is installed and correct, else pdkv's kernels.
 
     Raises:
         ConfigError: the requested backend cannot serve the pool.

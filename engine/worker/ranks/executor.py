@@ -1,4 +1,4 @@
-"""An engine of several ranks: rank 0, in this process, broadcasts each step to the others and collects the results."""
+"""Executor for tp > 1: rank 0, in this process, broadcasts each step to the other ranks and collects the results."""
 
 import contextlib
 import socket
@@ -64,7 +64,7 @@ class OtherRanks:
         return [self._answer_of(channel, max(0.0, deadline - MONOTONIC.now())) for channel in self._channels]
 
     def why(self, error: RankError) -> RankError:
-        """The reason that a rank gave in its last message, if it did; else `error`, which revealed its end."""
+        """The reason that a rank gave in its last message, if it gave one; else `error`, which showed its end."""
         for channel in self._channels:
             try:
                 while True:  # after answers that are no longer needed
@@ -92,7 +92,7 @@ class OtherRanks:
 
 
 class MultiProcessExecutor(ModelExecutor):
-    """Rank 0's runner next to those of the other processes. Each draws for itself, with the same results."""
+    """Rank 0's runner next to those of the other processes. Each rank draws for itself, with the same results."""
 
     def __init__(self, local: InProcessExecutor, others: OtherRanks, *, timeout_s: float) -> None:
         """Wait until every rank has its weights, and agree on the number of blocks.

@@ -43,7 +43,7 @@ class FirstRank:
         (self._wake_fd,) = self._channel.receive_fds(1, start_timeout_s)
 
     def notify(self) -> None:
-        """Report news of the connector: rank 0's loop then asks all ranks. Thread-safe."""
+        """Report that the connector has news: rank 0's loop then asks all ranks. Thread-safe."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):  # it is about to wake anyway, or it is gone
             os.write(self._wake_fd, b"\0")
 
@@ -96,7 +96,7 @@ class FirstRank:
                     raise RankError(f"rank 0 gave an unexpected order: {type(order).__name__}")
 
     def give_up(self, error: Exception) -> None:
-        """Tell rank 0 why this rank ends, if it can be told and does not see the same."""
+        """Tell rank 0 why this rank ends, if rank 0 can be reached and does not see the same error."""
         if isinstance(error, RankGone | RankTimeout):
             return
         with contextlib.suppress(RankError):

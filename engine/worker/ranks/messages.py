@@ -75,7 +75,9 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """The end of a step on this rank; `transfers` as finished and failed sending, finished and failed receiving."""
+    """The end of a step on this rank; `transfers`: finished sending, failed sending, finished receiving, failed
+    receiving.
+    """
 
     step_id: int
     transfers: list[list[tuple[TransferKey, TransferOutcome]]]
@@ -85,7 +87,7 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class Collected(msgspec.Struct, frozen=True, tag=True):
-    """Transfers that have ended on this rank; both as in StepDone."""
+    """Transfers that have ended on this rank; fields as in StepDone."""
 
     transfers: list[list[tuple[TransferKey, TransferOutcome]]]
     connector_stats: dict[str, ConnectorStats] | None = None

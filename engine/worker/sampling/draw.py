@@ -1,12 +1,12 @@
 """Choose tokens from logits: argmax, or temperature, min-p, top-k, top-p and an exponential race.
 
-Of the tokens that the filters leave the one is drawn whose -ln(u) / weight is least, where each has a number u of its
-own: each wins in proportion to its weight. Whether a token wins depends on no others but those that are likely, so
-draws from two similar distributions with the same numbers mostly give the same token.
+Among the tokens that the filters leave, each of which has its own random number u, the one with the least -ln(u) /
+weight is drawn: each wins in proportion to its weight. Which token wins depends only on the likely ones, so draws from
+two similar distributions with the same numbers mostly give the same token.
 
-On CPU a compiled kernel draws where it is there, on a GPU Triton's, for which the host does not wait. Both give what
-the torch operations here give, to the bit: all make each number by the same float64 operations, and add up only what
-adds up exactly, in whatever order.
+On a CPU a compiled kernel draws, if it is available; on a GPU a Triton kernel does, for which the host does not wait.
+Both give bit for bit the result of the torch operations here: all make each number by the same float64 operations, and
+sum only numbers that sum exactly in any order.
 """
 
 from typing import NamedTuple
@@ -58,7 +58,8 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
     value alone: top-k keeps values not below the k-th largest, top-p keeps tokens whose strictly likelier ones sum to
     less than p; so equal tokens stay or go together, and the result does not depend on the sorting order.
 
-    A row with NaN gives its first one; one whose largest logit is infinite or -inf (all are masked), its first such.
+    A row with NaN gives its first NaN; a row with an infinite largest logit (or -inf: all are masked) gives the first
+    such token.
     """
     floor = torch.from_numpy(params.min_p.copy()).log().numpy()
     if not logits.is_cpu:
@@ -139,7 +140,7 @@ class _Mass(NamedTuple):
 
     @classmethod
     def of(cls, weights: torch.Tensor, vocab_size: int) -> "_Mass":
-        """Make it from `weights` up to 1, of at most `vocab_size` tokens a row."""
+        """Make the sums from `weights`, each at most 1, of at most `vocab_size` tokens per row."""
         bits = vocab_size.bit_length()
         high_magic, low_magic = 1.5 * 2.0 ** (bits - 1), 1.5 * 2.0 ** (2 * bits - 54)
         high = weights.add(high_magic).sub_(high_magic)
@@ -185,7 +186,7 @@ def _ranked_floor(
 
 
 def largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` largest (0: none) of each row of (n, m) float64 or int64, falling."""
+    """The `count` largest values (0: none) of each row of (n, m) float64 or int64, in descending order."""
     if not values.is_cpu:
         return values.topk(count, dim=-1).values
     array = values.numpy()  # numpy sorts without indices and vectorised: a tenth of torch's time

@@ -1,4 +1,4 @@
-"""What changes logits before a token is chosen, beside penalties: masks, allowed and forbidden tokens, logit bias.
+"""Changes to logits before a token is chosen, besides penalties: masks, allowed and forbidden tokens, logit bias.
 
 All work in place on float32 logits (n, vocab), for the rows that need them, at a cost independent of their number, and
 without a wait for a device.

@@ -1,8 +1,8 @@
-"""Presence, frequency and repetition penalties, at a cost that does not depend on how long a text is.
+"""Presence, frequency and repetition penalties, at a cost that does not depend on a text's length.
 
-A table on the logits' device says what each slot's request has seen. It is made from the prompt and the output once,
-where a request draws for the first time; then each token is counted as it is drawn, where it is drawn. So no step
-waits for the host to know a token.
+A table on the logits' device counts the tokens of each slot's request. It is filled from the prompt and the output when
+a request draws for the first time; then each token is counted on the device as it is drawn. So no step waits for the
+host to know a token.
 """
 
 from typing import Any
@@ -20,11 +20,11 @@ _CHUNK_ELEMENTS = 1 << 24  # bounds what is made beside the logits on a device
 
 
 class TokenCounts:
-    """Counts per slot and token, int32: twice how often the output has it, and 1 more where the prompt has it.
+    """Counts per slot and token, int32: twice the token's occurrences in the output, plus 1 if the prompt contains it.
 
-    Made with the first request that has penalties, of 4 x max_num_seqs x vocab bytes; a CPU's memory is taken only for
-    the slots that such requests have had. Guesses at tokens to come are never in it: nothing has to be taken back where
-    they were wrong.
+    Allocated with the first request that has penalties, 4 x max_num_seqs x vocab bytes; host memory is used only for
+    the slots that such requests have had. Guesses at tokens to come are never counted, so nothing must be undone when
+    they are wrong.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -33,12 +33,13 @@ class TokenCounts:
         self._counted = np.zeros(max_num_seqs, np.int64)  # of each slot's tokens, prompt and output
 
     def forget(self, slot: int) -> None:
-        """The slot is another request's now."""
+        """Forget the slot: it belongs to another request now."""
         self._counted[slot] = 0
 
     def add(self, slots: NDArray[np.integer[Any]], num_tokens: NDArray[np.integer[Any]], tokens: torch.Tensor) -> None:
-        """Count what was drawn behind num_tokens[i] tokens of slots[i], (n,) int64 on the device; distinct slots. It is
-        counted by the next `penalize` else, if the host knows it by then. A negative token counts nothing.
+        """Count the tokens drawn after num_tokens[i] tokens of slots[i], (n,) int64 on the device; slots are distinct.
+        Without this call the next `penalize` counts them, if the host knows them by then. A negative token counts
+        nothing.
         """
         if self._table is None:
             return
@@ -55,15 +56,16 @@ class TokenCounts:
         num_tokens: NDArray[np.int64],
         params: NDArray[Any],
     ) -> None:
-        """Repetition over prompt and output, then presence and frequency over the output, as vLLM defines them.
+        """Apply the repetition penalty to tokens of prompt and output, then presence and frequency penalties to those
+        of the output, as vLLM defines them.
 
-        Repetition divides a positive logit and multiplies another one; frequency is subtracted once per occurrence,
-        presence once. Works in place on float32 logits (n, vocab), without a wait for the device.
+        Repetition divides positive logits and multiplies others; frequency is subtracted once per occurrence, presence
+        once. Works in place on float32 logits (n, vocab), without a wait for the device.
 
         Args:
-            rows: (m,) rows of the logits. The other arguments are theirs, but for token_ids: (max_num_seqs, length)
-                prompt + output of each slot, where what `add` has counted may be missing.
-            slots, num_tokens: (m,) a slot's rows stand together, those with guesses behind the one without.
+            rows: (m,) rows of the logits. The other arguments belong to these rows, except token_ids: (max_num_seqs,
+                length) prompt + output of each slot, without tokens that `add` counted but the host does not know yet.
+            slots, num_tokens: (m,); a slot's rows are adjacent, those with guesses after the one without.
             params: (m,) with num_prompt and PENALTIES.
         """
         if self._table is None:

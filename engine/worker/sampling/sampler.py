@@ -143,8 +143,8 @@ class SamplingState:
     ) -> NDArray[np.int64]:
         """Choose one token per row, (n,); -1 if the row's parameters leave none. Arguments and state are not changed.
 
-        The choice depends on them alone, and not on any order of summation: ranks with the same logits choose the same
-        tokens. A request may have several rows, each with its own number of tokens known.
+        The choice depends on the arguments alone, and not on any order of summation: ranks with the same logits choose
+        the same tokens. A request may have several rows, each with its own number of tokens known.
 
         Args:
             logits: (n, vocab), any float dtype.

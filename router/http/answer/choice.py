@@ -45,7 +45,7 @@ class TokenCounts(NamedTuple):
 
 
 def usage(counts: TokenCounts) -> dict[str, Any]:
-    """Token counts of a request, with those of reasoning if it is told apart from answers."""
+    """Token counts of a request, including reasoning tokens if reasoning is separated from answers."""
     shown: dict[str, Any] = {
         "prompt_tokens": counts.prompt,
         "completion_tokens": counts.completion,
@@ -75,7 +75,7 @@ class Choice:
     def __init__(self, job: Job, model: ServedModel, *, index: int, seed: int, sibling: "Choice | None" = None) -> None:
         """`index` counts over all prompts; `seed` is the client's, or drawn for this prompt.
 
-        What the reply shows of the prompt is computed once: by the first choice, the `sibling` of the others.
+        The prompt as shown in the reply is computed once, by the first choice, which is the `sibling` of the others.
         """
         self.index = index
         self.prompt: Prompt = job.prompts[index // job.n]
@@ -122,7 +122,7 @@ class Choice:
             try:
                 self._prompt_logprobs = self._encoded_prompt_logprobs.decode()
             except MalformedMessage as error:
-                raise RequestFailed(f"an engine sent prompt logprobs that are none: {error}", request_id="") from None
+                raise RequestFailed(f"an engine sent invalid prompt logprobs: {error}", request_id="") from None
         return self._prompt_logprobs
 
     def _new_text(self, job: Job, model: ServedModel) -> TextStream:
@@ -150,7 +150,7 @@ class Choice:
     def request(
         self, *, timeout_s: float, stall_timeout_s: float, label: str, traceparent: str = "", near: str = ""
     ) -> GenerateRequest:
-        """The request to generate it. `near`: the engine that ran the prompt for its sibling."""
+        """The request to generate the choice. `near`: the engine that ran the prompt for its sibling."""
         return GenerateRequest(
             prompt_token_ids=self.prompt.token_ids,
             params=self._params,
@@ -280,7 +280,7 @@ class Choice:
         """A function that makes the echo of a long prompt on a thread before the first delta is pushed; None: `push`
         makes it.
 
-        Its siblings begin after that delta, and find it made.
+        Its siblings begin after that delta, when the echo is ready.
         """
         if not self._echo_pending or self._sibling is not None or len(self.prompt.token_ids) <= _INLINE_ECHO:
             return None
@@ -289,7 +289,7 @@ class Choice:
         return self.shown_prompt if self._shown_prompt is None else None
 
     def shown_prompt(self) -> tuple[str, list[ShownLogprob]]:
-        """The prompt as an echo shows it; made once, and not to be changed."""
+        """The prompt as an echo shows it; computed once, and not to be changed."""
         if self._shown_prompt is None:
             self._shown_prompt = self._show_prompt()
         return self._shown_prompt

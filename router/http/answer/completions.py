@@ -1,4 +1,4 @@
-"""Replies to completions and chat completions that are sent whole."""
+"""Non-streamed replies to completions and chat completions."""
 
 import functools
 from collections.abc import Sequence
@@ -98,7 +98,7 @@ class WholeChoice:
 
 
 def message_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """A whole message's content, reasoning and calls; the latter two if there are any."""
+    """A whole message's content, and its reasoning and calls if there are any."""
     content = "".join([part.text for part in parts if isinstance(part, Content)])
     reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
     calls = whole_calls(parts)

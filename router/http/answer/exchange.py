@@ -1,4 +1,4 @@
-"""One response of an endpoint that generates: its id, its headers, and whether it has begun."""
+"""One response of a generating endpoint: its id, its headers, and whether it has begun."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ class Exchange:
 
     @property
     def name(self) -> RequestName:
-        """Its name in log lines."""
+        """The request's name in log lines."""
         return RequestName(self.reply_id, 0, label=self.request_id, traceparent=self.trace.traceparent)
 
     def check_label(self) -> None:

@@ -72,7 +72,7 @@ class Fanout:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt tokens; each prompt counts once, whatever n is."""
+        """Number of prompt tokens; each prompt counts once, whatever n is."""
         return sum(len(prompt.token_ids) for prompt in self.job.prompts)
 
     @property
@@ -118,14 +118,14 @@ class Fanout:
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Reasoning tokens over all choices; None: reasoning is not told apart from answers."""
+        """Reasoning tokens over all choices; None: reasoning is not separated from answers."""
         if self.job.answer is None or self.job.answer.reasoning_parser is None:
             return None
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
     def counts(self) -> TokenCounts:
-        """The token counts of its usage."""
+        """The token counts of the reply's usage."""
         return TokenCounts(
             self.num_prompt_tokens,
             self.num_completion_tokens,
@@ -160,7 +160,7 @@ class Fanout:
         return not self._num_unfinished
 
     def take(self) -> Sequence[ChoiceDelta]:
-        """Everything new; empty: nothing yet, see `news`. Not a coroutine, since it is called for every token.
+        """All new deltas; empty: none yet, see `news`. Not a coroutine, since it is called for every token.
 
         Raises:
             EngineUnavailable, RequestFailed: one choice failed, and with it the request.

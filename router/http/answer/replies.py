@@ -1,4 +1,4 @@
-"""Sends a reply to its client: event by event, or whole. Each API has its own format of both."""
+"""Sends a reply to its client, event by event or whole. Each API has its own format for both."""
 
 import functools
 from collections.abc import Awaitable, Callable, Sequence
@@ -43,7 +43,7 @@ class EventEncoder(Protocol):
         """Events before the first delta."""
 
     def encode(self, delta: ChoiceDelta) -> bytes:
-        """Events of a delta; empty if it shows nothing."""
+        """Events of a delta; empty if it contains nothing to show."""
 
     def end(self, counts: TokenCounts) -> bytes:
         """Events after the last delta."""
@@ -144,7 +144,7 @@ def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
 
 
 def bytes_per_token(logprobs: int | None) -> int:
-    """The most memory that a token of a gathered answer takes, with its logprobs."""
+    """The most memory that one token of a non-streamed answer takes, with its logprobs."""
     return 128 if logprobs is None else 128 + 256 * (logprobs + 1)
 
 

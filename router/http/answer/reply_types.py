@@ -1,4 +1,4 @@
-"""The shapes of replies, for the schema alone: `completions.py` and `sse.py` build them by hand, since it is faster.
+"""The types of replies, used only for the schema: `completions.py` and `sse.py` build replies by hand, which is faster.
 
 `tests/router/http/pages/test_openapi.py` reads real replies as these types: neither can change without the other.
 """
@@ -213,7 +213,7 @@ class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """A server that can serve requests; a degraded one computes what it would have loaded."""
+    """The reply of a server that can serve requests; a degraded server computes KV that it would have loaded."""
 
     status: Literal["ok", "degraded"]
     connector_problems: dict[str, str] | None = None

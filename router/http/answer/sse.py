@@ -66,7 +66,7 @@ class ChunkEncoder:
         return self._full(delta, text, first=False)
 
     def _encode_with_usage(self, delta: ChoiceDelta) -> bytes:
-        """The same, with the choice's usage so far: slower, and only requested by benchmarks."""
+        """As above, with the choice's usage so far: slower, and only requested by benchmarks."""
         first, opening = self._begin(delta)
         return opening + self._full(delta, _encode_text(delta.text), first=first)
 

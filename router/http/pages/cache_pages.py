@@ -11,7 +11,7 @@ from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.limits import check_cache_salt, clip
 from pdkv.base.options import did_you_mean
-from pdkv.errors import EngineUnavailable, InvalidRequest, RequestFailed, RequestTimeout, StoreFull, StoreUnable
+from pdkv.errors import EngineUnavailable, InvalidRequest, RequestFailed, RequestTimeout, StoreFull, StoreUnsupported
 from pdkv.errors import TransferTimeout as LateTier
 from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.admission.tenants import Tenant
@@ -50,7 +50,7 @@ _CONTENTS = ("prompt", "messages", "tokens", "keys")
 
 
 class CacheBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The KV that is meant, and its place."""
+    """The KV that a request is about, and its place."""
 
     prompt: str | None = None
     messages: Sequence[Message] | None = None
@@ -79,7 +79,7 @@ _BODY = BodyDecoder(CacheBody, tokens="tokens")
 class CachePages:
     """Operators' requests about caches. Lives in the dispatcher's event loop.
 
-    Args: model: its tokenizer is used for prompts, as for requests. keys: the clients' keys, if they need any.
+    Args: model: its tokenizer is used for prompts, as for requests. keys: the API keys, if clients need one.
     """
 
     def __init__(self, dispatcher: "Dispatcher", model: Callable[[], ServedModel], keys: KeyRing | None = None) -> None:
@@ -89,7 +89,7 @@ class CachePages:
         self._next_move_at = 0.0
 
     def describe(self) -> dict[str, Any]:
-        """The contents and hits of pools and tiers (engines/cache_view.py), JSON-ready."""
+        """The contents and hits of pools and tiers, JSON-ready (engines/cache_view.py)."""
         names: dict[int, list[str]] = {}
         for tenant in self._keys.tenants if self._keys is not None else ():
             if tenant.grant.kv_terms is not None:
@@ -143,7 +143,7 @@ class CachePages:
         if order.action != "move":
             return await self._dispatcher.cache_orders.ask(names, order)
         if MONOTONIC.now() < self._next_move_at:
-            raise InvalidRequest("a move is under way: one at a time was expected", status=409)
+            raise InvalidRequest("another move is in progress: only one at a time is possible", status=409)
         self._next_move_at = MONOTONIC.now() + order.timeout_s + MOVE_GRACE_S
         answers = await self._dispatcher.cache_orders.ask(names, order)
         if not any(tier.code == LateTier.code for answer in answers.values() for tier in answer.tiers):
@@ -189,7 +189,7 @@ class CachePages:
             return None, None, 0
         if len(tokens) < block:
             raise InvalidRequest(
-                f"the prompt has {len(tokens)} tokens; KV is found in blocks of {block}: there is none of it",
+                f"the prompt has {len(tokens)} tokens; KV is found in blocks of {block}, and it has no whole one",
                 param=_given(body)[0],
             )
         layout, salt = engine.card.layout.identity, self._salt_of(body)
@@ -334,7 +334,7 @@ def _check_answers(order: CacheOrder, answers: Mapping[str, CacheAnswer]) -> Non
     codes = {tier.code for _, tier in tiers}
     if StoreFull.code in codes:
         raise InvalidRequest(text, status=409)
-    if codes == {StoreUnable.code}:
+    if codes == {StoreUnsupported.code}:
         raise InvalidRequest(text, param="tier")
     if codes == {LateTier.code}:
         raise RequestTimeout(text, request_id="")

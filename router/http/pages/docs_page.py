@@ -17,7 +17,7 @@ _FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 
 
 def docs_routes() -> list[Route]:
-    """The page, its files, and what it describes."""
+    """The routes of the page, its files, and the OpenAPI document."""
     return [Route("/docs", _page), Route("/docs/{file}", _file), Route("/openapi.json", _openapi)]
 
 

@@ -72,7 +72,7 @@ OPERATIONS = (
 
 
 def with_endpoints(document: dict[str, Any]) -> dict[str, Any]:
-    """A description as OpenAPI 3.1, and that of `OPERATIONS` in it."""
+    """The document as OpenAPI 3.1, with the descriptions of `OPERATIONS` added."""
     types = {kind for of in OPERATIONS for kind in (*of.bodies, of.reply, *of.events)} | {reply.ErrorReply}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")

@@ -1,4 +1,4 @@
-"""What all pages have in common: FastAPI reads their parameters, and whatever goes wrong is told in OpenAI's shape."""
+"""What all pages have in common: FastAPI reads their parameters, and all errors have OpenAI's format."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -45,7 +45,7 @@ class Page(APIRoute):
         super().__init__(path, endpoint, **described, **options)
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's, which finds a body that is read."""
+        """FastAPI's handler, for a request with its body already read."""
         handle = super().get_route_handler()
 
         async def bounded(request: Request) -> Response:
@@ -58,7 +58,7 @@ class Page(APIRoute):
 
 
 class HeadAsGet:
-    """ASGI middleware: pages know no HEAD; the server leaves its body out."""
+    """ASGI middleware: HEAD is handled as GET; the server leaves the body out."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -68,7 +68,9 @@ class HeadAsGet:
 
 
 def freshened(dispatcher: "Dispatcher") -> list[params.Depends]:
-    """Dependencies of a page that takes ?fresh=true: the engines say first how they are, those that answer soon."""
+    """Dependencies of a page with ?fresh=true: the engines are first asked for reports, and those that answer in time
+    are included.
+    """
 
     async def freshen(fresh: Flag = False) -> None:
         if fresh:

@@ -59,7 +59,7 @@ class ServerLoad(BaseModel):
 
 
 class StatusPages:
-    """Endpoints that generate nothing and change nothing."""
+    """Read-only endpoints that generate nothing."""
 
     def __init__(
         self, dispatcher: "Dispatcher", model: Callable[[], ServedModel], metrics: Metrics, drain: Drain
@@ -74,7 +74,7 @@ class StatusPages:
         self._created = int(unix_time())
 
     def routes(self) -> list[Route]:
-        """All status pages; those that monitors poll are bare."""
+        """All status pages; those that monitors poll are bare ASGI."""
         told: dict[str, Any] = {"tags": ["server"], "dependencies": freshened(self._dispatcher), "response_model": None}
         return [
             Route("/live", self._live),

@@ -1,4 +1,6 @@
-"""JSON with non-ASCII characters escaped: no client takes U+2028 and the like within an event for the end of a line."""
+"""JSON with non-ASCII characters escaped, so that no client mistakes U+2028 and similar characters in an event for a
+line end.
+"""
 
 import re
 from json.encoder import encode_basestring_ascii

@@ -1,7 +1,7 @@
 """The request bodies that the router accepts, as typed structs: OpenAI's API with vLLM's extras. Null means absent.
 
 Every field is known by name. An unsupported field has a type that allows only its neutral value: `None` alone, one
-literal, an empty list, or a `neutral` bool. Labels are accepted for the client's sake and have no effect here.
+literal, an empty list, or a `neutral` bool. Labels, which matter only to the client, are accepted and have no effect.
 `lenient` turns each into the type for `--unknown-fields ignore`.
 """
 
@@ -18,12 +18,14 @@ Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 def neutral(value: float, why: str = "") -> msgspec.Meta:
-    """A bool or a number that changes nothing at this one value; `decoding` refuses others, and says why."""
+    """A bool or a number that may only have this value, which changes nothing; `decoding` refuses others, with the
+    reason.
+    """
     return msgspec.Meta(extra={"only": value, "why": why}, extra_json_schema={"enum": [value]})
 
 
 def absent(why: str) -> msgspec.Meta:
-    """A field whose only value is null; `decoding` says why."""
+    """A field that may only be null; `decoding` gives the reason."""
     return msgspec.Meta(extra={"why": why})
 
 

@@ -10,7 +10,7 @@ import msgspec
 from pdkv.base.limits import MAX_MESSAGES
 from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.router.http.read.bodies import ChatBody, Message, TokenizeChatBody
-from pdkv.router.http.read.body_size import Characters, check_size
+from pdkv.router.http.read.body_complexity import Characters, check_complexity
 from pdkv.router.http.read.prompts import Prompt, Truncation, check_chars, encode
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 
@@ -88,7 +88,7 @@ def _check_messages(messages: Sequence[Message], model: ServedModel, *, truncate
             param="messages",
         )
     calls = [call.function.arguments for message in messages for call in message.tool_calls or ()]
-    check_size(Characters(",".join(text for text in calls if isinstance(text, str))))  # arguments are JSON, too
+    check_complexity(Characters(",".join(text for text in calls if isinstance(text, str))))  # arguments are JSON, too
     if not truncated:
         check_chars(sum(map(_num_chars, messages)), model, "messages")
 

@@ -1,4 +1,4 @@
-"""Decodes bodies to typed structs; errors name the field and what it may be."""
+"""Decodes bodies to typed structs; errors name the field and its allowed values."""
 
 import functools
 import operator
@@ -20,7 +20,7 @@ from pdkv.router.http.read.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
-from pdkv.router.http.read.body_size import MAX_VALUES_AT_ONCE, check_size, too_many_values
+from pdkv.router.http.read.body_complexity import MAX_VALUES_AT_ONCE, check_complexity, too_many_values
 from pdkv.router.http.read.long_bodies import LongBodies
 
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`$")
@@ -52,7 +52,7 @@ class BodyDecoder(Generic[T]):
         Raises:
             InvalidRequest: malformed JSON, an unknown, missing or unsupported field, or a wrong type; names the field.
         """
-        num_values = check_size(body)
+        num_values = check_complexity(body)
         decoder = self._lenient if ignore_unknown else self._strict
         try:
             if num_values <= MAX_VALUES_AT_ONCE:
@@ -99,7 +99,7 @@ def lenient(kind: Any) -> Any:
 
 def has_field(body: bytes | bytearray, name: str) -> bool:
     """Whether a body is an object with that field; other errors in it are not looked for."""
-    check_size(body)
+    check_complexity(body)
     try:
         return name in msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -248,7 +248,7 @@ def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model
     if body.cache_salt is not None:
         check_cache_salt(body.cache_salt)
         if body.cache_salt == PROBE_SALT:
-            raise InvalidRequest("cache_salt is the one that the router keeps for itself", param="cache_salt")
+            raise InvalidRequest("cache_salt has a value that is reserved for the router", param="cache_salt")
     for name in ("prompt_cache_key", "session_id"):
         key = getattr(body, name)
         if key is not None and utf8_bytes(key, MAX_AFFINITY_BYTES) > MAX_AFFINITY_BYTES:

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 import msgspec
 
 from pdkv.errors import InvalidRequest
-from pdkv.router.http.read.body_size import MAX_VALUES_AT_ONCE, PIECE_BYTES, count, too_many_values
+from pdkv.router.http.read.body_complexity import MAX_VALUES_AT_ONCE, PIECE_BYTES, count, too_many_values
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class LongBodies(Generic[T]):
         self._ids = msgspec.json.Decoder(msgspec.defstruct("Ids", [(field, list[int])]))
 
     def decode(self, body: bytes | bytearray, num_values: int, *, ignore_unknown: bool) -> T:
-        """Decode a body with this many values (`check_size`).
+        """Decode a body with this many values (`check_complexity`).
 
         Raises:
             InvalidRequest: too many of them are in other fields, or the ids are not of one kind. msgspec's own errors.

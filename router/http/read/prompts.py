@@ -34,7 +34,7 @@ class Truncation(NamedTuple):
         return token_ids[-self.num_tokens :] if self.side == "left" else token_ids[: self.num_tokens]
 
     def kept_end(self, text: str, num_chars: int) -> str:
-        """This many characters of the end that is kept."""
+        """This many characters from the end of the text that is kept."""
         if len(text) <= num_chars:
             return text
         return text[-num_chars:] if self.side == "left" else text[:num_chars]
@@ -126,7 +126,7 @@ def encode(
     add_special_tokens: bool,
     truncation: Truncation | None = None,
 ) -> list[int]:
-    """Tokens of a text; with a truncation at least those that it keeps, for the caller to cut.
+    """Tokens of a text; with a truncation, at least the tokens that it keeps, for the caller to cut.
 
     The tokenizer cannot be interrupted, so for a text that will hardly fit, one end is tokenized first. If that end
     alone has twice the model's length, the text cannot fit, and the far half of its tokens is the same as in the whole

@@ -32,7 +32,7 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """Its name in answers."""
+        """The model's name in answers."""
         return self.names[0]
 
     @property

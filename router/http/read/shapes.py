@@ -14,7 +14,7 @@ def read_shape(body: CompletionBody | ChatBody) -> AskedShape | None:
     """The requested shape; None: free text. The content of a schema is not checked.
 
     Raises:
-        InvalidRequest: two fields ask for a shape, or one asks for none, for several, or lacks something it needs.
+        InvalidRequest: two fields give a shape, or one gives none or several, or lacks a required part.
     """
     asked = []
     if body.response_format is not None and body.response_format.type != "text":

@@ -36,7 +36,7 @@ class _Lane:
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], T], key: str, seconds: float) -> "Future[T]":
-        """The result of `work`, with its estimated seconds."""
+        """The future result of `work`, which runs in its turn and is estimated to take `seconds`."""
         future, turns = Future[T](), Turns()
         with self._lock:
             item = (future, work, turns, seconds)
@@ -72,9 +72,9 @@ class TextPool:
     sent.
 
     Bodies of more than SMALL_BYTES use the second queue, so that no others wait behind them. The third is for work that
-    takes longer than its text explains: schemas. Such work is started again there. Replies have a separate thread,
-    since their results are already computed. Cancelled work leaves its queue; once started, it learns it from
-    `cancelled` and ends after its current piece.
+    takes longer than its size suggests, such as schemas; it is started again there. Replies have a separate thread,
+    since their results are already computed. Cancelled work leaves its queue; if it has started, it notices `cancelled`
+    and ends after its current piece.
     """
 
     def __init__(self) -> None:

@@ -32,8 +32,8 @@ _FIELDS = sorted({name for kind in _KINDS.values() for name in kind.required | k
 
 
 def messages_of(instructions: str | None, given: str | Sequence[InputItem]) -> list[Message]:
-    """The turns of a chat: instructions as the system's turn, and all that the model said, thought and called between
-    two other turns as one turn.
+    """The turns of a chat: instructions as the system's turn, and everything that the model wrote, thought and called
+    between two other turns as one turn.
 
     Raises:
         InvalidRequest: an item that lacks a field of its type, or has one of another type.

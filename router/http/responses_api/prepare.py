@@ -72,7 +72,7 @@ def prepare_responses(
         InvalidRequest: names the field and what was expected. RequestAborted: the request was cancelled.
     """
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
-        raise InvalidRequest(f"top_logprobs needs include to hold {LOGPROBS!r}", param="top_logprobs")
+        raise InvalidRequest(f"top_logprobs requires `include` to contain {LOGPROBS!r}", param="top_logprobs")
     if kept is None:
         _check_stateless(body)
     own = read_own_tools(body.tools or [])

@@ -25,14 +25,16 @@ class _Entry:
 
 
 class ResponseStore:
-    """The stored responses. What does not fit or is too old is dropped, starting with the oldest of the owner with
-    most. Any thread.
+    """The stored responses. Responses that do not fit or are too old are dropped, starting with the oldest response of
+    the owner that has most. Any thread.
     """
 
     def __init__(
         self, max_bytes: int, keep_s: float, max_conversation_bytes: int, clock: Callable[[], float] = MONOTONIC.now
     ) -> None:
-        """`keep_s`: 0 keeps none. `max_conversation_bytes`: of JSON that one response may build on."""
+        """`keep_s`: 0 keeps none. `max_conversation_bytes`: limit on the JSON of the conversation that a response
+        continues.
+        """
         self.keep_s = keep_s
         self._max_bytes = max_bytes
         self._max_conversation_bytes = max_conversation_bytes

@@ -1,7 +1,7 @@
 """Translates tools of a response to functions, the only kind that chat knows.
 
 Functions of a namespace are prefixed with its name, a custom tool becomes a function with one text parameter, and tools
-that OpenAI's servers run themselves, of which this one has none, are left out.
+that OpenAI's own servers run are left out, since this server has none.
 """
 
 import json

@@ -37,12 +37,12 @@ _Queue = dict[str, deque[_Waiter]]
 
 
 class ByteBudget:
-    """The bytes held by all requests. Safe to use from several threads.
+    """A limit on the bytes held by all requests. Safe to use from several threads.
 
-    A key holds at most as much as it leaves free (dynamic thresholds; Choudhury and Hahne, 1998), so that there is room
-    for the next one; waiting keys take turns, with requests in order within each. A request may take more while it
-    holds some. So that requests waiting for one another's bytes make progress, one at a time is *exempt*: the first
-    that waited, until it gives back everything. Room for the largest request is kept for it.
+    A key may hold at most as much as remains free (dynamic thresholds; Choudhury and Hahne, 1998), so that there is
+    room for the next key; waiting keys take turns, and requests of one key are in order. A request may take more while
+    it holds some. To prevent requests from waiting for one another's bytes forever, one request at a time is *exempt*:
+    the first that waited, until it gives everything back. Room for the largest request is kept for it.
     """
 
     def __init__(self, limit: int, what: str, *, largest: int = 0, unread: int = 0) -> None:
@@ -67,7 +67,7 @@ class ByteBudget:
 
     @property
     def held(self) -> int:
-        """Bytes held now; 0 when nothing is in progress."""
+        """Bytes held now; 0 if no request is in progress."""
         exempt = self._exempt
         return self._held + self._unread + (0 if exempt is None else exempt.exempt)
 
@@ -99,7 +99,7 @@ class ByteBudget:
             return True
 
     async def wait(self, holder: Held, size: int, *, unread: int = 0) -> None:
-        """Take `size` more bytes as soon as there is room and its turn has come.
+        """Take `size` more bytes as soon as there is room and it is the request's turn.
 
         Args: unread: bytes that have already arrived; they count while they wait.
 
@@ -126,7 +126,7 @@ class ByteBudget:
                     self._let_in()  # it may have kept others waiting
 
     def give(self, holder: Held) -> None:
-        """Give back everything that it holds. Idempotent."""
+        """Give back everything that the holder has. Idempotent."""
         with self._lock:
             self._hold(holder, holder.exempt - holder.size)
             assert self._held >= 0, "more was given back than taken"

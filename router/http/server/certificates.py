@@ -96,7 +96,7 @@ def _warn_of_dates(config: TlsConfig) -> None:
 
 
 class Dates(NamedTuple):
-    """From when until when a certificate holds."""
+    """The period in which a certificate is valid."""
 
     begins: datetime
     ends: datetime
@@ -114,7 +114,9 @@ def certificate_dates(path: Path) -> Dates:
 
 
 def date_problem(path: Path, now: datetime) -> str:
-    """Why clients refuse the certificate for its dates, or soon will; empty: they do not. It is served in any case."""
+    """Why clients refuse the certificate because of its dates, or soon will; empty: they do not. The certificate is
+    served in any case.
+    """
     try:
         begins, ends = certificate_dates(path)
     except OSError as error:

@@ -30,14 +30,15 @@ class Connection(Protocol):
         """Bytes of answers still to be written because the client has not read the previous ones."""
 
     def shutdown(self) -> None:
-        """End once everything written, and the current answer, has been sent."""
+        """End once the current answer and everything already written have been sent."""
 
     def evict(self) -> None:
         """Close now, without an answer."""
 
 
 class Connections:
-    """Admits connections up to a limit; an idle one makes room, else one whose body does not arrive.
+    """Admits connections up to a limit. To make room, an idle connection is closed, or else one whose body does not
+    arrive.
 
     Ending connections do not count: there is some room above the limit for clients to read their last answers.
     """
@@ -93,17 +94,17 @@ class Connections:
         return True
 
     def idle(self, connection: Connection) -> None:
-        """Note that it waits for a request."""
+        """Note that the connection waits for a request."""
         self._idle.setdefault(connection, self._clock.now())
 
     def receiving(self, connection: Connection) -> None:
-        """Note that its next request has begun, and a body may follow."""
+        """Note that the connection's next request has begun, and a body may follow."""
         self.leave(connection)
         self._receiving[connection] = self._clock.now()
 
     def ending(self, connection: Connection) -> None:
-        """Note that it has sent its last answer and stays open only for reading; may evict the one in this state for
-        longest.
+        """Note that the connection has sent its last answer and stays open only until the client has read it; may evict
+        the connection that has been in this state longest.
         """
         self._ending[connection] = None
         if len(self._ending) > self._spare:
@@ -112,7 +113,7 @@ class Connections:
             oldest.evict()
 
     def leave(self, connection: Connection) -> None:
-        """Note that it is being served, or gone."""
+        """Note that the connection is being served, or is gone."""
         self._idle.pop(connection, None)
         self._receiving.pop(connection, None)
         self._ending.pop(connection, None)

@@ -1,4 +1,4 @@
-"""A body that is not read for a while, since there is no room for it."""
+"""A body that is not read for a while, since there is no memory for it."""
 
 import asyncio
 import select
@@ -21,7 +21,7 @@ _FIRST_CHECK_S = 1 / 16
 
 
 class PausedBody:
-    """Stops reading from its connection until the application receives again; ends it if its client has left."""
+    """Stops reading from a connection until the application receives again; ends it if the client has left."""
 
     def __init__(
         self, connection: asyncio.Transport, num_bytes: int, on_left: Callable[[], None], signs: int = _LEFT
@@ -44,7 +44,7 @@ class PausedBody:
             on_left()
 
     def end(self) -> None:
-        """Resume: there is room, and the application goes on. Idempotent."""
+        """Resume reading: there is memory, and the application continues. Idempotent."""
         self._on_left = None
         self._timer.cancel()
 

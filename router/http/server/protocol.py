@@ -66,7 +66,7 @@ class _BodyReader:
             self._connection.on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """The headers that make the parser read a body at all."""
+        """The end of the headers, without which the parser would not read a body."""
         self._has_begun = True
 
     def on_body(self, body: bytes) -> None:

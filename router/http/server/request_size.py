@@ -68,7 +68,7 @@ class RequestSize:
             self._extra_bytes += size - (self.body_bytes - self._body_bytes_before)
 
     def too_much_head(self) -> Refusal | None:
-        """What is too large while headers are read: parts of an incomplete one count, too."""
+        """The error for the part of the head that is too large; parts of an incomplete header count, too."""
         return self._headers_too_large() if self._extra_bytes > self._limits.max_header_bytes else None
 
     def too_small_chunks(self) -> Refusal | None:

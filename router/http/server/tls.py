@@ -12,7 +12,7 @@ from pdkv.router.http.server.protocol import LimitedProtocol
 class TlsGate(asyncio.Protocol):
     """A connection until its handshake is done; then it belongs to `http`.
 
-    It counts as an idle connection from the start, so it may be closed to make room. uvicorn's own TLS does not know of
+    It counts as an idle connection from the start, so it may be closed to make room. uvicorn's own TLS does not count
     connections before their handshake, and waits a minute for it.
     """
 

@@ -1,7 +1,7 @@
 """Limits the requests that begin in one turn of the event loop.
 
-A hundred that arrive at the same moment would all begin in the same turn. Each is read, checked and tokenized for half
-a millisecond, and the requests behind them would wait for all of it.
+A hundred requests that arrive at the same moment would all begin in the same turn. Reading, checking and tokenizing
+each takes half a millisecond, and everything else would wait for all of it.
 """
 
 import asyncio

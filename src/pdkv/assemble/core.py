@@ -51,10 +51,10 @@ def build_core(
         connector: the scheduler side; None for an engine without peers and stores.
         block_table: written by the block pool; from the connector if there is one.
         shutdown: called once, when the core shuts down.
-        hit_tokens: of the connector.
+        hit_tokens: the connector's.
         processors: logits processors that requests may name.
         grammars: prepares the grammars of requests; None: requests that have one are refused. The caller owns it.
-            preemption: what happens to the KV of preempted requests.
+        preemption: what happens to the KV of preempted requests.
         prefix_caching: whether the pool's content can be found again.
     """
     layout = card.layout

@@ -1,4 +1,4 @@
-"""From configuration to a running engine: model, connector, executor, core; or to one more rank of an engine."""
+"""Builds a running engine from its configuration: model, connector, executor, core; or one more rank of an engine."""
 
 import os
 import socket
@@ -108,7 +108,7 @@ class _Plan(NamedTuple):
 
     @property
     def hit_tokens(self) -> int:
-        """Multiples of tokens at which others' stored KV ends; 0: the engine finds nothing by content."""
+        """The multiples of tokens at which KV stored by other engines ends; 0: the engine finds nothing by content."""
         return 0 if self.connector is None else self.connector.hit_spacing(self.config.block_size)
 
     def layout_of(self, executor: ModelExecutor) -> KVLayout:
@@ -119,7 +119,7 @@ class _Plan(NamedTuple):
         return msgspec.structs.replace(executor.layout, codec=codec)
 
     def open_model(self) -> ModelSource:
-        """The weights; their identity is taken while they are loaded. Raises ModelError."""
+        """The weights; their identity is computed while they are loaded. Raises ModelError."""
         kind: type[ModelSource] = paced_part("paced:PacedSource") if is_paced(self.config.model) else ModelSource
         return kind(self.config.model, self.model)
 
@@ -158,7 +158,7 @@ def build_engine(
 
     Args:
         handoff: None: an engine without a connector.
-        connector: the plan of the connector; None: of the one that `handoff` names.
+        connector: the connector's plan; None: that of the connector named by `handoff`.
         kv_shards: number of parts that stored KV heads are cut into, the same in all engines. place: how to reach the
             other ranks, for config.tp > 1. notify: thread-safe; the connector and the grammar matcher call it to wake
             the engine's loop. on_progress: called with descriptions of slow steps. on_identity: called with the model's
@@ -171,7 +171,7 @@ def build_engine(
     """
     plan = _Plan.read(config, handoff, connector, name, epoch, kv_shards, proposer)
     if config.tp > 1 and place is None:
-        raise ConfigError(f"tp {config.tp} needs a process per rank, which `pd launch` starts; there is only this one")
+        raise ConfigError(f"tp={config.tp} needs one process per rank: use `pd launch`, which starts them")
     grammars = plan.make_grammars(notify)
     with plan.open_model() as source:
         on_progress("loading weights")
@@ -202,7 +202,8 @@ def run_rank(
     on_ready: Callable[[], None] = _nothing,
     proposer: Proposer | None = None,
 ) -> None:
-    """Run a further rank of an engine, the rank 0 of which `build_engine` makes elsewhere; returns when that one stops.
+    """Run one of the other ranks of an engine, the rank 0 of which `build_engine` makes in another process; returns
+    when rank 0 stops.
 
     Args: on_identity: called with the model's identity once; every rank computes it, over all of the weights.
         on_ready: called when this rank can run steps.

@@ -11,7 +11,7 @@ _DIGEST_BYTES = 16
 
 
 def root_key(*, model: str, layout: str, adapter: str = "", cache_salt: str = "") -> bytes:
-    """The parent of a chain's first key: everything but the tokens that KV depends on."""
+    """The parent of a chain's first key: everything that KV depends on, except the tokens."""
     parts = "".join(
         f"{len(part)}:{part}" for part in (model, layout, adapter, cache_salt)
     )  # unambiguous: no two inputs read alike

@@ -1,7 +1,7 @@
-"""The time of a process: an object with deadlines is given a `Clock` when it is built, and reads no other.
+"""The time of a process: an object with deadlines is given a `Clock` when it is built, and reads no other clock.
 
 Deadlines are times of that clock, in seconds. A decision is based on the difference of two readings of one clock. Wall
-clock time (`unix_time`) is for records that people read and for times to live, which hosts share.
+clock time (`unix_time`) is for records that people read, and for times to live, which are compared between hosts.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ class Clock:
         return event.wait(None if until is None else max(until - self.now(), 0.0))
 
     def wait_for(self, condition: Condition, is_met: Callable[[], bool], until: float | None = None) -> bool:
-        """Block until `is_met()` under the (held) condition, which is notified of changes; returns False if it is not
-        by `until`.
+        """Block until `is_met()` under the (held) condition, which is notified of changes; returns False if that does
+        not happen by `until`.
         """
         while not (met := is_met()) and (until is None or self.now() < until):
             self.wait(condition, until)

@@ -69,7 +69,9 @@ MAX_ECHO_CHARS = 128
 
 
 def utf8_bytes(text: str, limit: int) -> int:
-    """Bytes of `text` in UTF-8 or, if it has more than `limit` characters, their number, without copying it."""
+    """Number of bytes of `text` in UTF-8 or, if it has more than `limit` characters, the number of characters, without
+    a copy.
+    """
     return len(text) if len(text) > limit else len(text.encode("utf-8", "surrogatepass"))
 
 
@@ -108,5 +110,5 @@ def check_processor_arguments(asked: Mapping[str, Any]) -> None:
 
 
 def clip(text: str, limit: int = MAX_ECHO_CHARS) -> str:
-    """`text`, or its beginning and its length: the part of a client's words that an error may repeat."""
+    """`text`, or its beginning and its length if it is long: as much of a client's text as an error may repeat."""
     return text if len(text) <= limit else f"{text[:limit]}… ({len(text)} characters)"

@@ -109,7 +109,7 @@ def parse_numbers(name: str, text: str) -> tuple[int, ...]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that was probably meant, or None."""
+    """The known name that was probably meant; None: none is close."""
     names = list(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.65)
     if close:
@@ -166,7 +166,7 @@ class Option:
 
     @property
     def required(self) -> bool:
-        """Whether it must be given."""
+        """Whether the option must be given."""
         return self.default is dataclasses.MISSING and not self.is_map
 
     @property
@@ -179,7 +179,7 @@ class Option:
         """The placeholder for the value in help texts."""
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
-        words = {int: "N", float: "X", Path: "DIR", bool: "{true,false}"}.get(self.base, "TEXT")
+        words = {int: "N", float: "X", Path: "DIR", bool: "{true,false}", tuple[int, ...]: "ID"}.get(self.base, "TEXT")
         seconds = self.base is float and self.name.endswith("_s")
         words = "SIZE" if "size" in self.details else "SECONDS" if seconds else words
         return str(self.details.get("metavar", words))

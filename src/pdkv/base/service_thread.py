@@ -15,8 +15,8 @@ class ServiceThread:
 
     Args:
         run: returns soon after `stopping` is set and `wake` was called. An exception ends the thread and is logged.
-        wake: makes `run` check `stopping`; called on any thread, and never before `stopping` is set. name: of the
-            thread, in logs and in leak checks.
+        wake: makes `run` check `stopping`; called on any thread, and never before `stopping` is set. name: the thread's
+            name in logs and in leak checks.
     """
 
     def __init__(self, run: Callable[[threading.Event], None], wake: Callable[[], None], name: str) -> None:
@@ -60,10 +60,10 @@ class ServiceThread:
                 self._is_started = True
 
     def stop(self, timeout_s: float = JOIN_TIMEOUT_S) -> bool:
-        """End it and wait for the end; a thread that does not end in time is named in the log. Idempotent.
+        """End the thread and wait for its end; a thread that does not end in time is named in the log. Idempotent.
 
         Returns:
-            Whether it has ended. On the thread itself: False, at once.
+            Whether it has ended. If called on the thread itself, False, at once.
         """
         self.stopping.set()
         self._wake()

@@ -17,7 +17,7 @@ class TraceContext(NamedTuple):
     """The trace that a request belongs to, and its parent span."""
 
     trace_id: str  # 32 hexadecimal digits, not all of them 0
-    parent_id: str  # 16, likewise
+    parent_id: str  # also 16
     sampled: bool = True
 
     @property

@@ -1,7 +1,7 @@
-"""vLLM's options that have another name here, or none: one table for the command line, `LLM(...)` and
+"""vLLM's options that have another name in pdkv, or none: one table for the command line, `LLM(...)` and
 docs/from-vllm.md.
 
-Options of the same name and meaning are not in it; other words for their values are in `also=` of the option itself.
+Options with the same name and meaning are not listed; other words for their values are in `also=` of the option itself.
 """
 
 import re
@@ -20,11 +20,11 @@ class Theirs(NamedTuple):
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is true or false."""
+        """Whether the option's value is true or false."""
         return any(isinstance(value, bool) for value in self.neutral)
 
     def accepts(self, value: Any) -> bool:
-        """Whether that value changes nothing, as an empty one does. `value`: as a program gives it, or text."""
+        """Whether the value has no effect, like an empty one. `value`: a program's value, or text."""
         text = str(value).lower()
         neutral = ("none", "{}", "[]", "()", *(str(neutral).lower() for neutral in self.neutral))
         return text in neutral or value in self.neutral
@@ -145,13 +145,13 @@ VLLM = {name: Theirs(ours) for name, ours in _ALIASES.items()} | UNSUPPORTED
 """All of vLLM's options."""
 
 SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
-"""Their short flags."""
+"""vLLM's short flags."""
 
 
 def own_name(name: str, value: Any, known: Collection[str], show: Callable[[str], str] = str) -> str | None:
-    """The name here of vLLM's option `name`, possibly with a role before it.
+    """pdkv's name of vLLM's option `name`, possibly with a role before it.
 
-    Args: known: the existing options here. show: how a name is written in messages, such as "--kv-store".
+    Args: known: pdkv's options. show: how a name is written in messages, such as "--kv-store".
 
     Returns: The name; "" if that value has no effect here; None if vLLM has no such option.
 

@@ -55,10 +55,10 @@ def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str
         tiers = "only this tier, such as pool, host, redis or 0-host"
         parser.add_argument("--tier", default="", metavar="TIER", help=tiers)
     parser.add_argument("--cache-salt", metavar="SALT", help="cache_salt of the requests that computed the KV")
-    parser.add_argument("--api-key", metavar="NAME", help="name of their API key, if keys have separate caches")
+    parser.add_argument("--api-key", metavar="NAME", help="name of the requests' API key, if keys have separate caches")
     if name == "pin":
         parser.add_argument(
-            "--ttl-s", type=float, metavar="SECONDS", help="how long to keep it (default: until it is unpinned)"
+            "--ttl-s", type=float, metavar="SECONDS", help="how long to keep the pin (default: until it is removed)"
         )
     parser.add_argument(
         "--timeout-s", type=float, default=10.0, metavar="SECONDS", help="seconds to wait for an answer (default: 10)"

@@ -32,7 +32,7 @@ def add_check(subcommands: "argparse._SubParsersAction[Any]") -> None:
     parser = subcommands.add_parser(
         "check",
         help=summary,
-        description=f"{capitalized(summary)}: producer and consumer in processes of their own, without a model. "
+        description=f"{capitalized(summary)}: producer and consumer run in separate processes, without a model. "
         "Exit code 0: no case failed; 1: some case failed; 2: unknown connector, case or option.",
     )
     parser.add_argument("connector", metavar="NAME|module:Class", help="connector to check")

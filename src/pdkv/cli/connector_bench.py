@@ -21,11 +21,12 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
     parser = subcommands.add_parser(
         "bench",
         help=summary,
-        description=f"{capitalized(summary)} between two engines without a model, by request length, on pools whose "
-        "free blocks lie as after 10,000 random allocations and frees (aged) and side by side (contiguous). Beside it: "
-        "memcpy (one thread), and the bare transport moving the same bytes in one piece, and in one piece per (layer, "
-        "K or V, block). All of them take turns; medians, quartiles and ratios are those of the same rounds. Then what "
-        "prefill steps lose beside a transport throttled to a tenth of their pace. Leave the machine alone meanwhile.",
+        description=f"{capitalized(summary)} between two engines without a model, by request length, on pools with "
+        "free blocks in the order left by 10,000 random allocations and frees (aged), and in adjacent order "
+        "(contiguous). For comparison, memcpy (one thread) and the bare transport move the same bytes, the latter in "
+        "one piece and in one piece per (layer, K or V, block). All take turns; medians, quartiles and ratios are "
+        "taken over the same rounds. Then measure how much prefill steps slow down during "
+        "a transfer throttled to a tenth of their pace. Other load on the machine distorts the results.",
     )
     add = parser.add_argument
     add("connector", metavar="NAME|module:Class", help="connector to measure")
@@ -34,11 +35,17 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
     add("--model-layout", default="mid", metavar="LAYOUT",
         help="tiny, small, mid, or LAYERSxHEADSxHEAD_SIZE[:DTYPE] (default: mid)")  # fmt: skip
     add("--tokens", type=int, nargs="+", metavar="N",
-        help=f"lengths (default: {' '.join(map(str, TOKENS))}; with --tail: {TAIL_TOKENS})")  # fmt: skip
+        help=f"lengths in tokens (default: {' '.join(map(str, TOKENS))}; with --tail: {TAIL_TOKENS})")  # fmt: skip
     add("--repeats", type=int, default=7, metavar="N", help="rounds per row (default: 7)")
     add("--tp-pair", default="1,1", metavar="P,D", help="ranks of the producer and of the consumer (default: 1,1)")
     add("--block-sizes", default="16,16", metavar="P,D", help="tokens per block (default: 16,16)")
-    add("--pattern", action="append", default=[], choices=("aged", "contiguous"), help="measure only this order")
+    add(
+        "--pattern",
+        action="append",
+        default=[],
+        choices=("aged", "contiguous"),
+        help="measure only this order of free blocks",
+    )
     add("--kv-checksum", default="on", choices=("off", "sample", "on"),
         help="compare digests of what was sent and what arrived, as engines do (default: on)")  # fmt: skip
     add(
@@ -46,11 +53,11 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
         action="store_true",
         help="run both engines in one process, as a store with url=memory:// requires",
     )
-    add("--no-throttle", action="store_true", help="skip the throttled transport")
-    add("--tail", action="store_true", help="of a push: measure what is left of it when the forward pass of a prompt "
-        "ends, in one step and in four, and nothing else")  # fmt: skip
-    add("--plot", type=Path, metavar="FILE", help="draw bandwidth by length there, as .png, .svg or .pdf (needs "
-        "matplotlib: pdkv[plot]), instead of a text plot")  # fmt: skip
+    add("--no-throttle", action="store_true", help="do not measure steps during a throttled transfer")
+    add("--tail", action="store_true", help="for a push: only measure how much of it is left when the forward pass of "
+        "a prompt ends, with the prompt in one step and in four")  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="write a plot of bandwidth by length to this .png, .svg or .pdf file "
+        "instead of printing a text plot (needs matplotlib: pdkv[plot])")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run_bench)
 

@@ -24,7 +24,7 @@ def add_show(subcommands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("connector", metavar="NAME|module:Class", help="a name from `pd connector list`")
     parser.add_argument(
         "--connector-config", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-        help="show what it is and needs with these options",
+        help="options of the connector, on which its kind and requirements may depend",
     )  # fmt: skip
     parser.set_defaults(run=run_show)
 

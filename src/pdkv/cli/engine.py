@@ -22,7 +22,7 @@ _EXAMPLES = """\
 on the engine's host:
   pd engine --name decode-b --role decode --listen tcp://10.0.0.2:7000 --cluster-key-file FILE \\
       --model DIR --connector p2p --connector-config host=10.0.0.2
-on the router's:
+on the router's host:
   pd launch --prefill 1 --decode 0 --remote-engines decode-b=tcp://10.0.0.2:7000 --cluster-key-file FILE \\
       --model DIR --connector p2p --connector-config host=10.0.0.1
 """

@@ -34,7 +34,8 @@ _CONCERNS: dict[str, Any] = typing.get_type_hints(RouterConfig)
 """Configuration classes of the router."""
 
 _GROUPS = {
-    "engines": "All that is not about the model's files can be set for one role: --prefill-tp 2, --decode-threads 4."
+    "engines": "Any of these options except those about the model's files can be set per role,\n"
+    "as in --prefill-tp 2 or --decode-threads 4."
 }
 _EXAMPLES = """\
 examples:
@@ -82,8 +83,8 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         aliases=["serve"],
         help=summary,
         usage="pd launch [DIR] [--prefill N] [--decode M] [--connector NAME] [OPTION …]",
-        description=f"{capitalized(summary)}. Ctrl-C stops them once their requests have finished; pressed twice, "
-        "at once.",
+        description=f"{capitalized(summary)}. Ctrl-C stops them once their requests have finished; pressed again, it "
+        "stops them at once.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -157,7 +158,8 @@ def launch_variables() -> set[str]:
 def run(arguments: argparse.Namespace) -> int:
     """Run `pd launch`."""
     deployment = read_deployment(arguments)
-    from pdkv.launch.launcher import check, launch
+    from pdkv.launch.check import check
+    from pdkv.launch.launcher import launch
     from pdkv.launch.logs import configure_logging
 
     configure_logging("launcher", deployment.launch.log_level, deployment.router.observability.log_format)

@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Any = None, namespace: Any = None
     ) -> Any:  # arguments of a subcommand pass through here, too
-        """As in argparse, but every argument must be valid text, and none may be left over."""
+        """As in argparse, but every argument must be valid text, and unknown ones are errors."""
         for text in sys.argv[1:] if args is None else args:
             if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
                 self.error(f"an argument is not valid UTF-8: {text!r}")
@@ -106,8 +106,8 @@ def flags_of(config: type, *, role: str = "", exclude: Sequence[str] = ()) -> di
 
 
 def with_default(item: Option) -> str:
-    """The help text of an option with its default."""
-    if item.default in (None, dataclasses.MISSING, (), "") or item.base is Path:
+    """The help text of an option with its default, unless the text already names it."""
+    if item.default in (None, dataclasses.MISSING, (), "") or item.base is Path or "(default: " in item.help:
         return item.help
     shown = format_bytes(item.default).replace(" ", "") if "size" in item.details else str(item.default)
     of_model = "the model's, else " if item.details.get("of_model") else ""
@@ -230,7 +230,7 @@ def _table(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{name!r} is there twice")
+            raise ValueError(f"{name!r} appears twice")
     return dict(pairs)
 
 

@@ -22,7 +22,7 @@ def add_run_flag(parser: argparse.ArgumentParser, *, default: str | None = None)
         dest="run_name",
         metavar="NAME",
         default=default,
-        help="which launch, if several run: its port, URL, pid or run directory",
+        help="which launch, if several are running: its port, URL, pid or run directory",
     )
 
 
@@ -94,7 +94,7 @@ def add_drain_flag(parser: argparse.ArgumentParser) -> None:
     """Add --drain-s to a command."""
     parser.add_argument(
         "--drain-s", type=float, metavar="SECONDS",
-        help="how long requests may go on before their engine is stopped (default: --drain-s of the launch)",
+        help="how long requests may keep running before their engine is stopped (default: --drain-s of the launch)",
     )  # fmt: skip
 
 

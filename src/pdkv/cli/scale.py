@@ -1,4 +1,4 @@
-"""`pd scale` and `pd restart`: more engines or fewer, or all of them anew, while requests run."""
+"""`pd scale` and `pd restart`: change the number of engines, or restart all of them, while requests run."""
 
 import argparse
 import asyncio
@@ -10,14 +10,14 @@ from pdkv.errors import ConfigError
 
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add both to the `pd` parser."""
+    """Add `scale` and `restart` to the `pd` parser."""
     summary = "change the number of engines of a running launch"
     parser = commands.add_parser(
         "scale",
         help=summary,
         usage="pd scale [--prefill N] [--decode M] [--drain-s SECONDS] [--run NAME]",
-        description=f"{capitalized(summary)}. New ones are started as those that the launch began with; the newest go "
-        "first, each when it has no request any more. Where all engines are aggregated, --decode says how many.",
+        description=f"{capitalized(summary)}. New engines get the launch's own options. The newest are removed first, "
+        "each once its requests are done. If all engines are aggregated, --decode sets their number.",
     )
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill engines")
     parser.add_argument("--decode", type=int, metavar="M", help="number of decode engines")
@@ -28,10 +28,12 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         help=summary,
         usage="pd restart --rolling [--drain-s SECONDS] [--run NAME]",
         description=f"{capitalized(summary)}: each engine is drained, stopped, started and ready before the next "
-        "one is touched. While the only engine of a role is away, one of the other role stands in for it. The "
+        "one is drained. While the only engine of a role is down, an engine of the other role stands in for it. The "
         "router is not restarted.",
     )
-    restart.add_argument("--rolling", action="store_true", help="one after the other; there is no other way")
+    restart.add_argument(
+        "--rolling", action="store_true", help="one engine after the other (required: there is no other way)"
+    )
     restart.set_defaults(run=run_restart)
     for each in (parser, restart):
         add_drain_flag(each)

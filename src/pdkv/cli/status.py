@@ -36,7 +36,9 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     stop = commands.add_parser(
         "stop", help=summary, description=f"{capitalized(summary)}, like Ctrl-C. Exit code 1: it is still running."
     )
-    stop.add_argument("--now", action="store_true", help="cut requests that still run, as a second Ctrl-C does")
+    stop.add_argument(
+        "--now", action="store_true", help="cut off requests that are still running, as a second Ctrl-C does"
+    )
     stop.add_argument(
         "--wait-s", type=float, default=_WAIT_S, metavar="SECONDS", help="how long to wait at most (default: 60)"
     )

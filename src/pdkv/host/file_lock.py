@@ -7,7 +7,7 @@ import threading
 
 
 class FileLock:
-    """flock(2) on a descriptor that it owns from now on. Used by one thread, except for `give_up`.
+    """flock(2) on a descriptor that the lock owns from now on. Used by one thread, except for `give_up`.
 
     The kernel's wait has no deadline, so a daemon thread waits; one that gets the lock too late releases it at once.
     """
@@ -20,7 +20,7 @@ class FileLock:
         self._changed = threading.Event()
 
     def acquire(self, timeout_s: float) -> bool:
-        """Wait for the lock. False: the time is over, `give_up` was called, or the file system has no locks."""
+        """Wait for the lock. False: the time has passed, `give_up` was called, or the file system has no locks."""
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._locked = True

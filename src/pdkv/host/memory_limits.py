@@ -59,7 +59,9 @@ def check_host_memory(num_bytes: int, what: str) -> None:
 
 
 def share_for_pools(num_pools: int, num_taken_bytes: int) -> int:
-    """Bytes of each of so many KV pools without a given size: a quarter of what is available and others do not take."""
+    """Bytes for each of `num_pools` KV pools without a configured size: together a quarter of the memory that is
+    available and not taken by others.
+    """
     bound = available_memory()
     usable_bytes = 0 if bound is None else bound.usable_bytes - num_taken_bytes
     return max(usable_bytes // 4 // num_pools, LEAST_POOL_BYTES)
@@ -76,8 +78,8 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def num_oom_kills(proc: Path = Path("/proc"), cgroups: Path = _CGROUPS) -> int | None:
-    """Processes that the kernel has killed for want of memory: of this one's cgroup, or where that does not say, of the
-    whole machine since boot; None where neither does.
+    """Number of processes that the kernel has killed for lack of memory: in this process's cgroup or, if that has no
+    count, on the whole machine since boot; None if neither is known.
     """
     files = [*((directory / of.events) for directory, of in _memory_cgroups(proc, cgroups)), proc / "vmstat"]
     counts = (_read_stat(file, "oom_kill") for file in files)

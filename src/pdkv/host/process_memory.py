@@ -1,4 +1,4 @@
-"""Reads another process's memory with one copy, made by this process while the other one need not run.
+"""Reads another process's memory with one copy, made by this process; the other one need not be running.
 
 The kernel allows it to processes of the same user (and, with Yama's ptrace_scope, to its parents only).
 """

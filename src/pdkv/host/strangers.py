@@ -1,4 +1,6 @@
-"""Connections that are not authenticated yet: if there are too many, the oldest are closed, so that peers get in."""
+"""Connections that are not authenticated yet: if there are too many, the oldest are closed, so that peers can still
+connect.
+"""
 
 from collections.abc import Mapping
 from typing import Protocol, TypeVar

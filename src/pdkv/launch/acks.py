@@ -23,7 +23,7 @@ class Acknowledger:
         self.answered = False  # whether the last ack was given
 
     def wait_known(self) -> None:
-        """Wait until the launcher knows this process. If it never does, only the socket's end arrives."""
+        """Wait until the launcher knows this process. If it never does, the socket just ends."""
         try:
             known = os.read(self._fd, len(KNOWN))
         except ConnectionResetError:

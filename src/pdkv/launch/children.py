@@ -62,7 +62,7 @@ class Child:
         return not self._died.done()
 
     def when_dead(self, call: Callable[[object], None]) -> None:
-        """Call this when its death is noticed."""
+        """Have `call` called when the child's death is noticed."""
         self._died.add_done_callback(call)
 
     async def wait(self) -> int:
@@ -141,7 +141,7 @@ def describe_exit(status: int, *, out_of_memory: bool = False) -> str:
 
 
 class OomWatch:
-    """Tells kills for lack of memory from others: the kernel counts its own, and each explains one death."""
+    """Recognizes kills for lack of memory: the kernel counts its kills, and each explains one death."""
 
     def __init__(self, count: Callable[[], int | None] = num_oom_kills) -> None:
         self._count = count
@@ -196,7 +196,9 @@ class AckSocket:
         self._ours.setblocking(False)
 
     def start_over(self) -> None:
-        """Give an attempt up: an unknown child ends (`Acknowledger.wait_known`), and another attempt begins."""
+        """Give an attempt up, so that a child that the launcher does not know ends (`Acknowledger.wait_known`), and
+        begin another attempt.
+        """
         self.close()
         self._open()
 
@@ -206,7 +208,9 @@ class AckSocket:
         return self._theirs.fileno()
 
     def handed_over(self) -> None:
-        """Let the known child, which has its copy, continue; from now on its death is an end of file."""
+        """Let the child, which is now known and has its own copy, continue; from now on its death shows as an end of
+        file.
+        """
         self._theirs.close()
         with contextlib.suppress(BrokenPipeError):  # it is already dead, as `wait_ready` will notice
             self._ours.send(KNOWN)

@@ -18,9 +18,9 @@ from pdkv.wire.kv import Order
 
 
 class LaunchConfig(Options):
-    """The topology and its front end."""
+    """The topology of a launch and its front end."""
 
-    prefill: Natural = option(1, "number of prefill engines; 0: aggregated engines, their number set by --decode")
+    prefill: Natural = option(1, "number of prefill engines; 0: --decode sets the number of aggregated engines")
     decode: Natural = option(1, "number of decode engines")
     remote_engines: Mapping[str, str] = option(
         {}, "engines that `pd engine` runs on other hosts, by name", metavar="NAME=tcp://HOST:PORT"
@@ -29,19 +29,23 @@ class LaunchConfig(Options):
         None, "file with the secret shared by this launch and its remote engines", metavar="FILE"
     )
     kv_shards: Positive | None = option(
-        None, "stores only: the least common multiple of the tp of all engines (default: of the engines started here)"
+        None,
+        "for stores only: the least common multiple of the tp of all engines, remote ones included (default: that of "
+        "the engines started here)",
     )
     host: str = option("127.0.0.1", "address to listen on")
     port: Annotated[int, Meta(ge=0, le=65535)] = option(8000, "port to listen on; 0: any free one")
-    uds: Path | None = option(None, "unix socket to listen on, in the place of host and port", metavar="PATH")
+    uds: Path | None = option(None, "unix socket to listen on instead of host and port", metavar="PATH")
     policy: str = option("prefix_aware", "policy by which the router chooses engines", metavar="NAME")
     order: Literal["auto", "prefill_first", "concurrent", "needs_peer_first", "decode_first"] = option(
-        "auto", "which engine is asked first; auto: the one that the router prefers of those that the connector allows"
+        "auto",
+        "order in which prefill and decode are contacted; needs_peer_first: decode allocates first, and prefill starts "
+        "with its ticket; decode_first: decode also computes prompts that it has nearly all of; auto: the router's "
+        "preferred order among those that the connector supports",
     )
     served_model_name: Names = option(
         (),
-        "the model's name in the API, followed by further names for it (default: its name on the hub, or its "
-        "directory's name)",
+        "the model's name in the API, followed by any aliases (default: its name on the hub, or its directory's name)",
         metavar="NAME",
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "minimum level of the log lines on stderr")
@@ -49,10 +53,10 @@ class LaunchConfig(Options):
         120.0, "how long a process may take to become ready"
     )
     drain_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = option(
-        30.0, "how long running requests may go on after a stop, or before an engine is stopped; 0 = not at all"
+        30.0, "how long requests may keep running after a stop, or before an engine is stopped; 0: not at all"
     )
     start_method: Literal["fork", "spawn"] = option(
-        "fork", "fork: fork engines from one process that has imported torch; spawn: each imports it"
+        "fork", "fork: fork engines from one process that has imported torch; spawn: each engine imports it"
     )
 
     def __post_init__(self) -> None:
@@ -77,7 +81,7 @@ class LaunchConfig(Options):
 
     @property
     def aggregated(self) -> bool:
-        """Whether the started engines do both. With remote engines, they have roles."""
+        """Whether the engines started here both prefill and decode. With remote engines, they have roles."""
         return not self.prefill and not self.remote_engines
 
 
@@ -85,13 +89,13 @@ class HostedEngine(Options):
     """The options of `pd engine` besides those of the engine and the hand-off."""
 
     name: str = option(help="the engine's name, as in --remote-engines")
-    role: Literal["prefill", "decode", "any"] = option("any", "what it is asked for; any: both")
+    role: Literal["prefill", "decode", "any"] = option("any", "the engine's role; any: both")
     listen: str = option(help="address for routers; heartbeats use the next port", metavar="tcp://ADDRESS:PORT")
     cluster_key_file: Path = option(
-        help="file with the secret that it shares with the launch of its router", metavar="FILE"
+        help="file with the secret that the engine shares with its router's launch", metavar="FILE"
     )
     kv_shards: Positive | None = option(
-        None, "stores only: the least common multiple of the tp of all engines (default: its own)"
+        None, "for stores only: the least common multiple of the tp of all engines (default: this engine's tp)"
     )
     log_level: Literal["debug", "info", "warning", "error"] = option("info", "minimum level of the log lines on stderr")
     log_format: Literal["text", "json"] = option("text", "format of the log lines on stderr")

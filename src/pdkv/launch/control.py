@@ -167,7 +167,7 @@ async def give_order(run_dir: Path, order: Order, on_progress: Callable[[str], N
     except (OSError, EOFError):
         raise StartupError(f"the launcher of {run_dir} has ended, or does not answer") from None
     except (MalformedMessage, asyncio.LimitOverrunError) as error:
-        raise StartupError(f"what the launcher of {run_dir} says is no answer: {error}") from None
+        raise StartupError(f"the launcher of {run_dir} sent an invalid answer: {error}") from None
 
 
 def _write(writer: asyncio.StreamWriter, answer: Answer) -> None:

@@ -23,8 +23,8 @@ def default_threads(num_ranks: int) -> int:
 def spin_rounds(threads_per_rank: Sequence[int]) -> int:
     """Rounds that an idle OpenMP thread looks for work before it sleeps, GOMP_SPINCOUNT.
 
-    Waking it costs as much as a small operation, so it spins for a while if each computing thread has a CPU. If several
-    share one, a spinning thread would keep another from computing.
+    Waking it costs as much as a small operation, so it spins for a while if each computing thread has its own CPU. If
+    several threads share a CPU, a spinning one would keep the others from computing.
     """
     return _SPIN_ROUNDS if sum(threads_per_rank) <= available_cpus() else 0
 

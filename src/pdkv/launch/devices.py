@@ -31,7 +31,7 @@ class _Device:
 
     @property
     def share(self) -> float:
-        """The share of each of those."""
+        """Each such engine's share of the device's memory."""
         return (DEFAULT_GPU_MEMORY_UTILIZATION - self.given) / self.num_sharing
 
     def check(self) -> None:
@@ -71,7 +71,9 @@ def place_on_devices(specs: Sequence[EngineSpec], running: Iterable[EngineSpec] 
 
 
 def keep_devices(spec: EngineSpec, before: EngineSpec) -> EngineSpec:
-    """An engine that takes another one's place, on its devices and with its share of their memory, or the host's."""
+    """The spec of an engine that replaces `before`, on the same devices and with the same share of their memory, or of
+    the host's.
+    """
     names = ("devices", "gpu_memory_utilization", "max_kv_cache_memory")
     return with_options(spec, **{name: getattr(before.config, name) for name in names})
 
@@ -90,7 +92,7 @@ def _allowed(engine: EngineSpec, devices: Sequence[_Device]) -> Sequence[_Device
     missing = [number for number in numbers if number >= len(devices)]
     if missing:
         raise ConfigError(
-            f"devices: {len(devices)} CUDA devices are here, numbered from 0, and {missing[0]} is none of them; "
+            f"devices: there are {len(devices)} CUDA devices, numbered from 0, and no {missing[0]}; "
             f"got {engine.config.devices!r}"
         )
     return [devices[number] for number in numbers]
@@ -99,7 +101,7 @@ def _allowed(engine: EngineSpec, devices: Sequence[_Device]) -> Sequence[_Device
 def _choose(spec: EngineSpec, devices: Sequence[_Device]) -> list[_Device]:
     allowed, tp = _allowed(spec, devices), spec.config.tp
     if len(allowed) < tp:
-        raise ConfigError(f"{spec.name}: tp {tp} needs as many CUDA devices, but there are {len(allowed)}")
+        raise ConfigError(f"{spec.name}: tp={tp} needs {tp} CUDA devices, but there are {len(allowed)}")
     chosen = sorted(allowed, key=lambda device: (len(device.engines), device.number))[:tp]
     return sorted(chosen, key=lambda device: device.number)
 

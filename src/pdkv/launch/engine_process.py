@@ -1,4 +1,6 @@
-"""An engine process: build it, then poll, handle, step, send until told to stop. Also a further rank of an engine."""
+"""An engine process: build it, then poll, handle, step, send until told to stop. Also the process of any other rank of
+an engine.
+"""
 
 import contextlib
 import gc
@@ -61,7 +63,7 @@ class Notifier:
             os.write(self.write_fd, byte)
 
     def drain(self) -> bool:
-        """Take the notifications so far; returns whether there was news besides the end of a step."""
+        """Consume the notifications so far; returns whether there was news besides the end of a step."""
         try:
             return bool(os.read(self.fd, _MAX_PIPE_BYTES).strip(_STEP_ENDED))
         except BlockingIOError:
@@ -236,8 +238,8 @@ def _check_connector(spec: EngineSpec) -> None:
     check_installed(spec.connector)
     if spec.connector.one_process and spec.num_engines > 1:
         raise ConfigError(
-            f"connector {spec.connector.name!r} joins engines of one process only, and each of these "
-            f"{spec.num_engines} has its own"
+            f"connector {spec.connector.name!r} connects only engines in one process, but each of these "
+            f"{spec.num_engines} has its own process"
         )
     if spec.rank == 0:
         _probe_connector(spec.connector)

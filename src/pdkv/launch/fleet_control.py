@@ -51,8 +51,8 @@ class FleetControl:
 
         Raises:
             ConfigError: that number is not possible, or the remaining engines could not serve; nothing was changed.
-                PdkvError: an engine did not start, while those started before it stay; or one could not be drained,
-                    while the others to be removed are gone.
+                PdkvError: an engine did not start (those started before it stay); or an engine could not be drained
+                    (others to be removed are already gone).
         """
         kinds = self._kinds(counts)
         for kind, count in kinds.items():

@@ -24,7 +24,7 @@ class HostMemory:
     """A context manager. Each rank of an engine has a segment, an equal part of the engine's memory."""
 
     def __init__(self, run_dir: Path, num_bytes: int | None) -> None:
-        """`num_bytes`: of each engine; None: there is no such memory, and `keep` has no effect."""
+        """`num_bytes`: bytes per engine; None: there is no such memory, and `keep` has no effect."""
         self.directory = run_dir / DIRECTORY
         self._num_bytes = num_bytes
         self._segments: dict[str, list[_Segment]] = {}  # by engine, one for each rank
@@ -89,12 +89,12 @@ class _Segment:
 
     @property
     def num_untouched_bytes(self) -> int:
-        """Bytes that it may use but has not used yet."""
+        """Bytes that the segment may use but has not used yet."""
         status = os.fstat(self._fd)
         return max(status.st_size - status.st_blocks * _BYTES_OF_BLOCK, 0)
 
     def close(self) -> None:
-        """Close it: it is no longer found, and its memory is free at once, although others may still map it."""
+        """Close the segment: it is no longer found, and its memory is free at once, even if others still map it."""
         self._address.unlink(missing_ok=True)
         with mmap.mmap(self._fd, 0) as memory:
             memory.madvise(mmap.MADV_REMOVE)  # to readers a segment of zeros holds nothing

@@ -23,7 +23,7 @@ def backoff_s(failures: int) -> float:
 
 
 class Care(NamedTuple):
-    """The functions that a keeper needs from the owner of the processes."""
+    """The functions that the owner of the processes provides to a keeper."""
 
     start: Callable[[], Awaitable[list[Child]]]  # starts all ranks; returns once they are ready
     end: Callable[[Collection[Child]], Awaitable[None]]  # ends them in order, within a limit
@@ -54,7 +54,7 @@ class Keeper:
         """Stop the processes in order, and start them again; returns when they are ready.
 
         Raises:
-            PdkvError: they did not start; that is tried again all the same.
+            PdkvError: they did not start; the keeper goes on trying.
         """
         if self._wanted is None:
             self._wanted = asyncio.get_running_loop().create_future()
@@ -62,7 +62,7 @@ class Keeper:
         await asyncio.shield(self._wanted)
 
     async def cancel(self) -> None:
-        """Start nothing any more; running processes are left alone. Idempotent."""
+        """Start nothing from now on; running processes are left alone. Idempotent."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         for future in (self.ready, self._wanted, self._starting):

@@ -4,45 +4,27 @@ cleanly.
 
 import asyncio
 import contextlib
-import dataclasses
-import errno
-import ipaddress
 import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.base.secret_options import API_KEY
-from pdkv.connectors.registry import check_installed
-from pdkv.errors import ConfigError, PdkvError
+from pdkv.errors import PdkvError
 from pdkv.host.linux import become_subreaper
-from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
-from pdkv.kernels.compiled import isa
-from pdkv.launch.config import Deployment, LaunchConfig
+from pdkv.host.sockets import raise_open_files_limit
+from pdkv.launch.check import advise, check_deployment
+from pdkv.launch.config import Deployment
 from pdkv.launch.control import ControlServer
 from pdkv.launch.fleet_control import SPIN_VARIABLE, FleetControl
 from pdkv.launch.host_memory import HostMemory
-from pdkv.launch.kv_tiers import plan_with_tiers
-from pdkv.launch.plan import check_memory, plan_fleet
+from pdkv.launch.listening import listen_for
+from pdkv.launch.plan import plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
 from pdkv.launch.supervisor import Fleet, Supervisor
-from pdkv.models.config import load_model_config, resolve_max_model_len
-from pdkv.models.generation_config import read_sampling_defaults
-from pdkv.models.hub import with_local_model
-from pdkv.models.shard import Shard
-from pdkv.parsers.registry import check_parser_names
-from pdkv.router.admission.api_keys import read_keys
-from pdkv.router.http.server.certificates import load_context
-from pdkv.router.metrics.tracing import check_tracing
-from pdkv.router.routing.policies import find_policy
-from pdkv.sampling.logits_processors import LOGITS_PROCESSORS
-from pdkv.text import load_tokenizer
-from pdkv.wire.cluster_key import ClusterKey
 
 _LAST_CHILDREN_S = 1.0
 _ROUTER_ANSWER_S = 4.0
@@ -76,42 +58,6 @@ def launch(deployment: Deployment) -> int:
     return 0
 
 
-def check(deployment: Deployment) -> int:
-    """Refuse what `launch` would refuse before it starts a process, and print what it would start; returns the exit
-    code.
-
-    Raises:
-        ConfigError: a wrong value.
-    """
-    from pdkv.engine.worker.executor import describe_pool  # with torch, which takes seconds
-
-    deployment = check_deployment(deployment)
-    with listen_for(deployment.launch) as listener, RunDirectory() as run_dir:
-        advise(deployment, listener)
-        fleet = plan_fleet(deployment, run_dir)
-    assert fleet.router is not None
-    engines = [f"  {e.name}: {e.config.threads} CPU threads, {describe_pool(e.config)}" for e in fleet.engines]
-    load_tokenizer(deployment.prefill)
-    print(
-        f"{deployment.shape}: {fleet.router.served_model_names[0]} from {deployment.prefill.model}", *engines, sep="\n"
-    )
-    return 0
-
-
-def advise(deployment: Deployment, listener: socket.socket) -> None:
-    """Warn of settings that are allowed but seldom intended."""
-    if isa() is None:
-        logger.warning("compiled kernels are missing: torch computes instead, which is slower on CPUs (docs/cpu.md)")
-    has_keys = deployment.router.access.api_key_file is not None or bool(os.environ.get(API_KEY))
-    if listener.family == socket.AF_UNIX or has_keys:
-        return
-    address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
-    if not address.is_loopback:
-        logger.warning(
-            "%s can be reached from other hosts, but --api-key-file is not given: everyone may use it", address
-        )
-
-
 def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None]]) -> None:
     """Run `serve` with a run directory and the reading end of a lifeline; its processes are gone when this returns.
 
@@ -134,127 +80,6 @@ def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None
                 _reap_rest(_LAST_CHILDREN_S)
     finally:
         os.close(lifeline_read)
-
-
-def check_deployment(deployment: Deployment) -> Deployment:
-    """Refuse errors that can be found without a process. Returns the deployment with local models (`with_local_model`).
-
-    Raises ConfigError.
-    """
-    plan = plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
-    if deployment.launch.prefill or deployment.launch.decode:  # engines of other hosts have packages of their own
-        check_installed(plan)
-    find_policy(deployment.launch.policy)
-    isa()  # PDKV_ISA may name a level that this host has not
-    api = deployment.router.api
-    check_parser_names(api.tool_parser, api.reasoning_parser, api.tool_parser_plugin)
-    if deployment.router.observability.otlp_endpoint is not None:
-        check_tracing()
-    check_processors(deployment)
-    read_keys(deployment.router.access.api_key_file)
-    if deployment.launch.cluster_key_file is not None:
-        ClusterKey.read(deployment.launch.cluster_key_file)
-    if deployment.router.tls.ssl_certfile is not None:
-        load_context(deployment.router.tls)
-    prefill, decode = with_local_model(deployment.prefill), with_local_model(deployment.decode)
-    deployment = dataclasses.replace(deployment, prefill=prefill, decode=decode)
-    check_models(deployment)
-    check_memory([(prefill, deployment.launch.prefill), (decode, deployment.launch.decode)], deployment.tiers)
-    return deployment
-
-
-def check_models(deployment: Deployment) -> None:
-    """Refuse a model that is not computed, ranks that cannot share its heads, lengths beyond its positions, and lengths
-    that give prefill and decode different frequencies. Raises ConfigError.
-
-    KV is useless to an engine that rotates queries by other frequencies than its keys were rotated by.
-    """
-    prefill, decode = deployment.prefill, deployment.decode
-    read_sampling_defaults(prefill.model, prefill.generation_config)
-    models = []
-    for config in (prefill, decode):
-        model = load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
-        models.append(model.quantized_at_load(config.quantization, config.model))
-        if config is decode or deployment.launch.prefill:
-            resolve_max_model_len(model, config.max_model_len)
-            Shard(0, config.tp).heads(model.num_kv_heads)
-    if deployment.launch.prefill and prefill.quantization != decode.quantization:
-        raise ConfigError(
-            f"prefill engines have --quantization {prefill.quantization or 'none'} and decode engines "
-            f"{decode.quantization or 'none'}: KV of one would be useless to the other; give both the same"
-        )
-    other, rope = (model.rope_scaling for model in models)
-    if deployment.launch.prefill and prefill.model == decode.model and rope != other and rope is not None:
-        raise ConfigError(
-            f"{decode.model}: the RoPE frequencies of this model ({rope.kind} scaling) depend on --max-model-len, but "
-            f"prefill engines ({prefill.max_model_len or 'the default'}) and decode engines "
-            f"({decode.max_model_len or 'the default'}) would have different ones: give both the same length"
-        )
-
-
-def check_processors(deployment: Deployment) -> None:
-    """Refuse an unknown logits processor, and different ones for prefill and decode. Raises ConfigError.
-
-    Prefill draws a request's first token, decode the others.
-    """
-    prefill, decode = deployment.prefill.logits_processors, deployment.decode.logits_processors
-    for name in {**dict.fromkeys(prefill), **dict.fromkeys(decode)}:
-        LOGITS_PROCESSORS.target(name)
-    if deployment.launch.prefill and {*prefill} != {*decode}:
-        raise ConfigError(
-            f"prefill engines would have the logits processors {list(prefill)}, but decode engines {list(decode)}: "
-            "both draw tokens of every request, so give both the same (--logits-processors)"
-        )
-
-
-def listen_for(options: LaunchConfig) -> contextlib.AbstractContextManager[socket.socket]:
-    """The listening socket of a launch. Raises ConfigError."""
-    return listen(options.host, options.port) if options.uds is None else listen_at(options.uds)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """The listening socket, which the router inherits.
-
-    Raises:
-        ConfigError: the address is unknown, in use or not allowed.
-    """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(LISTEN_BACKLOG)
-        except OSError:
-            listener.close()
-            raise
-    except OSError as error:  # socket.gaierror is one
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from None
-    return listener
-
-
-@contextlib.contextmanager
-def listen_at(path: Path) -> Iterator[socket.socket]:
-    """A listening unix socket at `path`, which is removed in the end; one left by a killed launch is replaced.
-
-    Raises:
-        ConfigError: the path belongs to something else, or the socket cannot be made.
-    """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        try:
-            if path.is_socket():
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
-                    other.setblocking(False)
-                    if other.connect_ex(str(path)) == errno.ECONNREFUSED:
-                        path.unlink()
-            listener.bind(str(path))
-            listener.listen(LISTEN_BACKLOG)
-        except OSError as error:  # "AF_UNIX path too long" has no number
-            raise ConfigError(f"cannot listen on {path} (--uds): {error.strerror or error}") from None
-        try:
-            yield listener
-        finally:
-            path.unlink(missing_ok=True)
 
 
 async def _serve(

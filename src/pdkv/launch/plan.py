@@ -32,7 +32,7 @@ ROLES: dict[Kind, Role] = {"prefill": "prefill", "decode": "decode", "engine": "
 
 
 def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
-    """What a launch begins with. Raises ConfigError for a wrong --cpu-bind, and as `place_on_hardware` does."""
+    """The processes of a new launch. Raises ConfigError for a wrong --cpu-bind, and as `place_on_hardware` does."""
     launch = deployment.launch
     counts: dict[Kind, int] = {"prefill": launch.prefill, "decode": launch.decode}
     if launch.aggregated:
@@ -80,7 +80,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
 def plan_engine(
     deployment: Deployment, run_dir: RunDirectory, kind: Kind, index: int, *, num_engines: int, num_ranks: int
 ) -> EngineSpec:
-    """The engine `kind`-`index` of a deployment that has these numbers of engines and ranks including it.
+    """The engine `kind`-`index` of a deployment whose numbers of engines and ranks include it.
 
     Raises:
         ConfigError: --cpu-bind has a list for each engine, but none for this one.
@@ -121,12 +121,12 @@ def config_of(deployment: Deployment, kind: Kind) -> EngineConfig:
 def place_on_hardware(
     specs: Sequence[EngineSpec], tiers: TiersConfig, running: Iterable[EngineSpec] = (), *, num_promised_bytes: int = 0
 ) -> list[EngineSpec]:
-    """The same engines on their devices; pools that size themselves share what the host has left beside other pools,
-    host tiers and weights. Raises ConfigError as `place_on_devices` does.
+    """The same engines on their devices. Automatically sized pools share the host memory that other pools, host tiers
+    and weights leave. Raises ConfigError as `place_on_devices` does.
 
     Args:
-        running: engines that have their place. What pools have that sized themselves may still be taken as a whole,
-            and `num_promised_bytes` beside them.
+        running: engines that are already placed. Their automatically sized pools may still grow to their full size, and
+            use `num_promised_bytes` besides.
     """
     placed, running = place_on_devices(specs, running), list(running)
     given = [spec for spec in placed if spec.config.in_host_memory and not spec.config.sizes_itself]
@@ -140,7 +140,7 @@ def place_on_hardware(
 def check_memory(
     engines: Sequence[tuple[EngineConfig, int]], tiers: TiersConfig = _NO_TIERS, *, num_promised_bytes: int = 0
 ) -> None:
-    """Refuse engines, given their number for each configuration, that do not fit into this host's free memory together.
+    """Refuse engines, given as (configuration, number), that together do not fit into this host's free memory.
     Raises ConfigError.
 
     Args: num_promised_bytes: memory that running engines may still use.

@@ -73,7 +73,7 @@ class RouterAdmin:
         return await self._call("POST", f"{_of(name)}/role", {"role": role})
 
     async def wait_ready(self, name: str, pid: int | None, wait_s: float) -> dict[str, Any]:
-        """The engine once its incarnation `pid` is ready, or after `wait_s`."""
+        """The engine's description once its incarnation `pid` is ready, or after `wait_s`."""
         which = f"&pid={pid}" if pid is not None else ""
         return await self._call("GET", f"{_of(name)}?until=ready{which}", wait_s=wait_s)
 
@@ -122,7 +122,7 @@ class RouterAdmin:
             status, size = _parse_head(await reader.readuntil(b"\r\n\r\n"))
             return status, await reader.readexactly(size)
         except asyncio.LimitOverrunError as error:
-            raise StartupError(f"what the router says is no answer: {error}") from None
+            raise StartupError(f"the router sent an invalid answer: {error}") from None
         finally:
             writer.close()
 
@@ -133,7 +133,7 @@ def _parse_head(data: bytes) -> tuple[int, int]:
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     status, size = first.split(" ")[1:2], headers.get("content-length", "")
     if not (status and status[0].isdecimal() and size.isdecimal() and int(size) <= _MAX_ANSWER_BYTES):
-        raise StartupError(f"what the router says is no answer: {clip(ascii(data))}")
+        raise StartupError(f"the router sent an invalid answer: {clip(ascii(data))}")
     return int(status[0]), int(size)
 
 
@@ -154,5 +154,5 @@ def _checked(status: int, data: bytes) -> dict[str, Any]:
 def _of(name: str) -> str:
     """The path of an engine. Raises ConfigError for an invalid engine name."""
     if "/" in name or name in ("", ".", ".."):
-        raise ConfigError(f"no engine can be called {clip(name)!r}: see `pd engines`")
+        raise ConfigError(f"{clip(name)!r} is not a valid engine name: see `pd engines`")
     return f"{_ENGINES}/{urllib.parse.quote(name, safe='')}"

@@ -102,11 +102,11 @@ class Supervisor:
         return next((child.pid for child in self._children if child.name == name and child.alive), None)
 
     async def add_engine(self, spec: EngineSpec, address: EngineAddress) -> None:
-        """Start one more engine; returns when it is ready. Routers that start later are told of it, but not earlier
-        ones, which would never learn that it failed to start.
+        """Start one more engine; returns when it is ready. Routers that start later are told of the engine, but not
+        running ones, which would never learn that it failed to start.
 
         Raises:
-            PdkvError: it did not become ready; nothing is left of it.
+            PdkvError: the engine did not become ready; nothing of it is left.
         """
         assert spec.name not in self.engines, f"two engines are named {spec.name}"
         self.engines[spec.name] = spec
@@ -121,7 +121,7 @@ class Supervisor:
         """Stop an engine and start it again with this spec; returns when it is ready.
 
         Raises:
-            PdkvError: it did not start; it is tried again all the same.
+            PdkvError: the engine did not start; it is still retried.
         """
         self.engines[spec.name] = spec
         await self._keepers[spec.name].restart()
@@ -172,7 +172,7 @@ class Supervisor:
         return [router]
 
     def reload_files(self) -> None:
-        """Have the router read its API keys and its certificate again; one that is starting reads them in any case."""
+        """Have the router read its API keys and its certificate again; a router that is starting reads them anyway."""
         if self._router is not None and self._listens_for_hangups:
             self._router.send_signal(signal.SIGHUP)
 
@@ -316,8 +316,8 @@ class Supervisor:
     async def stop(self, drain_s: float = 0.0, stuck: Callable[[], Awaitable[None]] | None = None) -> None:
         """End all children: first the router, then the engines; those that do not end in time are killed.
 
-        The router may take `drain_s` to answer running requests, for which engines that die are restarted. `stuck()`
-        returns when the router turns out to be unable to do that.
+        The router may take `drain_s` to answer running requests; engines that die in this time are restarted. `stuck()`
+        returns when the router turns out to be unable to answer them.
         """
         if (keeper := self._keepers.pop(_ROUTER, None)) is not None:
             await keeper.cancel()

@@ -50,7 +50,7 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **unused: Any) -> Self:
-        """Make one with these arguments. Raises ConfigError."""
+        """Make an AsyncLLM with these arguments. Raises ConfigError."""
         known_arguments("from_engine_args", unused)
         return cls(**vars(engine_args))
 
@@ -76,7 +76,7 @@ class AsyncLLM:
 
     @property
     def card(self) -> EngineCard:
-        """What others need to know to read this one's KV; see `set_peers`."""
+        """What peers need to know to read this engine's KV; see `set_peers`."""
         return self._engine.card
 
     def set_peers(self, cards: Sequence[EngineCard]) -> None:
@@ -88,7 +88,7 @@ class AsyncLLM:
         return self._requests.get_tokenizer()
 
     async def check_health(self) -> None:
-        """Raise EngineUnavailable if it does not accept requests any more."""
+        """Raise EngineUnavailable if the engine no longer accepts requests."""
         if self._engine.ended is not None:
             raise EngineUnavailable(self._engine.ended.reason)
 
@@ -122,8 +122,8 @@ class AsyncLLM:
                 unused: vLLM's other parameters, which may only have the value that changes nothing.
 
         Raises: InvalidRequest: a parameter out of its range, or a prompt that can never work. RequestFailed: this
-        request failed; EngineDied: the engine died; RequestAborted: it was shut down. EngineUnavailable: it had failed,
-        or was shut down, before.
+        request failed; EngineDied: the engine died; RequestAborted: the engine was shut down. EngineUnavailable: the
+        engine had failed or been shut down before.
         """
         known_arguments("generate", unused)
         make = functools.partial(self._requests.make, prompt, sampling_params, request_id, priority=priority)
@@ -146,7 +146,7 @@ class AsyncLLM:
         return self._stream(make)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End requests of this event loop: each has a last output with finish_reason "abort" in its choices.
+        """End requests of this event loop: each gets a last output with finish_reason "abort" in its choices.
 
         Unknown names, and those of requests that have ended, are ignored.
         """

@@ -26,14 +26,14 @@ class Listener(Protocol):
     """Receives the results of its requests. Both methods are called on the engine's thread and must not block."""
 
     def deliver(self, messages: Sequence[EngineToRouter]) -> bool:
-        """Take the results of one step. Returns False if there is no reader any more: its requests are given up."""
+        """Take the results of one step. Returns False if the reader is gone: its requests are then given up."""
 
     def lost(self) -> None:
         """Note that its requests will not continue; `EngineThread.ended` says why."""
 
 
 class Ended(NamedTuple):
-    """The reason why an engine accepts nothing any more."""
+    """The reason why an engine no longer accepts requests."""
 
     kind: type[RequestFailed]  # the error of its requests
     reason: str
@@ -86,7 +86,9 @@ class EngineThread:
         self._engine.wake()
 
     def stop(self) -> None:
-        """End after the current step, and wait for that and for saves. Idempotent; a finalizer may call it."""
+        """End the engine after its current step, and wait for that step and for saves. Idempotent; a finalizer may call
+        it.
+        """
         self._orders.put(None)
         self._engine.wake()
         if threading.current_thread() is self._thread:  # the finalizer called it on this thread

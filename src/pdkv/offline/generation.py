@@ -19,8 +19,8 @@ _ABOUT_REQUESTS = (Tokens, Finished, Failed)
 
 
 class Choice:
-    """One generation, running or ended. Its text is made on demand, unless a stop string may end it, so that a device
-    does not wait for text that is not read yet.
+    """One generation, running or ended. Its text is made on demand, unless a stop string may end it, so that the device
+    does not wait for text that has not been read.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Choice:
         return shown
 
     def end(self, reason: str, stop_token_id: int | None = None) -> None:
-        """End: no more tokens come. Text held back for a stop string is released, and may complete one."""
+        """End the choice: no more tokens come. Text held back for a stop string is released, and may complete one."""
         self.has_news = True
         self.finish_reason = reason
         self.stop_reason = stop_token_id if stop_token_id in self.submit.params.stop_token_ids else None
@@ -100,7 +100,7 @@ class Choice:
             self.finish_reason, self.stop_reason, self._is_flushed = "stop", piece.stop, True
 
     def output(self, *, first_token: int = 0, first_char: int = 0) -> CompletionOutput:
-        """The choice from that token on."""
+        """The choice's output from token `first_token` and character `first_char` on."""
         text, answer = self.text, self._answer
         return CompletionOutput(
             index=self.submit.choice,
@@ -144,18 +144,18 @@ class Generation:
 
     @property
     def has_news(self) -> bool:
-        """Whether `take`, after a message about it, returns what the caller wants to see."""
+        """Whether `take`, after a message about the generation, returns an output that the caller wants."""
         return self.output_kind != RequestOutputKind.FINAL_ONLY or self.finished
 
     def note_tokens(self, count: int) -> None:
-        """Note that this many tokens have come."""
+        """Note that this many tokens have arrived."""
         metrics = self.metrics
         metrics.last_token_ts = MONOTONIC.now()
         metrics.first_token_ts = metrics.first_token_ts or metrics.last_token_ts
         metrics.num_generation_tokens += count
 
     def abort(self) -> None:
-        """End it in its current state."""
+        """End the generation in its current state."""
         for choice in self.choices:
             if choice.finish_reason is None:
                 choice.end("abort")
@@ -249,7 +249,7 @@ class InFlight:
         self.num_ended += 1
 
     def give_up(self, generation: Generation) -> None:
-        """End its unfinished choices, which stay as they are."""
+        """End the generation's unfinished choices, which stay as they are."""
         generation.waiting = []
         submits = [choice.submit for choice in generation.choices]
         live = [submit for submit in submits if self._choices.pop(submit.request_id, None) is not None]

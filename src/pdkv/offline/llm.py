@@ -44,8 +44,8 @@ class LLM(LLMEngine):
             connector: a content-addressed one, such as "shared_storage". KV that this LLM computes is saved, and KV of
                 a prompt's first tokens that another LLM or an engine has saved is loaded instead of computed.
             connector_config: the connector's options, such as {"path": "/tmp/kv"}.
-            fields: those of EngineConfig, such as dtype="float32" or max_num_seqs=64; vLLM's other names
-                (docs/from-vllm.md); seed: from which seeds of requests without one are drawn.
+            fields: fields of EngineConfig, such as dtype="float32" or max_num_seqs=64, also by vLLM's names
+                (docs/from-vllm.md); and seed, from which the seeds of requests without one are drawn.
 
         Raises:
             ConfigError: a wrong field, model directory or connector option.
@@ -55,7 +55,7 @@ class LLM(LLMEngine):
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Self:
-        """Make one from a ready configuration, without a connector."""
+        """Make an LLM from a finished configuration, without a connector."""
         llm = cls.__new__(cls)
         LLMEngine.__init__(llm, config)
         llm._request_ids = itertools.count()
@@ -74,7 +74,7 @@ class LLM(LLMEngine):
 
     @property
     def card(self) -> EngineCard:
-        """What other LLMs need to know to read this one's KV; see `set_peers`."""
+        """What other LLMs need to know to read this LLM's KV; see `set_peers`."""
         return self._engine.core.card
 
     def set_peers(self, cards: Sequence[EngineCard]) -> None:
@@ -108,9 +108,9 @@ class LLM(LLMEngine):
         With a connector, all computed KV has been saved when this returns, or its save has failed.
 
         Raises: InvalidRequest: a parameter out of its range, or a prompt that can never work. RequestFailed: the engine
-            failed on one of them; the others are given up. EngineUnavailable: an earlier step failed with its own
-            error, or the LLM was closed.
-            KeyboardInterrupt: Ctrl-C, between two steps: all prompts are given up, and the LLM can be used again.
+            failed on one of the prompts; the others are given up. EngineUnavailable: an earlier step failed with its
+            own error, or the LLM was closed. KeyboardInterrupt: Ctrl-C, between two steps: all prompts are given up,
+            and the LLM can be used again.
         """
         known_arguments("generate", unused)
         given = as_prompts(_one_of(prompts, prompt_token_ids))
@@ -148,11 +148,11 @@ class LLM(LLMEngine):
         use_tqdm: Progress = True,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answer conversations: `generate` of the prompts that the model's chat template makes of them.
+        """Answer conversations: `generate` with the prompts that the model's chat template makes of them.
 
         Args:
             messages: one conversation, a list of {"role": …, "content": text}, or a list of conversations.
-            sampling_params: as in `generate`, like use_tqdm. options: the fields of ChatOptions, such as tools or
+            sampling_params, use_tqdm: as in `generate`. options: the fields of ChatOptions, such as tools or
                 chat_template; and vLLM's other parameters, which may only have the value that changes nothing.
 
         Raises: InvalidRequest: the model has no chat template, or it refuses the messages; and the errors of

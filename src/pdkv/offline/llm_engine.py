@@ -41,7 +41,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **unused: Any) -> Self:
-        """Make one as `LLM` with these arguments. Raises ConfigError."""
+        """Make an engine as `LLM` does with these arguments. Raises ConfigError."""
         known_arguments("from_engine_args", unused)
         return cls(*read_config("LLMEngine", **vars(engine_args)))
 
@@ -60,13 +60,13 @@ class LLMEngine:
         priority: int = 0,
         **unused: Any,
     ) -> None:
-        """Add a prompt, of which `step` returns outputs.
+        """Add a prompt; `step` returns its outputs.
 
         Args: params: None: the model's defaults. `output_kind` chooses the content of outputs. arrival_time: Unix time
         for its metrics; None: now. priority: lower is more urgent.
 
-        Raises: InvalidRequest: it can never work, or another live request has its name. EngineUnavailable: the engine
-        failed before, or was closed.
+        Raises: InvalidRequest: the request can never work, or another live request has its name. EngineUnavailable: the
+        engine failed before, or was closed.
         """
         known_arguments("add_request", unused)
         generation = self._requests.make(prompt, params, request_id, priority=priority)
@@ -84,7 +84,7 @@ class LLMEngine:
         return bool(self._generations)
 
     def get_num_unfinished_requests(self) -> int:
-        """Number of requests that have not had their last output."""
+        """Number of requests that have not returned their last output."""
         return len(self._generations)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:

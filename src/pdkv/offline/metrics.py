@@ -13,7 +13,7 @@ class Metric(msgspec.Struct, kw_only=True):
 
 
 class Counter(Metric, kw_only=True):
-    """A number that only rises."""
+    """A number that only grows."""
 
     value: int
 

@@ -54,7 +54,7 @@ class RequestMaker:
     """
 
     def __init__(self, config: EngineConfig, seed: int | None = None) -> None:
-        """`seed`: from which seeds of requests without one are drawn."""
+        """`seed`: the seeds of requests without one are drawn from it."""
         model = load_model_config(config.model, ignored_fields=config.ignore_config_fields)
         self._model, self.eos_token_ids = config.model, model.eos_token_ids
         self.max_len = resolve_max_model_len(model, config.max_model_len)
@@ -87,7 +87,7 @@ class RequestMaker:
 
         Args:
             params: None: the default ones.
-            request_id: the caller's name for it; None: one is drawn. priority: lower is more urgent.
+            request_id: the caller's name for the request; None: a random one. priority: lower is more urgent.
 
         Raises:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.

@@ -24,7 +24,7 @@ class Stream:
         """Whether the last output has been taken."""
 
     def notify(self) -> None:
-        """Note that there is news of it."""
+        """Note that there is news of the generation."""
         if self.generation.error is not None or self.generation.has_news:
             self._news.set()
 
@@ -38,7 +38,7 @@ class Stream:
         return self.generation.take()
 
     def close(self) -> None:
-        """Give up what continues of it: it has no reader any more. Idempotent."""
+        """Give up the choices that still run, since there is no reader any more. Idempotent."""
         self._streams.close(self.generation)
 
 
@@ -55,7 +55,7 @@ class Streams:
         self._engine.send(message, self)
 
     def start(self, generation: Generation) -> Stream:
-        """Send it to the engine.
+        """Send a generation to the engine.
 
         Raises:
             InvalidRequest: another request has its name.
@@ -77,7 +77,7 @@ class Streams:
             stream.notify()
 
     def close(self, generation: Generation) -> None:
-        """Forget a request, giving up what continues of it. Idempotent."""
+        """Forget a request, giving up the choices that still run. Idempotent."""
         if self._streams.pop(generation.request_id, None) is not None:
             self._give_up(generation)
 

@@ -46,7 +46,7 @@ class Stops(Protocol):
 
 
 class AnswerStream:
-    """The parts of one answer as its text arrives. `ended`: it must not continue, as after a `stop`."""
+    """The parts of one answer as its text arrives. `ended`: the answer must not continue, as after a `stop`."""
 
     def __init__(self, format: AnswerFormat, stops: Stops | None = None) -> None:
         """`stops`: stop strings of the text after reasoning."""

@@ -31,15 +31,17 @@ class _At(Enum):
 
 
 class CallObject:
-    """Feed it with `push` until it is `done` or `failed`; `take` returns new arguments.
+    """Feed text with `push` until it is `done` or `failed`; `take` returns new arguments.
 
-    It `has_begun` once the name is known and the arguments are an object: from then on they are shown as they arrive.
-    If it fails before that, it is not a call. If it fails later, it is a call with arguments that are not valid JSON,
-    unless all of them are there.
+    The call `has_begun` once the name is known and the arguments are an object: from then on they are shown as they
+    arrive. If it fails before that, the text is not a call. If it fails later, it is a call with arguments that are not
+    valid JSON, unless they are already complete.
     """
 
     def __init__(self, names: Collection[str] | None = None, *, needs_arguments: bool = False) -> None:
-        """`names`: an object with another name is not a call. `needs_arguments`: nor is one without arguments."""
+        """`names`: an object with another name is not a call. `needs_arguments`: an object without arguments is not a
+        call.
+        """
         self.name: str | None = None
         self.has_begun = False
         self.done = False

@@ -23,7 +23,9 @@ class _Expects(Enum):
 
 
 class JsonValue:
-    """Feed it with `push` until it is `done` or `failed`, at the same character whatever the pieces are."""
+    """Feed text with `push` until it is `done` or `failed`, which happens at the same character however the text is cut
+    into pieces.
+    """
 
     def __init__(self) -> None:
         self.done = False

@@ -1,4 +1,4 @@
-"""Calls without a marker: their beginning is at the start of a line, or after a tag."""
+"""Base of parsers for calls without a marker, which begin at the start of a line or after a tag."""
 
 import re
 from abc import abstractmethod

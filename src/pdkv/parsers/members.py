@@ -79,7 +79,7 @@ def _ways(schema: Schema) -> list[Schema]:
 
 
 def kinds_of(schema: Schema) -> frozenset[str] | None:
-    """The JSON types that values may have, integers being numbers; None: unknown."""
+    """The JSON types that values may have, with integers counted as numbers; None: unknown."""
     try:
         kinds = [types_in(way, values_in(way)) for way in _ways(schema)]
     except TypeError:  # a type or an enum that is none

@@ -51,7 +51,7 @@ Part = Content | Reasoning | CallBegin | CallArguments | CallEnd
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """The same parts, with adjacent ones of one kind merged."""
+    """The same parts, with adjacent parts of one kind merged."""
     if len(parts) < 2:
         return parts
     result: list[Part] = []

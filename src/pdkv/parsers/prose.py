@@ -4,7 +4,7 @@ import re
 
 
 class Prose:
-    """Spaces at the text's end are held until it is known whether a call or more text follows."""
+    """Text around calls. Spaces at its end are held back until it is known whether a call or more text follows."""
 
     def __init__(self) -> None:
         self._held: list[str] = []
@@ -12,7 +12,7 @@ class Prose:
         self._behind_call = False
 
     def text(self, text: str) -> str:
-        """The part of it that may be shown, including earlier held text."""
+        """The part of the text that may be shown, including text held back earlier."""
         if not text or text.isspace():
             self._held.append(text)
             return ""
@@ -37,7 +37,9 @@ class Prose:
 
 
 def find_marker(text: str, marker: str, at: int = 0) -> tuple[int, bool]:
-    """(position of `marker`, True), or (position where one may begin, False): the text's length if there is none."""
+    """(position of `marker`, True), or (position where a marker may begin, False), which is the text's length if there
+    is none.
+    """
     found = text.find(marker, at)
     if found >= 0:
         return found, True
@@ -49,5 +51,5 @@ def find_marker(text: str, marker: str, at: int = 0) -> tuple[int, bool]:
 
 
 def begun(text: str) -> str:
-    """A pattern of all that `text` may have come to in pieces, nothing and itself included."""
+    """A pattern that matches every prefix of `text`, including the empty one and `text` itself."""
     return "".join(f"(?:{re.escape(char)}" for char in text) + ")?" * len(text)

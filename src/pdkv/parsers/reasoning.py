@@ -20,7 +20,7 @@ class Split(NamedTuple):
 
 
 class ReasoningParser:
-    """Separates the reasoning of one answer from the rest; a new one for each.
+    """Separates the reasoning of one answer from the rest; each answer has its own parser.
 
     Spaces and newlines around reasoning are dropped. The result depends on the text alone, not on its pieces. A
     subclass defines the tags, and whether an answer begins with reasoning by default.
@@ -42,13 +42,13 @@ class ReasoningParser:
 
     @classmethod
     def thinking_of(cls, text: str) -> Thinking:
-        """What the end of a text written by a chat template implies."""
+        """What the end of a prompt says about the answer's beginning: "open": within reasoning; "closed": after it."""
         end = text.rstrip()
         return "open" if end.endswith(cls.opens) else "closed" if end.endswith(cls.closes) else "unsaid"
 
     @classmethod
     def thinking_within(cls, text: str) -> Thinking:
-        """What the beginning of a continued answer implies."""
+        """What the text of an answer so far says about its continuation, as in `thinking_of`."""
         opened, closed = text.rfind(cls.opens), text.rfind(cls.closes)
         return "unsaid" if opened == closed else "open" if opened > closed else "closed"
 

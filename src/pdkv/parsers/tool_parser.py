@@ -56,7 +56,7 @@ class CallSyntax(NamedTuple):
 
 
 def check_names(names: Iterable[str], pattern: str, *, what: str = "tool") -> None:
-    """Raises InvalidRequest for one that a family's format has no place for. `what`: is called so."""
+    """Raises InvalidRequest for a name that a model family's format cannot express. `what`: what errors call it."""
     for name in names:
         if not re.fullmatch(pattern, name):
             raise InvalidRequest(f"the {what} {clip(name)!r} cannot be written by this model: it must match {pattern}")
@@ -78,7 +78,7 @@ def failing(parser: "type[ToolParser] | None") -> Iterator[None]:
 
 
 class ToolParser(ABC):
-    """Parses the calls of one answer; a new one for each.
+    """Parses the calls of one answer; each answer has its own parser.
 
     The result depends on the text alone, not on its pieces. Nothing is lost: everything but calls is text; if a call's
     arguments stop being JSON after its beginning was shown, they are passed on as written.

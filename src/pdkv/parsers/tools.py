@@ -41,7 +41,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> list[Tool]:
 
 
 def find_tool(tools: Sequence[Tool], name: str) -> Tool:
-    """The tool that `tool_choice` names. Raises InvalidRequest if it is none of them."""
+    """The tool that `tool_choice` names. Raises InvalidRequest if it names none of the tools."""
     found = next((tool for tool in tools if tool.name == name), None)
     if found is None:
         raise InvalidRequest(

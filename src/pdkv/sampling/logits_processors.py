@@ -1,4 +1,4 @@
-"""Logits processors of third parties: the interface, the names for `--logits-processors`, and the set of an engine.
+"""Logits processors of third parties: the interface, the names for `--logits-processors`, and an engine's set of them.
 
 No torch here: the router and the launcher check names. docs/logits-processors.md has an example.
 """
@@ -58,8 +58,8 @@ class LogitsProcessor(ABC):
 
         Args:
             logits: (vocab,) float32, on the model's device; may be changed in place. -inf: a forbidden token, which
-                stays forbidden. output_token_ids: all so far; in the next call there may be fewer, if the last ones
-                were guesses.
+                stays forbidden. output_token_ids: all output tokens so far; the next call may have fewer, if the last
+                ones were guesses.
 
         Returns: The same shape; no NaN, and no +inf. An error, or any other result, fails the request.
         """
@@ -101,7 +101,7 @@ class ProcessorSet:
                 raise refused(name, error) from error
 
     def make(self, name: str, arguments: Arguments) -> LogitsProcessor:
-        """Make one for one request that has passed `check`. Raises what its constructor raises."""
+        """Make a processor for one request that has passed `check`. Raises what its constructor raises."""
         return self._kinds[name](arguments, self._model)
 
 

@@ -68,8 +68,8 @@ class _ParamsType(type(msgspec.Struct)):  # type: ignore[misc]
 class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_defaults=True, repr_omit_defaults=True):
     """The sampling parameters of one request; field names are OpenAI's and vLLM's.
 
-    A parameter is defined by its field alone: requests over HTTP, `pd generate`, a model's generation_config.json,
-    messages to engines and every check use it.
+    A parameter's name, type, range and default are defined by its field alone: requests over HTTP, `pd generate`, a
+    model's generation_config.json, messages to engines and all checks use it.
 
     `seed` is drawn by the router (or `LLM`) if the client gave none, so that on the wire it is always set: the token at
     output position i is a pure function of (seed, choice, i) and the logits.
@@ -125,7 +125,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
 
     @classmethod
     def from_optional(cls, **fields: Any) -> "SamplingParams":
-        """Make it from fields that may be None, meaning the default, or no limit for max_tokens."""
+        """Make parameters from fields that may be None, which means the default, or no limit for max_tokens."""
         return cls(**{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> "SamplingParams":
@@ -134,7 +134,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether each token of the prompt is computed rather than found cached, as its logprobs need."""
+        """Whether all tokens of the prompt must be computed rather than found cached, as for prompt logprobs."""
         return self.prompt_logprobs is not None or bool(self.skip_reading_prefix_cache)
 
     @property
@@ -144,12 +144,13 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
 
     @property
     def needs_penalties(self) -> bool:
-        """Whether the logits depend on the tokens so far."""
+        """Whether any penalty is in effect."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def checked(self) -> "SamplingParams":
-        """The same, with values converted to their fields' types; None means the default as in vLLM, a single text one
-        stop string or bad word, and a seed of -1 none. Raises InvalidRequest that names the first invalid field.
+        """The same parameters with values converted to their fields' types; None means the default as in vLLM, a single
+        text one stop string or bad word, and a seed of -1 none. Raises InvalidRequest that names the first invalid
+        field.
         """
         values: dict[str, Any] = {}
         for name, item in _PARAMS.items():

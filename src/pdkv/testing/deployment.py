@@ -75,7 +75,7 @@ class Deployment:
 
     @property
     def log(self) -> str:
-        """Its stderr so far."""
+        """The process's stderr so far."""
         return "\n".join(self.lines)
 
     def wait_for_line(self, pattern: str, timeout_s: float = START_BOUND_S) -> re.Match[str]:

@@ -65,7 +65,7 @@ def make_core(
 
     Args: options: those of its connector; None: it has none.
         max_model_len: in tokens; None: all that the pool holds.
-        proposer: steps have room for what it proposes.
+        proposer: guesses tokens; steps have room for its guesses.
         grammars: in place of a GrammarHost.
         notify: called by the connector's threads when there is news.
     """
@@ -177,11 +177,11 @@ class InProcessEngine:
         clock: Clock = MONOTONIC,
         **fields: Any,
     ) -> Self:
-        """Make one from a model's directory, on one CPU thread; without a connector if none is named.
+        """Make an engine from a model's directory, on one CPU thread; without a connector if none is named.
 
         Args:
-            options: the connector's.
-            fields: of EngineConfig.
+            options: the connector's options.
+            fields: fields of EngineConfig.
         """
         values = {"device": "cpu", "kv_cache_memory": 16 << 20, "threads": 1, "max_num_seqs": 8, **fields}
         handoff = HandoffConfig(connector=connector, connector_config=dict(options or {})) if connector else None
@@ -190,7 +190,7 @@ class InProcessEngine:
 
     @classmethod
     def of_stand_in(cls, clock: Clock = MONOTONIC, **fields: Any) -> Self:
-        """Make one around `make_core(**fields)`."""
+        """Make an engine around `make_core(**fields)`."""
         return cls(lambda notify: make_core(notify=notify, **fields), clock)
 
     def tell(self, *messages: RouterToEngine) -> list[EngineToRouter]:
@@ -314,7 +314,8 @@ class SideBySide:
     def hand_over(self, request: Submit, *, late_ticket: bool = False) -> list[EngineToRouter]:
         """Prefill a prompt and decode after it; returns decode's messages, when both are at rest.
 
-        Decode's blocks come first if the connector pushes. `late_ticket`: prefill is told of them after its end.
+        If the connector pushes, decode allocates its blocks first. `late_ticket`: prefill is told of them only after
+        its end.
         """
         prefill, decode, key = self.prefill, self.decode, (request.request_id, request.attempt)
         handed = replace(request, kv="handoff", until="first_token")

@@ -58,7 +58,7 @@ class Profile(Options):
 
     @property
     def identity(self) -> str:
-        """The digest of its values, which stands for the model in keys of KV and on cards."""
+        """The digest of the profile's values, which serves as the model's identity in KV keys and on cards."""
         facts = json.dumps([_VERSION, dataclasses.asdict(self)], sort_keys=True)
         return hashlib.blake2b(facts.encode(), digest_size=16, person=b"pdkv-paced").hexdigest()
 
@@ -104,7 +104,7 @@ def read_profile(model: Path) -> Profile:
 
 
 class PacedSource(ModelSource):
-    """The source of a model without weights."""
+    """Stands in for a model's weight files: a paced model has none."""
 
     files = None  # type: ignore[assignment]
 
@@ -149,7 +149,9 @@ class Stamps:
         """(layers, granules): weights of stamps in an answer."""
 
     def chain(self, token_ids: Ints, before: Words, starts: Ints) -> Words:
-        """Stamps of tokens (n,) of several requests: the i-th one's begin at starts[i], behind the stamp before[i]."""
+        """Stamps of tokens (n,) of several requests: those of request i begin at starts[i] and follow the stamp
+        before[i].
+        """
         parts, offsets = self._tokens[token_ids], before * self._factor
         if len(starts) == len(token_ids):  # all decode
             return parts + offsets
@@ -162,7 +164,9 @@ class Stamps:
 
 
 def looked_at(granules: Ints, lengths: Ints) -> Ints:
-    """In each granule, the position with the stamp that counts for an answer after this many tokens: all in turn."""
+    """In each granule, the position with the stamp that determines the answer after this many tokens; all positions
+    have their turn.
+    """
     first = granules * GRANULE
     positions: Ints = first + np.minimum((granules + lengths) % GRANULE, lengths - first - 1)
     return positions

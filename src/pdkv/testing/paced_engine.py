@@ -66,8 +66,8 @@ class _SchedAttr(ctypes.Structure):
 def wake_promptly() -> None:
     """Let this thread run soon after its waits end: in short slices, which Linux prefers from 6.12 on.
 
-    With 100 microseconds instead of 3 ms a thread that waits for 7 ms at a time, on a host with more work than cores,
-    wakes after 0.16 ms instead of 2 (median). Where the system knows no slices, all stays as it is.
+    With slices of 100 microseconds instead of 3 ms, a thread that waits for 7 ms at a time, on a host with more work
+    than cores, wakes 0.16 ms late instead of 2 ms (median). No effect if the system does not support slices.
     """
     nice = os.getpriority(os.PRIO_PROCESS, 0)
     attributes = _SchedAttr(size=ctypes.sizeof(_SchedAttr), nice=nice, runtime=_SLICE_NS)
@@ -106,7 +106,7 @@ class Pace:
         self.stalled_s = 0.0
 
     def wait(self, part: float) -> None:
-        """Wait until this much of the step is over."""
+        """Wait until this fraction of the step has passed."""
         self.clock.wait(self.closing, self._began + part * self._seconds + self.stalled_s)
 
     def ask(self) -> None:
@@ -265,7 +265,7 @@ class PacedModel(Decoder):
         return torch.tensor(self.tokens(attend)).reshape(-1, 1)
 
     def tokens(self, attend: Attend) -> list[int]:
-        """What `logits` makes the likeliest behind each of the rows."""
+        """The tokens that `logits` makes likeliest after each of the rows."""
         num_layers, kv, pace = self.config.num_layers, self.kv, self.pace
         if attend == kv.attend:  # no hook stands between the layers
             kv.compute(0, num_layers)
@@ -285,7 +285,7 @@ class PacedModel(Decoder):
 
 
 class PacedRunner(ModelRunner):
-    """Draws by itself where a sampler would only take the likeliest token, which costs a third of a step."""
+    """A runner that draws by itself if a sampler would only take the likeliest token, which takes a third of a step."""
 
     launch = ModelRunner.launch.__wrapped__  # type: ignore[attr-defined]
     """Without torch's mode: what is not used is not in the processor's cache, and takes 50 microseconds."""
@@ -320,10 +320,10 @@ class PacedRunner(ModelRunner):
 
 
 class PacedExecutor(InProcessExecutor):
-    """Steps that end when their profile says, and of which all but the arithmetic is done.
+    """Runs steps that end when the profile says so, and does everything except the arithmetic.
 
     Raises:
-        ConfigError: what a paced engine cannot do is asked for, by name.
+        ConfigError: an option that a paced engine cannot support, by name.
     """
 
     _runner_type = PacedRunner

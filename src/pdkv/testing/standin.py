@@ -35,7 +35,9 @@ def next_token(values: npt.NDArray[np.int64]) -> int:
 
 
 def expected_tokens(prompt: Sequence[int], num_output: int, windows: Sequence[int] = (0, 0)) -> list[int]:
-    """The output of an engine without any cache, block or peer. `windows` by layer; 0: it sees all tokens."""
+    """The output of an engine without any cache, block or peer. `windows`: for each layer; 0: the layer attends to all
+    tokens.
+    """
     tokens = list(prompt)
     chain: list[int] = []
     for token_id in prompt:
@@ -193,7 +195,7 @@ class StandInExecutor(Executor):
         return drawn
 
     def read(self, tables: Sequence[Sequence[int]], num_tokens: int) -> Any:
-        """KV of the first tokens that the last one sees, (NUM_LAYERS, num_tokens); 0 for others."""
+        """KV of the first tokens that the last one attends to, (NUM_LAYERS, num_tokens); 0 for others."""
         values = np.zeros((NUM_LAYERS, num_tokens), dtype=np.int64)
         for layer, (group, index) in enumerate(self._places):
             window = self._windows[group]

@@ -13,8 +13,8 @@ from pdkv.text.tokenizer import Tokenizer
 def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """The token sequences of `words`, by vLLM's rule.
 
-    A word is forbidden as it begins a text and, if a preceding space gives other tokens of the same number, after a
-    space. Other spellings of the word by tokens are not found, as in vLLM.
+    A word is forbidden as tokenized at the beginning of a text and, if a preceding space gives the same number of
+    different tokens, also as tokenized after a space. Other tokenizations of the word are not found, as in vLLM.
 
     Raises:
         InvalidRequest: a word without a token.
@@ -33,7 +33,7 @@ def bad_word_token_ids(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tupl
 
 
 def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
-    """The same with tokens in place of `bad_words`, as an engine needs them.
+    """The same parameters with tokens in place of `bad_words`, as an engine needs them.
 
     Raises:
         InvalidRequest: as in `bad_word_token_ids`, or too many sequences or tokens.

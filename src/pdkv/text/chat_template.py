@@ -9,7 +9,7 @@ from typing import Any
 from pdkv.base.clock import unix_time
 from pdkv.errors import InvalidRequest, ModelError
 from pdkv.text.sandbox import REFUSALS, Render, compile_template
-from pdkv.text.turns import ContentFormat, Messages, as_turns, find_forms
+from pdkv.text.template_forms import ContentFormat, Messages, as_turns, find_forms
 
 _OWN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
@@ -38,10 +38,10 @@ class ChatTemplate:
         """Compile `source`, and find out which formats it accepts.
 
         Args: special_tokens: variables of every rendering, such as bos_token. for_tools: its conversations have tools.
-        content_format: the format of turns' content; "auto": detected. now: the clock of strftime_now. render: an
+        content_format: the format of messages' content; "auto": detected. now: the clock of strftime_now. render: an
         already compiled template.
 
-        Raises: ModelError: `source` is not a valid template, or one that omits what a user says.
+        Raises: ModelError: `source` is not a valid template, or it omits the user's messages.
         """
         self.source = source
         try:

@@ -69,7 +69,9 @@ def compile_template(source: str, now: Callable[[], datetime]) -> Render:
 
 
 def main() -> None:
-    """Answer lines of JSON: the template's source and the time, then values of its variables, any number of times."""
+    """Answer each JSON line on stdin: the first is the template's source and the time, every later one a set of
+    variables to render.
+    """
     signal.alarm(WALL_S)
     for limit, value in (
         (resource.RLIMIT_CPU, CPU_S), (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0),

@@ -27,7 +27,7 @@ class StopAutomaton:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` must not be empty strings."""
+        """`stops` must not contain empty strings."""
         self._edges: dict[int, int] = {}
         self._depths = [0]
         self._complete: list[str | None] = [None]

@@ -77,7 +77,7 @@ class TextStream:
         return text
 
     def finish(self) -> TextPiece:
-        """End the tokens without a stop string so far: returns the text held back, which may complete one."""
+        """End the text without a stop string so far; returns the text held back, which may complete one."""
         text = self._detokenizer.flush()
         self.num_characters += len(text)
         if self._stops is None:

@@ -20,7 +20,7 @@ from pdkv.text.bounded_template import bounded_template
 from pdkv.text.chat_template import ChatTemplate
 from pdkv.text.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from pdkv.text.sandbox import Render
-from pdkv.text.turns import ContentFormat, Messages
+from pdkv.text.template_forms import ContentFormat, Messages
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class Tokenizer:
         tool_template: str | None = None,
         content_format: ContentFormat = "auto",
     ) -> None:
-        """`special_tokens`: the names and texts that a chat template may use, such as bos_token; `tool_template`: for
-        conversations with tools, None: the same; `content_format`: as in ChatTemplate. Raises ModelError if a template
-        is broken.
+        """`special_tokens`: the names and texts that a chat template may use, such as bos_token; `tool_template`: the
+        template for conversations with tools; None: the same one; `content_format`: as in ChatTemplate. Raises
+        ModelError if a template is broken.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -61,7 +61,7 @@ class Tokenizer:
             self.tool_template = self._compile(tool_template, True, content_format)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        """They are left out of decoded text by default."""
+        """Special tokens are left out of decoded text by default."""
         self._decoders = _decoder_names(backend)
         self._byte_level = self._decoders == ["ByteLevel"]
         self._token_bytes = _TokenBytes(self, skip=frozenset())
@@ -118,9 +118,9 @@ class Tokenizer:
         return dict(self._backend.get_vocab(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; with the special tokens (such as BOS) that the tokenizer puts around a sequence.
+        """Token ids of `text`, including special tokens (such as BOS) that the tokenizer puts around a sequence.
 
-        Other Python threads run meanwhile: unlike the library's own `encode`, its batches allow that, and without
+        Other Python threads run in the meantime: unlike the library's own `encode`, its batches allow that, and without
         offsets they take half the time.
 
         Raises:
@@ -137,7 +137,8 @@ class Tokenizer:
     def max_token_chars(self) -> int:
         """Characters of the longest token, at least one: the most characters per token of any text.
 
-        A byte-level token has as many letters as bytes, and no more characters than bytes.
+        In a byte-level vocabulary a token is written with one letter per byte, and has at most as many characters as
+        bytes.
         """
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
@@ -226,11 +227,11 @@ class Tokenizer:
         return frozenset(i for text in texts if (i := self._backend.token_to_id(text)) is not None)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """UTF-8 of one token by itself, special tokens in full; for some, part of a character."""
+        """UTF-8 of one token by itself, with special tokens in full; some tokens are only part of a character."""
         return self._token_bytes[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """The same as text; part of a character is U+FFFD."""
+        """One token by itself as text; part of a character becomes U+FFFD."""
         return self._token_bytes[token_id].decode("utf-8", "replace")
 
     def _is_byte(self, token_id: int) -> bool:

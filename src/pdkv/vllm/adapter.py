@@ -40,8 +40,8 @@ class PdkvResults(KVConnectorWorkerMetadata):  # type: ignore[misc]
     results: TransferResults
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Engines of one rank only: there is nothing to aggregate."""
-        raise NotImplementedError("the adapter serves engines of one rank")
+        """Never called: with tensor_parallel_size=1 there is nothing to aggregate."""
+        raise NotImplementedError("the adapter supports only tensor_parallel_size=1")
 
 
 class PdkvConnector(KVConnectorBase_V1):  # type: ignore[misc]

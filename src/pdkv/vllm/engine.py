@@ -27,7 +27,8 @@ _STAGED_STEPS = 4
 
 
 class VllmEngine:
-    """A connector built from vLLM's configuration. Each side has its own: vLLM may run them in two processes.
+    """A connector built from vLLM's configuration. Each side builds its own, since vLLM may run the sides in two
+    processes.
 
     Raises:
         ConfigError: options, models or engines that cannot be served.
@@ -119,10 +120,10 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> KVLayout:
     """
     parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
     if parallel.tensor_parallel_size * parallel.pipeline_parallel_size != 1:
-        raise ConfigError("pdkv inside vLLM serves engines of one rank")
+        raise ConfigError("pdkv inside vLLM supports only tensor_parallel_size=1 and pipeline_parallel_size=1")
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     if kinds != ["FullAttentionSpec"]:
-        raise ConfigError(f"pdkv inside vLLM serves models with full attention in all layers, not {kinds}")
+        raise ConfigError(f"pdkv inside vLLM supports only full attention in all layers, got {kinds}")
     spec = groups[0].kv_cache_spec
     layout = KVLayout(
         num_layers=len(groups[0].layer_names),

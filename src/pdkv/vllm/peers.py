@@ -40,7 +40,7 @@ class CardDirectory:
         self._directory.write(self._own, msgspec.msgpack.encode(card))
 
     def withdraw(self) -> None:
-        """Remove this engine's card: it ends. Idempotent."""
+        """Remove this engine's card, since the engine ends. Idempotent."""
         directory, self._directory = self._directory, None
         if directory is not None:
             directory.remove(self._own)

@@ -111,7 +111,9 @@ class VllmScheduler:
     # --- requests -------------------------------------------------------------------------------------------------
 
     def add(self, request: VllmRequest) -> None:
-        """Add a request that vLLM will ask about. Requests with KV that depends on more than tokens are ignored."""
+        """Add a request that vLLM will ask about. Requests with KV that depends on something besides tokens are
+        ignored.
+        """
         if request.mm_features or request.prompt_embeds is not None or request.request_id in self._requests:
             return
         adapter = self._adapters.of(request.lora_request)
@@ -132,9 +134,9 @@ class VllmScheduler:
             self._finished.append(TransferKey(request_id, tracked.attempt))
 
     def reset(self) -> bool:
-        """Note that the weights may have changed: earlier KV is not found by requests added from now on, wherever it
-        is, nor is theirs by other engines, the weights of which are unknown. KV that earlier requests compute on top of
-        it is not saved; those that vLLM restarts are added again.
+        """Note that the weights may have changed: requests added from now on do not find earlier KV, wherever it is,
+        and other engines, with unknown weights, do not find theirs. KV that earlier requests compute on top of earlier
+        KV is not saved; requests that vLLM restarts are added again.
 
         Returns: False: an earlier load is in progress, and vLLM would use its KV: reset again when it has ended.
         """

@@ -37,10 +37,10 @@ class StepOrders(NamedTuple):
 
 
 class StagingBooks:
-    """The free staging blocks, and the content of which they are still images.
+    """The free staging blocks, and the content that they still hold images of.
 
     A block is in use while its step, a load or a hold of a transfer needs it. Block 0 is never allocated: it stands for
-    entries of a block table without an image. The least recently used content goes first.
+    entries of a block table without an image. The least recently used content is evicted first.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -49,8 +49,8 @@ class ClusterKey:
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a Doorkeeper in the context, no connection is admitted
 
     def is_routers(self, public_key: bytes) -> bool:
-        """Whether this is the routers' public key, as 32 bytes: a client that has it has proven to own the
-        private one.
+        """Whether this is the routers' public key, as 32 bytes: a client that presents it has proven to own the private
+        key.
         """
         return hmac.compare_digest(public_key, z85.decode(self._routers.public))
 

@@ -1,4 +1,4 @@
-"""Decoding of bytes from outside: whatever is wrong with them, the only error raised is MalformedMessage."""
+"""Decodes bytes from outside: whatever is wrong with them, the only error raised is MalformedMessage."""
 
 from typing import TypeVar
 

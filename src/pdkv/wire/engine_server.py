@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 class RouterJoined(NamedTuple):
-    """A router said Hello; whatever an earlier epoch of the same router left behind ends."""
+    """A router said Hello; everything left by an earlier epoch of the same router ends."""
 
     epoch: str
 
@@ -165,11 +165,11 @@ class EngineServer:
         return cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
 
     def poll(self, timeout_s: float | None, extra_fd: int | None = None) -> bool:
-        """Wait until a message is there, `extra_fd` is readable or the time is over. None: no limit.
+        """Wait until a message is there, `extra_fd` is readable or `timeout_s` has passed (None: no limit).
 
         Between two calls the caller counts as busy.
 
-        Returns: Whether something is there.
+        Returns: Whether a message or other input is ready.
         """
         self._watch.rest()
         try:

@@ -72,7 +72,7 @@ class _RawFrame(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _GoodFrame(msgspec.Struct, frozen=True):
-    """The same, decoded in one go: for frames with only valid messages, as nearly all are."""
+    """A frame decoded in one go: for frames with only valid messages, as nearly all are."""
 
     number: Number
     messages: Annotated[list[AnyMessage], msgspec.Meta(max_length=MAX_FRAME_MESSAGES)]

@@ -21,9 +21,7 @@ _MAX_SUBSCRIPTION_BYTES = 4096
 
 
 class Heartbeat:
-    """Publishes Beats at an endpoint until closed. It costs a step nothing: its begin and end are read by the
-    thread.
-    """
+    """Publishes Beats at an endpoint until closed. Steps pay nothing: the thread reads when each began and ended."""
 
     def __init__(
         self,

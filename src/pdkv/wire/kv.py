@@ -69,13 +69,13 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def kinds(self) -> tuple[LayoutKind, ...]:
-        """The properties that a connector must support to carry it, by their names in plans."""
+        """The properties that a connector must support to carry this KV, by their names in plans."""
         kinds: tuple[LayoutKind, ...] = ("heads",) if self.sides == 2 else ("latent",)
         return (*kinds, "windows") if any(self.windows) else kinds
 
     @property
     def windows(self) -> tuple[int, ...]:
-        """By group, the window of its layers; 0: they see all tokens."""
+        """For each group, the window of its layers; 0: they attend to all tokens."""
         return tuple(group.window for group in self.groups) or (0,)
 
     @property
@@ -85,7 +85,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """By layer of the model: its group, and its index in the group's blocks."""
+        """For each layer of the model, its group and its index in the group's blocks."""
         if not self.groups:
             return tuple((0, layer) for layer in range(self.num_layers))
         by_layer = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
@@ -93,7 +93,7 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     @property
     def scales(self) -> tuple[tuple[float, float], ...]:
-        """By layer of the model, of K and of V."""
+        """For each layer of the model, the scales of K and of V."""
         return self.kv_scales or ((1.0, 1.0),) * len(self.places)
 
     @property

@@ -105,7 +105,9 @@ _part = msgspec.msgpack.Decoder(Annotated[list[TokenLogprob | None], Meta(max_le
 
 
 class Hello(Message, frozen=True):
-    """A router's first frame on a connection; a new epoch ends only its own predecessor's requests and leases."""
+    """A router's first frame on a connection; a new epoch ends the requests and leases of that router's previous epoch
+    only.
+    """
 
     router_id: Id
     epoch: Id
@@ -174,7 +176,7 @@ class Peers(Message, frozen=True):
 
 
 class Resync(Message, frozen=True):
-    """Ask for the whole cache content again: KVEvents that begin with a `cleared`."""
+    """Ask for the whole cache content again, as KVEvents that begin with a CacheCleared."""
 
 
 class AskReport(Message, frozen=True):
@@ -205,7 +207,9 @@ class Release(Message, frozen=True):
 
 
 class Trial(Message, frozen=True):
-    """A suspect must run alone from now on, or no longer. Its engine stands still until the router sends this back."""
+    """Sent by an engine when it begins or ends running a suspected request alone; it pauses until the router echoes
+    this.
+    """
 
     request_id: Id
     attempt: Attempt
@@ -272,8 +276,8 @@ class Failed(Message, frozen=True):
 
 
 class Allocated(Message, frozen=True):
-    """Decode has allocated blocks for a remote load. An empty range at 0 means that it declines and prefills itself;
-    one at the prompt's end, that its own cache has everything but the first token.
+    """Decode has allocated blocks for a remote load. An empty range at 0 means that decode declines and prefills
+    itself; an empty range at the prompt's end, that decode's own cache has everything but the first token.
     """
 
     request_id: Id
@@ -308,7 +312,7 @@ class BlockRemoved(Message, frozen=True):
 
 
 class CacheCleared(Message, frozen=True):
-    """Nothing reported before can be found in the engine's cache any more."""
+    """Nothing reported earlier can be found in the engine's cache any more."""
 
 
 KVEvent = BlockStored | BlockRemoved | CacheCleared

@@ -8,13 +8,15 @@ MAX_BYTES = 4096
 
 
 class RefusalNote:
-    """One engine's file; if absent, it is not kept out. It outlives routers, so that the next one knows, too."""
+    """One engine's file; if it is absent, the engine is not refused. The file outlives routers, so that the next one
+    knows, too.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def write(self, reason: str) -> None:
-        """Keep the engine out, for this reason. Raises OSError."""
+        """Refuse the engine, for this reason. Raises OSError."""
         fresh = self.path.with_name(f"{self.path.name}.new")
         fresh.write_bytes(reason.encode()[:MAX_BYTES])
         os.replace(fresh, self.path)

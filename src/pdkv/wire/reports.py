@@ -59,7 +59,7 @@ def largest_owners(owned: Mapping[int, int]) -> dict[int, int]:
 
 
 class ConnectorStats(msgspec.Struct, frozen=True):
-    """Counts of a connector, or one part of it, since it was made; summed over an engine's ranks.
+    """Counts of a connector, or of one part of it, since its start, summed over an engine's ranks.
 
     A transfer counts on each rank that moved bytes for it.
     """

@@ -29,7 +29,7 @@ def late_after_s(predicted_s: float) -> float:
 
 
 class Work(NamedTuple):
-    """Something that has begun and has not ended."""
+    """A piece of work that has begun and not ended."""
 
     since: float  # by the engine's clock
     predicted_s: float
@@ -38,10 +38,10 @@ class Work(NamedTuple):
 class StepTimes:
     """Predicts how long a step of a number of tokens takes, from earlier steps.
 
-    Sizes are powers of two. Each has a mean that follows longer steps at once (half of the way) and shorter ones slowly
-    (a twentieth): a prompt's chunks cost more the later they come, and a single quick step says little. A size that
-    was never seen is expected to cost as the next smaller one in proportion to its tokens, but no more than the next
-    larger one.
+    Sizes are powers of two. Each has a mean that follows longer steps quickly (by half of the difference) and shorter
+    ones slowly (by a twentieth), since later chunks of a prompt take longer, and a single quick step says little. A
+    size never seen is expected to take as long per token as the next smaller one, but no longer than the next larger
+    one.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class StepTimes:
 
 
 class StepWatch:
-    """Written by the engine's loop, read by its heartbeat. Steps may overlap, and end in the order of their begin."""
+    """Written by the engine's loop, read by its heartbeat. Steps may overlap, and end in the order they began in."""
 
     def __init__(self, clock: Clock = MONOTONIC) -> None:
         self.times = StepTimes()

@@ -21,7 +21,7 @@ def names_tier(name: str, tier: str) -> bool:
 
 
 class CacheOrder(Message, frozen=True, kw_only=True):
-    """An operator's question about what is cached, or order to change it; answered by a CacheAnswer."""
+    """An operator's query or order about cached KV; answered by a CacheAnswer."""
 
     order_id: Id
     action: CacheAction
@@ -34,7 +34,7 @@ class CacheOrder(Message, frozen=True, kw_only=True):
     copy: bool = False  # move: keep the values in the source, too
 
     def within(self, name: str) -> "CacheOrder":
-        """The same order for the part of that name."""
+        """The same order, addressed to the part of that name."""
         tier, source = self.tier.removeprefix(f"{name}/"), self.source.removeprefix(f"{name}/")
         return msgspec.structs.replace(self, tier=tier, source=source)
 

@@ -61,7 +61,7 @@ def copy(
 
 def meet(own: Own, peer: Peer) -> None:
     """Connect, and go through the first transfer, with which UCX connects."""
-    own.agent.connect(peer.name, peer.metadata)
+    own.agent.add_peer(peer.name, peer.metadata)
     copy(own, peer)
 
 
@@ -74,7 +74,7 @@ def test_a_read_brings_exactly_the_pieces_named(own: Own, start_peer: Callable[.
 
 def test_messages_go_both_ways(own: Own, start_peer: Callable[..., Peer]) -> None:
     peer = start_peer()
-    own.agent.connect(peer.name, peer.metadata)
+    own.agent.add_peer(peer.name, peer.metadata)
     peer.know(own.agent)
     own.agent.send(peer.name, b"hello")
     assert peer.ask("hear") == [["own", "hello"]]
@@ -159,7 +159,7 @@ def test_a_peer_that_is_stopped_times_out_and_can_be_met_again(own: Own, start_p
     """A stopped process answers no handshake: the transfer ends at its deadline, and its connection with it."""
     peer = start_peer()
     peer.signal(signal.SIGSTOP)
-    own.agent.connect(peer.name, peer.metadata)
+    own.agent.add_peer(peer.name, peer.metadata)
     with pytest.raises(TransferTimeout):
         copy(own, peer, timeout_s=0.0)
     assert not own.agent.is_connected(peer.name)
@@ -171,7 +171,7 @@ def test_a_peer_that_is_stopped_times_out_and_can_be_met_again(own: Own, start_p
 def test_what_waits_for_one_peer_holds_up_no_other(own: Own, start_peer: Callable[..., Peer]) -> None:
     stopped, well = start_peer("stopped"), start_peer("well")
     stopped.signal(signal.SIGSTOP)
-    own.agent.connect("stopped", stopped.metadata)
+    own.agent.add_peer("stopped", stopped.metadata)
     errors: list[Exception] = []
 
     def wait_for_stopped() -> None:
@@ -198,7 +198,7 @@ def test_who_disconnects_does_not_wait_for_a_transfer_that_does_not_look(
     """The message thread disconnects; whichever transfer leaves last closes the connection."""
     peer = start_peer()
     peer.signal(signal.SIGSTOP)
-    own.agent.connect(peer.name, peer.metadata)
+    own.agent.add_peer(peer.name, peer.metadata)
     began, may_look = threading.Event(), threading.Event()
     errors: list[TransferError] = []
 
@@ -233,7 +233,7 @@ def test_who_disconnects_does_not_wait_for_a_transfer_that_does_not_look(
 def test_a_check_can_end_a_transfer(own: Own, start_peer: Callable[..., Peer]) -> None:
     peer = start_peer()
     peer.signal(signal.SIGSTOP)
-    own.agent.connect(peer.name, peer.metadata)
+    own.agent.add_peer(peer.name, peer.metadata)
 
     def give_up() -> None:
         raise TransferCancelled("given up")
@@ -252,7 +252,7 @@ def test_metadata_that_is_not_the_peers_is_refused(
 ) -> None:
     peer = start_peer()
     with pytest.raises((IncompatiblePeers, PeerGone)):
-        own.agent.connect("peer", spoil(peer.metadata))
+        own.agent.add_peer("peer", spoil(peer.metadata))
     meet(own, peer)  # nothing of it is left
 
 

@@ -580,7 +580,7 @@ def test_garbage_is_counted_and_dropped(world: World, monkeypatch: pytest.Monkey
     try:
         name, metadata = endpoint._agent.name, endpoint._agent.metadata()
         for agent in (stranger.agent, posing.agent):
-            agent.connect(name, metadata)
+            agent.add_peer(name, metadata)
             for garbage in (b"\x00", b"not msgpack", b"\x93\x01\x02\x03", encode(Taken(7))):
                 agent.send(name, garbage)
         wait_until_true(lambda: endpoint.num_bad_messages >= 3, "garbage of a known agent")

@@ -12,7 +12,7 @@ from recorded_streams import RecordedStreams, check_every_call, use_recorded
 from shared_memory_rig import Engine, Engines, Gate, closing_engines, view
 from twin_pools import use_twin_pools
 
-from pdkv.connectors.arena.memory import ArenaAddress
+from pdkv.connectors.arena.arena import ArenaAddress
 from pdkv.connectors.base import NO_MATCH, RequestView
 from pdkv.connectors.step_done import make_step_done
 from pdkv.connectors.transfer.digest import PoolDigests

@@ -20,8 +20,8 @@ import shared_memory_peer
 from traffic import wait_until_true
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.connectors.arena.arena import Arena, ArenaAddress, ArenaShape, PeerArena, open_peer_arena
 from pdkv.connectors.arena.block_table import key_words
-from pdkv.connectors.arena.memory import Arena, ArenaAddress, ArenaShape, PeerArena, open_peer_arena
 from pdkv.connectors.base import ConnectorConfig, TransferKey, TransferOutcome
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.shared_memory.worker import SharedMemoryWorker
@@ -227,7 +227,7 @@ def test_a_successor_is_used_and_its_predecessor_is_not(make_peer: Callable[...,
         ({"start_time": 1}, PeerGone, "is another one now"),  # a recycled pid
         ({"inode": 1}, PeerGone, "is another one now"),
         ({"size": 4096}, PeerGone, "is another one now"),
-        ({"fd": 1}, PeerGone, "is no arena"),  # a pipe
+        ({"fd": 1}, PeerGone, "is not an arena"),  # a pipe
         ({"fd": 9999}, PeerGone, "cannot be reached"),
         ({"pid": 2**22 + 1}, PeerGone, "cannot be reached"),
         ({"host": "elsewhere"}, IncompatiblePeers, "one host"),

@@ -13,7 +13,7 @@ from traffic import wait_until_true
 
 from pdkv.connectors.base import ConfirmedRange
 from pdkv.connectors.store.orders import values_of
-from pdkv.errors import StoreFull, StoreTimeout, StoreUnable, StoreUnavailable, TransferTimeout
+from pdkv.errors import StoreFull, StoreTimeout, StoreUnavailable, StoreUnsupported, TransferTimeout
 from pdkv.kv_store.base import Buffer, KVStore
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.host_segment import key_of
@@ -439,7 +439,7 @@ def test_names_that_are_not_of_two_tiers_are_refused(host: HostStore, source: st
         engine = Engine(tiers)
         prefill(engine, 192)
         for answer in order(engine, "move", source=source, tier=tier).values():
-            assert (answer.code, answer.problem) == (StoreUnable.code, message)
+            assert (answer.code, answer.problem) == (StoreUnsupported.code, message)
         assert find(engine) == dict.fromkeys(tiers.parts(), (192, 3))
         engine.close()
 

@@ -8,7 +8,7 @@ from store_rig import KEYS, WAIT_S, Engine, FaultyStore, MakeEngine, chain, find
 
 from pdkv.connectors.base import SchedulerView, TransferOutcome, TransferResults
 from pdkv.connectors.store.orders import MAX_ORDERS, OrderBook, longest_hit, name_of
-from pdkv.errors import MalformedMessage, ServerBusy, StoreUnable, StoreUnavailable, TransferTimeout
+from pdkv.errors import MalformedMessage, ServerBusy, StoreUnavailable, StoreUnsupported, TransferTimeout
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.options import StoreOptions
@@ -79,8 +79,8 @@ def test_all_of_host_memory_is_cleared_and_no_store_of_others(engine: Engine) ->
     prefill(engine, 192)
     answers = order(engine, "clear", keys=None)
     assert answers["0-host"].num_values == 3
-    assert answers["1-file"].code == StoreUnable.code
-    assert "emptied as a whole" in answers["1-file"].problem
+    assert answers["1-file"].code == StoreUnsupported.code
+    assert "cannot be emptied: others may use it" in answers["1-file"].problem
     assert find(engine) == {"0-host": (0, 0), "1-file": (192, 3)}
 
 
@@ -88,7 +88,7 @@ def test_pins_are_of_host_memory(engine: Engine) -> None:
     prefill(engine, 192)
     answers = order(engine, "pin", ttl_s=60.0)
     assert (answers["0-host"].num_tokens, answers["0-host"].num_values) == (192, 3)
-    assert answers["1-file"].code == StoreUnable.code
+    assert answers["1-file"].code == StoreUnsupported.code
     assert order(engine, "unpin", keys=None, tier="host")["0-host"].num_values == 3
     assert order(engine, "unpin", tier="host")["0-host"].num_values == 0
 
@@ -119,7 +119,7 @@ def test_a_tier_that_fails_or_comes_too_late_says_so(make: MakeEngine, store: Fa
     (answer,) = order(engine, "lookup").values()
     assert (answer.code, answer.problem) == ("internal_error", "ValueError: a defect")
     (answer,) = order(engine, "prefetch").values()
-    assert answer.code == StoreUnable.code
+    assert answer.code == StoreUnsupported.code
     assert order(engine, "lookup", tier="host") == {}
 
 

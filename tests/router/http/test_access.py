@@ -462,7 +462,7 @@ def test_one_key_of_the_environment_is_an_admins(tmp_path: Path, monkeypatch: py
     assert ring.authenticate("Bearer for-a-quick-try") is tenant
     with pytest.raises(Unauthorized):
         ring.authenticate("Bearer another")
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="use only one of them"):
         read_keys(tmp_path / "keys")
     for wrong in ("short", "with a space", "ünprintable"):
         monkeypatch.setenv("PDKV_API_KEY", wrong)

@@ -500,7 +500,7 @@ def test_logprobs_that_a_response_may_hold_are_bounded(monkeypatch: pytest.Monke
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "'huge' is not supported"),
         ({"reasoning": {"summary": "rhymed"}}, "reasoning.summary", "'rhymed' is not supported"),
         ({"include": ["thoughts"]}, "include[0]", "'thoughts' is not supported"),
-        ({"top_logprobs": 3}, "top_logprobs", "needs include to hold 'message.output_text.logprobs'"),
+        ({"top_logprobs": 3}, "top_logprobs", "requires `include` to contain 'message.output_text.logprobs'"),
         ({"top_logprobs": 21, **WITH_LOGPROBS}, "top_logprobs", "up to 20, got 21"),
         ({"max_output_tokens": 0}, "max_output_tokens", "at least 1"),
         ({"max_output_tokens": 2000}, "max_output_tokens", "the model's length of 2000"),

@@ -1,4 +1,4 @@
-"""Pools with free blocks in the order that an engine has after a while, or in the order of a fresh one."""
+"""Pools with free blocks in the order of an engine that has run for a while, or of a fresh one."""
 
 import random
 from collections import deque
@@ -21,14 +21,14 @@ class FreshBooks(Books):
         self._free = deque(range(num_blocks))
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """As the engine's pool does: the block freed first is taken first."""
+        """Allocate as the engine's pool does: the block freed first is taken first."""
         assert len(self._free) >= num_blocks, f"the pool has no {num_blocks} free blocks"
         chosen = [self._free.popleft() for _ in range(num_blocks)]
         self.hold(chosen)
         return chosen
 
     def release(self, block_ids: Iterable[int]) -> None:
-        """As the engine's pool does: the end of a chain is reused before its beginning."""
+        """Release as the engine's pool does: the end of a chain is reused before its beginning."""
         for block in reversed(list(block_ids)):
             super().release([block])
             if not self._holders[block]:

@@ -37,7 +37,7 @@ class NixlRead(BareTransport):
 
     def connect(self, address: bytes) -> None:
         self._peer = msgspec.msgpack.decode(address, type=_Address)
-        self._agent.connect(self._peer.agent, self._peer.metadata)
+        self._agent.add_peer(self._peer.agent, self._peer.metadata)
 
     def fetch(self, in_pieces: bool, timeout_s: float) -> None:
         assert self._peer is not None

@@ -66,7 +66,7 @@ class Steps(TimedTransfer):
         return max(self.reader.take_span().ended - computed.ended, 0.0)
 
     def idle_step(self, start: int) -> float:
-        """The same, for a request that the connector is not told of."""
+        """As `step`, for a request that the connector is not told of."""
         stop = min(start + self.chunk, self.num_tokens)
         tokens = p.TokenRange(list(self.sender.text), start, stop, self.sender.block_tables)
         self.writer.take_cost()

@@ -18,7 +18,7 @@ from pdkv.connector_kit.rig.world import Setting
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
-    """One length and pattern. Ratios are taken in each round. None: not compared."""
+    """The measurements of one length and pattern. Ratios are taken in each round; None: not compared."""
 
     connector: str
     layout: str
@@ -58,13 +58,14 @@ def measure(plan: Plan, on_row: Callable[[Row], None] = lambda _: None) -> list[
 
 
 def measure_in_turns(plans: Mapping[str, Plan], num_tokens: int) -> dict[str, list[float]]:
-    """Milliseconds of transfers of so many tokens, by name: each plan has engines of its own, and all take turns.
+    """Milliseconds of transfers of `num_tokens` tokens, by plan name.
 
-    The first transfer of each is compared with what was sent; the first plan says how often they are repeated.
+    Each plan has its own engines, and the plans take turns. The first transfer of each is compared with what was sent;
+    the first plan gives the number of repetitions.
 
     Raises:
-        ConfigError: no such connector, option or shape.
-        Violation: a load fails, or brings something else.
+        ConfigError: unknown connector, option or shape.
+        Violation: a load fails, or delivers wrong content.
     """
     with ExitStack() as stack:
         work: dict[str, Callable[[], Timing]] = {}

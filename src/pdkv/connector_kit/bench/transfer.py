@@ -29,7 +29,7 @@ class Cost(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """One transfer; saves of a store come before."""
+    """The times of one transfer; for a store, its saves precede it."""
 
     transfer_s: float  # from the step that begins it to its report on all of the reader's ranks
     scheduler_s: float  # allocation and metadata, where it begins
@@ -40,7 +40,7 @@ class Timing(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """All of the transfer."""
+        """Seconds of the whole transfer."""
         return self.transfer_s + self.scheduler_s
 
 

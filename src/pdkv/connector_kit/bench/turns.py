@@ -1,4 +1,4 @@
-"""Measurements that take turns, so that all of them see the same machine, and what repeated ones say."""
+"""Measurements that take turns, so that all of them see the same machine, and statistics of repeated ones."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import quantiles
@@ -32,18 +32,18 @@ class Spread(msgspec.Struct, frozen=True):
         return cls.of(mine / other for mine, other in zip(ours, theirs, strict=True))
 
     def over(self, number: float) -> "Spread":
-        """All three divided by it."""
+        """The spread divided by `number`."""
         return Spread(self.low / number, self.median / number, self.high / number)
 
     def figures(self, name: str) -> dict[str, float]:
-        """For a claim of a benchmark."""
+        """The figures for a claim of a benchmark."""
         return {f"{name} ms": self.median, f"{name} from": self.low, f"{name} to": self.high}
 
 
 def take_turns(work: Mapping[str, Callable[[], T]], rounds: int, *, warm: int = 1) -> dict[str, list[T]]:
-    """What each function returns in `rounds` rounds, behind `warm` ones that do not count.
+    """The results of each function in `rounds` rounds, after `warm` rounds that do not count.
 
-    The one that begins changes every round.
+    Another function begins each round.
     """
     names, found = list(work), {name: list[T]() for name in work}
     for turn in range(warm + rounds):

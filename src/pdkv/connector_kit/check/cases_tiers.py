@@ -19,10 +19,12 @@ def lower_tiers(setting: Setting) -> None:
     with World(setting) as world:
         tiers = {events.medium: events for events in _take(world.producer)}
         if not tiers:
-            raise NotApplicable("it says of no tier below the cache that it is there")
+            raise NotApplicable("it reports no tier below the cache")
         for events in tiers.values():
             size = events.tokens_per_key
-            require(size % HASH_BLOCK_SIZE == 0, f"{events.medium}: a key for {size} tokens, which are no whole blocks")
+            require(
+                size % HASH_BLOCK_SIZE == 0, f"{events.medium}: a key for {size} tokens, which are not whole blocks"
+            )
         num_told = 0
         for num_tokens in [*lengths(world.setting), 300]:
             transfer = Handover(world, num_tokens)

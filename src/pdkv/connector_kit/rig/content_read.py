@@ -24,7 +24,7 @@ class ContentRead:
         return self._ask(self._new_request())
 
     def appears_within(self, seconds: float) -> bool:
-        """Whether anything is found in that time; the engines run meanwhile."""
+        """Whether anything is found within that time, during which the engines run."""
         request = self._new_request()
         return self._world.runs_until(lambda: self._ask(request) > 0, seconds)
 

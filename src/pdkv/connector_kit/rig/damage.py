@@ -1,17 +1,17 @@
 """Damage on the way, for the kit and for tests of any transport that carries digests (docs/kv-integrity.md).
 
-A transport sends the content of the source's blocks at the time it reads them. So damage is done there, unseen by the
-digest: as soon as a digest of some tokens has been made, their memory changes. To the reader that looks like a flipped
-bit or a misplaced block on the way. A pull reads as soon as it is told of a hand-off, so the source's digests are made
-at once by the step that reports the blocks' content, which must come before the load. Push or pull, and whatever moves
-the bytes, it is the same one line:
+A transport sends the content of the source's blocks at the time it reads them. So damage is done there, after the
+digest: as soon as a digest of some tokens has been made, their memory is changed. To the reader that looks like a
+flipped bit or a misplaced block on the way. A pull reads as soon as it is told of a hand-off, so the source's digests
+are made at once by the step that reports the blocks' content, which must come before the load. For a push or a pull,
+and any transport, the call is the same:
 
     damage = Damage(source_worker, "flip", seed=trial)  # each `damage.arm()` spoils one more digest
     ... hand a request off: its load must end with KVCorrupted.code before its first token is computed ...
     damage.undo()  # the source's blocks are as they were
 
-Of many transfers at once each is damaged once: `Damage(worker, "flip", seed, [its hash blocks that are read, ...])`
-chooses one of each one's, and `damage.struck` says which were met.
+To damage each of many concurrent transfers once, `Damage(worker, "flip", seed, [the hash blocks that it reads, ...])`
+chooses one hash block of each transfer; `damage.struck` lists those that were damaged.
 
 A worker side that carries digests has `checksums` (connectors/peer/checksums.py): its `pool` makes all of them.
 """

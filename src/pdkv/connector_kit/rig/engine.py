@@ -326,7 +326,8 @@ class Engine:
         """Allocate blocks for the first tokens of a request, starting with `hit`.
 
         Args:
-            resume_at: the first token that is computed here: of a window, only what it sees.
+            resume_at: the first token that is computed here; in a group with a window, only the blocks that it attends
+                to are allocated.
         """
         assert not (hit and self.layout.groups), "the kit supports local hits without KV groups only"
         stop = -(-num_tokens // self.block_size)
@@ -354,7 +355,9 @@ class Engine:
         return self.ask(command, p.Ticket).ticket
 
     def step_with_load(self, request: Request, num_tokens: int, *, is_layerwise: bool) -> bool:
-        """Run the step that begins a load. A layerwise one is given up unless its end is reported in it: False."""
+        """Run the step that begins a load. A layerwise load is given up unless its end is reported in that step;
+        returns False then.
+        """
         if not is_layerwise:
             self.step()
             return True
@@ -365,7 +368,7 @@ class Engine:
         return False
 
     def end_load(self, request: Request) -> None:
-        """Give the load up: blocks that may still be written are quarantined until its end is reported."""
+        """Give a load up: blocks that may still be written are quarantined until its end is reported."""
         key = request.transfer_key
         exposed = self.loading.pop(key, None)
         if exposed is not None:
@@ -380,7 +383,9 @@ class Engine:
     # --- peers ----------------------------------------------------------------------------------------------------
 
     def update_peers(self, cards: Sequence[EngineCard]) -> list[str]:
-        """Tell all ranks; returns refusals that were logged. Raises IncompatiblePeers where they are raised."""
+        """Send a peer change to all ranks; returns the refusals that were logged. Raises IncompatiblePeers if a rank
+        raises it.
+        """
         others = [card for card in cards if card.engine != self.name]
         added = [card for card in others if card not in self._peers]
         removed = [card for card in self._peers if card not in others]

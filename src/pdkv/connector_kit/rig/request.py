@@ -46,7 +46,7 @@ class Request:
 
     @property
     def block_ids(self) -> list[int]:
-        """Its blocks, of all KV groups."""
+        """The request's blocks, of all KV groups."""
         return self.blocks_from(0)
 
     def blocks_from(self, first: int) -> list[int]:

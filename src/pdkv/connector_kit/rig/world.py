@@ -27,7 +27,7 @@ SHORT_S = 0.8
 """Deadline of a connector's waits in worlds where nothing has to succeed within it."""
 
 AMPLE_S = 1.5
-"""The same where transfers must succeed, too: the first one between processes just forked, on a busy machine."""
+"""As above, if transfers must succeed, too: the first one between processes just forked, on a busy machine."""
 
 LATE_S = 1.2
 """Seconds after a deadline within which it must be reported."""
@@ -180,7 +180,7 @@ class World:
         self._shapes[name] = shape
         self._epochs[name] = epoch = self._epochs.get(name, -1) + 1
         if shape.tp > 1 and self.setting.one_process:
-            raise Refused("the ranks of an engine are processes, and this connector serves one")
+            raise Refused("each rank is a process, and this connector works only within one process")
         hosts = hosts or [self._host() for _ in range(shape.tp)]
         try:
             engine = self.engine_type(

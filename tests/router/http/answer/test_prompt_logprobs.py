@@ -133,4 +133,4 @@ def test_what_an_engine_calls_logprobs_and_is_none_fails_its_request() -> None:
     body = {"model": MODEL, "prompt": PROMPTS[0], "prompt_logprobs": 2}
     got = run(call(make_app(dispatcher), "POST", "/v1/completions", body))
     assert got.status == 500
-    assert "prompt logprobs that are none" in got.json()["error"]["message"]
+    assert "invalid prompt logprobs" in got.json()["error"]["message"]

@@ -164,7 +164,7 @@ def test_one_move_is_under_way_at_a_time() -> None:
         may_answer.append("decode-0")
         back = body | {"from": "redis", "tier": "host", "engine": "decode-0"}
         found = await operator.refusal("move", back)
-        assert found == (409, None, "a move is under way: one at a time was expected")
+        assert found == (409, None, "another move is in progress: only one at a time is possible")
         assert (await operator.ask("lookup", {"prompt": TEXT, "engine": "decode-0"})).status == 200
         operator.system.backends["prefill-0"].say(CacheAnswer(operator.orders[0][1].order_id, [TierAnswer("r")]))
         assert (await asking).status == 200
@@ -232,7 +232,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     ("look", {}, 404, None, "there is no /admin/cache/look: expected one of lookup, clear, pin, unpin, prefetch, move"),
     ("lookup", {}, 400, "prompt", "lookup: one of prompt, messages, tokens, keys was expected, got none"),
     ("clear", {"prompt": TEXT, "keys": ["00"]}, 400, "keys", "got prompt and keys"),
-    ("lookup", {"prompt": "short"}, 400, "prompt", "tokens; KV is found in blocks of 16: there is none of it"),
+    ("lookup", {"prompt": "short"}, 400, "prompt", "tokens; KV is found in blocks of 16, and it has no whole one"),
     ("lookup", {"tokens": [1, 2, 10**6]}, 400, "tokens", "token id 1000000 is not in the vocabulary"),
     ("lookup", {"tokens": [1] * 1000}, 400, "tokens", "the prompt has 1000 tokens, but the model's length is"),
     ("lookup", {"keys": ["00", "xy"]}, 400, "keys[1]", "a block key in hexadecimal was expected, got 'xy'"),

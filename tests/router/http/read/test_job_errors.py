@@ -70,7 +70,7 @@ def check(reply: Exchange, status: int, param: str | None, *words: str) -> None:
         ({"stop": [1]}, "stop[0]", "str"),
         ({"stop": ["x"] * 65}, "stop", "64"),
         ({"stop_token_ids": [100_000]}, "stop_token_ids", "100000"),
-        ({"cache_salt": PROBE_SALT}, "cache_salt", "keeps for itself"),
+        ({"cache_salt": PROBE_SALT}, "cache_salt", "reserved for the router"),
         ({"allowed_token_ids": [100_000]}, "allowed_token_ids", "100000"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1"),
         ({"allowed_token_ids": []}, "allowed_token_ids", "of length >= 1"),

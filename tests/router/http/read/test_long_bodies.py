@@ -12,9 +12,9 @@ import pytest
 from small_app import tokenizer
 
 from pdkv.errors import InvalidRequest
-from pdkv.router.http.read import body_size, decoding, long_bodies
+from pdkv.router.http.read import body_complexity, decoding, long_bodies
 from pdkv.router.http.read.bodies import ChatBody, CompletionBody, Message, ToolCall, ToolFunction
-from pdkv.router.http.read.body_size import MAX_VALUES_AT_ONCE, Characters, _outside_strings, check_size
+from pdkv.router.http.read.body_complexity import MAX_VALUES_AT_ONCE, Characters, _outside_strings, check_complexity
 from pdkv.router.http.read.chat import read_conversation
 from pdkv.router.http.read.decoding import CHAT, COMPLETION, DETOKENIZE, BodyDecoder
 from pdkv.router.http.read.served_model import ServedModel
@@ -32,7 +32,7 @@ LISTS = [
 @pytest.fixture
 def tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a few bytes each; and every body with a comma is long."""
-    monkeypatch.setattr(body_size, "PIECE_BYTES", 5)
+    monkeypatch.setattr(body_complexity, "PIECE_BYTES", 5)
     monkeypatch.setattr(long_bodies, "PIECE_BYTES", 5)
     monkeypatch.setattr(decoding, "MAX_VALUES_AT_ONCE", 0)
 
@@ -104,8 +104,8 @@ def test_no_piece_is_larger_than_it_may_be(monkeypatch: pytest.MonkeyPatch) -> N
     count = 2**20
     decoded = COMPLETION.decode(f'{{"prompt": {long_list(count, "5")}}}'.encode())
     assert decoded.prompt == [5] * count
-    assert len(sizes) == 2 * count // body_size.PIECE_BYTES
-    assert max(sizes) <= body_size.PIECE_BYTES + 1
+    assert len(sizes) == 2 * count // body_complexity.PIECE_BYTES
+    assert max(sizes) <= body_complexity.PIECE_BYTES + 1
     nested = COMPLETION.decode(f'{{"prompt": [{long_list()}, {long_list(3)}]}}'.encode())
     assert list(map(len, nested.prompt)) == [MAX_VALUES_AT_ONCE + 2, 3]
 
@@ -136,19 +136,19 @@ def random_value(rng: random.Random, depth: int) -> Any:
 def test_what_stands_outside_of_strings_is_counted_whatever_the_pieces(
     piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(body_size, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(body_complexity, "PIECE_BYTES", piece_bytes)
     rng = random.Random(piece_bytes)
     for _ in range(200):
         text = json.dumps(random_value(rng, 4), ensure_ascii=rng.random() < 0.5)
         containers, commas = counts_by_parser(text)
         with monkeypatch.context() as limits:
-            limits.setattr(body_size, "_MAX_CONTAINERS", containers)
-            limits.setattr(body_size, "MAX_VALUES_AT_ONCE", -1)  # nothing is few enough to be counted roughly
-            limits.setattr(body_size, "_MAX_VALUES", commas)
-            assert check_size(text.encode()) == commas
-            limits.setattr(body_size, "_MAX_CONTAINERS", containers - 1)
+            limits.setattr(body_complexity, "_MAX_CONTAINERS", containers)
+            limits.setattr(body_complexity, "MAX_VALUES_AT_ONCE", -1)  # nothing is few enough to be counted roughly
+            limits.setattr(body_complexity, "_MAX_VALUES", commas)
+            assert check_complexity(text.encode()) == commas
+            limits.setattr(body_complexity, "_MAX_CONTAINERS", containers - 1)
             with pytest.raises(InvalidRequest, match="lists and objects"):
-                check_size(text.encode())
+                check_complexity(text.encode())
 
 
 def test_lenient_bodies_become_what_strict_ones_are() -> None:

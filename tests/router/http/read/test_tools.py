@@ -305,7 +305,7 @@ def test_a_third_party_can_bring_a_parser(monkeypatch: pytest.MonkeyPatch) -> No
         check_parser_names("hermse", "none")
     with pytest.raises(ConfigError, match="unknown reasoning parser 'theirs'; known: deepseek_r1"):
         check_parser_names("auto", "theirs")
-    with pytest.raises(ConfigError, match="no subclass of ToolParser"):
+    with pytest.raises(ConfigError, match="is not a subclass of ToolParser"):
         find_tool_parser("pdkv.parsers.reasoning:Qwen3Parser", "")
 
 

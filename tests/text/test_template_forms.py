@@ -68,7 +68,7 @@ def test_several_parts_stay_apart_where_the_template_reads_them_all(template: st
     ],
 )
 def test_a_template_that_leaves_the_users_words_out_is_refused_when_it_is_loaded(template: str) -> None:
-    with pytest.raises(ModelError, match="leaves out what the user says"):
+    with pytest.raises(ModelError, match="omits the user's message"):
         ChatTemplate(template, {})
 
 
@@ -220,7 +220,7 @@ def test_a_content_format_that_is_given_is_not_looked_for() -> None:
         ("string", LOOP),
         ("openai", "{% for m in messages %}{{ m.content.x }}{% endfor %}"),
     ):
-        with pytest.raises(ModelError, match="leaves out what the user says, as text"):
+        with pytest.raises(ModelError, match="omits the user's message, as text"):
             ChatTemplate(template, {}, content_format=content_format)
 
 

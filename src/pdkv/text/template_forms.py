@@ -59,8 +59,8 @@ _FIXED: Mapping[str, TurnForm] = {"string": TurnForm(), "openai": TurnForm(text=
 
 
 def as_turns(messages: Messages, forms: TurnForms) -> list[dict[str, Any]]:
-    """New turns; the messages are not changed. Fields that are null are left out, unknown ones are passed to the
-    template.
+    """The messages as new turns; the messages themselves are not changed. Fields that are null are left out; unknown
+    fields are passed to the template.
 
     Raises:
         InvalidRequest: names the message's field and what was expected.
@@ -69,10 +69,10 @@ def as_turns(messages: Messages, forms: TurnForms) -> list[dict[str, Any]]:
 
 
 def find_forms(render: Callable[[Messages], str | None], content_format: ContentFormat = "auto") -> TurnForms:
-    """Find the formats that a template accepts, by test conversations of marked words.
+    """Find the formats that a template accepts, by rendering test conversations that contain marker words.
 
-    Args: render: the prompt of turns; None: the template refuses them. content_format: the format of all turns'
-    content, if it need not be found.
+    Args: render: renders turns to a prompt; None: the template refuses them. content_format: the format of all turns'
+    content, unless it is to be found.
 
     Raises: ModelError: the template accepts a user's turn, but omits its content.
     """
@@ -81,7 +81,7 @@ def find_forms(render: Callable[[Messages], str | None], content_format: Content
     if user is None:
         shape = {"string": "as text", "openai": "as text parts"}.get(content_format, "as text and as text parts")
         wanted = "repair the template, or remove it to serve completions alone"
-        raise ModelError(f"the chat template leaves out what the user says, {shape}: {wanted}")
+        raise ModelError(f"the chat template omits the user's message, {shape}: {wanted}")
     other = TurnForm(text=user.text) if fixed is None else fixed
     asks = _said("user", _as_form("x", other))
     system = _form_of(lambda content: render([_said("system", content), asks]), other, fixed)

@@ -1,5 +1,5 @@
 """One rank's shared memory: a sealed memfd with a header, the block table, words and the KV pool, which only it can
-write. A pool on a device is in the device's memory, and everything else is here (device_pool.py).
+write. A pool on a GPU is in the GPU's memory, and everything else is here (device_pool.py).
 
 A peer opens it through /proc/<pid>/fd/<fd>. Nothing has a name in a file system: the kernel frees the memory with the
 last mapping, however the processes end.
@@ -66,7 +66,9 @@ _headers = msgspec.msgpack.Decoder(ArenaHeader)
 
 
 class ArenaAddress(msgspec.Struct, frozen=True):
-    """How a peer reaches an arena; part of the engine's card. `host` is the boot's id, since no other host can."""
+    """How a peer reaches an arena; part of the engine's card. `host` is the boot id: only processes on this host can
+    reach the arena.
+    """
 
     host: str
     pid: int
@@ -131,10 +133,10 @@ class Arena:
 
         Args:
             device: where the pool will lie; None: in the arena.
-            reserves: whether the pool's memory is taken when it is allocated; False: page by page, as it is used.
+            reserves: whether the pool's memory is committed when it is allocated; False: page by page, as it is used.
 
         Raises:
-            ConfigError: the memory cannot be had.
+            ConfigError: the memory cannot be allocated.
         """
         self.shape = ArenaShape.of(layout, num_blocks, holds_pool=device is None)
         self.exported: ExportedPool | None = None  # the pool, if it is on a device, once it is allocated
@@ -163,10 +165,10 @@ class Arena:
         self.words = _words(view, self.shape)
 
     def allocate_data(self) -> None:
-        """Where the pool is reserved, allocate its memory and begin to touch it on a thread, from its first block on.
+        """If the pool is reserved, allocate its memory and begin to touch it on a thread, from its first block on.
 
         Raises:
-            ConfigError: the memory cannot be had.
+            ConfigError: the memory cannot be allocated.
         """
         if not self._reserves:
             _advise(self.data(), 0, self.data().nbytes, mmap.MADV_HUGEPAGE)
@@ -199,7 +201,7 @@ class Arena:
         return data.view(getattr(torch, layout.dtype)).view(layout.pool_shape(self.shape.table.num_blocks))
 
     def holds(self, kv_cache: "torch.Tensor") -> bool:
-        """Whether that is the pool that peers see."""
+        """Whether `kv_cache` is the pool that peers see."""
         data = self.data()
         return kv_cache.data_ptr() == data.ctypes.data and kv_cache.nbytes == data.nbytes
 
@@ -256,7 +258,7 @@ class PeerArena:
         self.pool: torch.Tensor | None = None  # if it is on a device, once it is mapped
 
     def check_owner(self) -> None:
-        """Check that the owner still has its files, and so its memory on devices: these are files to the kernel, too.
+        """Check that the owner still has its files, and so its device memory, which the kernel treats as files, too.
 
         A process that ends loses its file table before the first of its files is closed, and counts as alive for some
         time after the last.
@@ -273,9 +275,10 @@ class PeerArena:
             raise PeerGone(f"engine {self.header.engine}: process {address.pid} has closed its arena")
 
     def map_ahead(self) -> bool:
-        """Map the pool's next pages; False: there are no more, or they have no memory before they are used.
+        """Map the pool's next pages, so that the first read of a block runs at full speed, and resident memory does not
+        creep up with the blocks read.
 
-        So the first read of a block runs at full speed, and resident memory does not creep up with the blocks read.
+        False: no pages are left, or they get memory only when they are used.
         """
         if self.num_mapped_bytes >= self.data.nbytes or not self.header.reserved:
             return False
@@ -288,7 +291,7 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
     """Map the arena of one rank of a peer, read-only, after checking that it is the one on the card.
 
     Raises:
-        PeerGone: its process is gone, or the pid or descriptor belongs to another one now. StaleEpoch: the arena
+        PeerGone: its process is gone, or the pid or descriptor is now used by another process. StaleEpoch: the arena
             belongs to another incarnation of the engine. IncompatiblePeers: it is on another host, is not an arena of
             this version, or does not match the card. TransferError: this process lacks descriptors or memory for it
             now.
@@ -302,7 +305,7 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
     path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
         if not os.readlink(path).startswith(_LINK_PREFIX):  # never open what may be a pipe or a device
-            raise PeerGone(f"engine {engine}: descriptor {address.fd} of process {address.pid} is no arena")
+            raise PeerGone(f"engine {engine}: descriptor {address.fd} of process {address.pid} is not an arena")
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise _open_error(f"engine {engine}: process {address.pid} cannot be reached", error) from error

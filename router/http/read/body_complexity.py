@@ -1,6 +1,6 @@
 """Counts the values of a body before it is decoded, to refuse one that would become a million small objects.
 
-Works piece by piece, so that other threads, above all the event loop's, get the interpreter in between.
+Works piece by piece, so that other threads, above all the event loop's, get the GIL in between.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ class Characters:
         return self._text.count(char.decode(), begin, end)
 
 
-def check_size(body: bytes | bytearray | Characters) -> int:
+def check_complexity(body: bytes | bytearray | Characters) -> int:
     """The number of values of a body, counted by commas: an upper bound, or exact if above MAX_VALUES_AT_ONCE.
 
     Counting is a hundred times cheaper than decoding: 4 MiB of `[5],` take half a second. A text with many brackets or
