@@ -1,7 +1,10 @@
 """What a router pays for a fleet's size, over engines that compute nothing: a decision, an engine's start, its death.
 
-CPU time of one thread, in processes of their own: with `--before VENV`, an earlier version takes turns. Half of the
-engines run prompts. Each holds a prompt's first 16 blocks of 64, and 20 of them all of it.
+CPU time of one thread, each case in a process of its own. Half of the engines run prompts. Each holds a prompt's first
+16 blocks of 64, and 20 of them all of it. The fakes encode what they are sent; no socket is involved.
+
+    python -m benchmarks.run fleet
+    python -m benchmarks.fleet decision 1000 pairs --profile
 """
 
 import argparse
@@ -10,12 +13,14 @@ import cProfile
 import json
 import pstats
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+from benchmarks.report import Claim, Context
 from pdkv.router.engines.engine_client import EngineListener
 from pdkv.router.generations.dispatch import Dispatcher, GenerateRequest
 from pdkv.sampling.params import SamplingParams
@@ -28,6 +33,7 @@ DECISION_LIMITS_US = {10: 150.0, 1_000: 300.0, 10_000: 500.0}
 HOLD_LIMIT_MS = 20.0
 MAX_PAIRS = 250_000
 STREAMS, DEAD_BLOCKS = 512, 1 << 20
+PAIRS = ("plain", "pairs", "failing")  # of engines: none used yet, all used, one of them failing
 
 
 class Fake:
@@ -174,17 +180,32 @@ async def death(num_engines: int, case: str, profile: bool) -> float:
 CASES = {"decision": decision, "start": start, "death": death}
 
 
-def _child(python: Path, what: str, num_engines: int, case: str) -> float:
-    command = [str(python), "-m", "benchmarks.fleet", what, str(num_engines), case]
+def run(context: Context) -> list[Claim]:
+    """Decisions at each size of a fleet, and the longest holds of the event loop by a start and by a death."""
+    sizes = {10: DECISION_LIMITS_US[10]} if context.quick else DECISION_LIMITS_US
+    claims = [
+        Claim(f"decision, {n} engines, {case}, us", 1e6 * _child("decision", n, case), limit, "lower", {})
+        for n, limit in sizes.items()
+        for case in PAIRS
+    ]
+    for what in ("start", "death"):
+        hold_ms = 1e3 * _child(what, 10 if context.quick else 1_000, PAIRS[0])
+        claims.append(Claim(f"longest hold by an engine's {what}, ms", hold_ms, HOLD_LIMIT_MS, "lower", {}))
+    return claims
+
+
+def _child(what: str, num_engines: int, case: str) -> float:
+    command = [sys.executable, "-m", "benchmarks.fleet", what, str(num_engines), case]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
     return float(json.loads(done.stdout.splitlines()[-1]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=CASES)
     parser.add_argument("engines", type=int)
-    parser.add_argument("case", nargs="?", default="plain", choices=("plain", "pairs", "failing"))
+    parser.add_argument("case", nargs="?", default="plain", choices=PAIRS)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     print(json.dumps(asyncio.run(CASES[args.what](args.engines, args.case, args.profile))))

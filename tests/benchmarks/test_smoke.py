@@ -14,6 +14,7 @@ from benchmarks import (
     busy_steps,
     connectors,
     dtypes,
+    fleet,
     front,
     host_gap,
     identity,
@@ -52,6 +53,12 @@ def test_the_step_thread_is_measured_under_each_connector(tmp_path: Path) -> Non
     check(claims)
     assert len(claims) >= len([name for name in step_thread.CONNECTORS if "nixl" not in name])
     assert all(ms > 0 for ms in claims[-1].figures.values())
+
+
+def test_decisions_starts_and_deaths_in_a_fleet_are_measured(tmp_path: Path) -> None:
+    claims = fleet.run(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert len(claims) == len(fleet.PAIRS) + 2
 
 
 def test_the_device_that_waits_for_its_host_is_measured(tmp_path: Path) -> None:
