@@ -186,7 +186,7 @@ class EngineConfig(ModelFiles):
     logits_processors: Names = option(
         (),
         "logits processors that requests may use: names of entry points in the group "
-        '"pdkv.sampling.logits_processors", or "module:Class"',
+        '"pdkv.logits_processors", or "module:Class"',
         metavar="NAME",
     )
     cpu_bind: str | None = option(

@@ -20,7 +20,7 @@ PROCESSORS = "no_repeat:NoRepeat,processors:Faulty"
 BROKEN_ON_ONE = """
 from pathlib import Path
 
-from pdkv.sampling.logits_processors import LogitsProcessor
+from pdkv.logits_processors import LogitsProcessor
 
 
 class Broken(LogitsProcessor):

@@ -12,6 +12,7 @@ LAYERS = (
     "pdkv.errors",
     "pdkv.base",
     "pdkv.sampling",
+    "pdkv.logits_processors",
     "pdkv.host",
     "pdkv.grammar",
     "pdkv.parsers",

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from oracle import Choice, Chooser, greedy
 
-from pdkv.sampling.logits_processors import Arguments, LogitsProcessor, ModelInfo
+from pdkv.logits_processors import Arguments, LogitsProcessor, ModelInfo
 
 PAGE = Path(__file__).parents[2] / "docs" / "logits-processors.md"
 

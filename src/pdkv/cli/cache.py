@@ -7,7 +7,7 @@ from typing import Any
 
 from pdkv.cli.options import capitalized
 from pdkv.cli.running import add_run_flag, ask_router, print_table
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, StoreUnsupported
 from pdkv.host.memory_limits import format_bytes
 
 _ACTIONS = {
@@ -83,11 +83,18 @@ def run_action(arguments: argparse.Namespace) -> int:
     if arguments.action not in ("clear", "unpin"):
         print(f"{answer['prompt_tokens']} tokens")
         heading = ("ENGINE", "TIER", "TOKENS", "VALUES", "PROBLEM")
-    rows = [heading]
+    rows, unable = [heading], list[str]()  # what a tier can never do is no failure
     for engine in answer["engines"]:
         told = [*engine["tiers"], *([{"tier": "-", "error": engine["error"]}] if "error" in engine else ())]
-        rows += [(engine["name"], *_cells(tier, len(heading) - 1)) for tier in told]
-    print_table(rows)
+        for tier in told:
+            if tier.get("error", {}).get("code") == StoreUnsupported.code:
+                unable.append(f"unchanged: {engine['name']} {tier['tier']}: {tier['error']['message']}")
+            else:
+                rows.append((engine["name"], *_cells(tier, len(heading) - 1)))
+    if len(rows) > 1:
+        print_table(rows)
+    for line in unable:
+        print(line)
     return 0
 
 

@@ -66,7 +66,7 @@ class LogitsProcessor(ABC):
 
 
 LOGITS_PROCESSORS: Registry[LogitsProcessor] = Registry(
-    "logits processor", "pdkv.sampling.logits_processors", {}, f"{__name__}:LogitsProcessor"
+    "logits processor", "pdkv.logits_processors", {}, f"{__name__}:LogitsProcessor"
 )
 
 
