@@ -343,8 +343,9 @@ class Tiers(ABC):
     def order(self, order: CacheOrder) -> int:
         """Take an operator's order, to be carried out by the workers of the next step.
 
-        Returns: The number of answers to this order that `take_answers` will return: one for each part of the connector
-        with tiers.
+        Returns:
+            The number of answers to this order that `take_answers` will return: one for each part of the connector with
+            tiers.
         """
 
     @abstractmethod
@@ -382,10 +383,11 @@ class SchedulerConnector(ABC):
 
         Args:
             block_tables: the request's block tables, local hits first. A group with a window has only the blocks that
-                the token after the loaded ones attends to. num_external_tokens: tokens to load, from
-                request.num_local_hit on; 0: nothing is loaded.
+                the token after the loaded ones attends to.
+            num_external_tokens: tokens to load, from request.num_local_hit on; 0: nothing is loaded.
 
-        Returns: The ticket to be forwarded to the peer, for a connector whose peer writes (push).
+        Returns:
+            The ticket to be forwarded to the peer, for a connector whose peer writes (push).
         """
         return None
 

@@ -38,8 +38,8 @@ def load_connector(name: str) -> "type[KVConnector]":
     """Import and return the connector class behind `name`.
 
     Raises:
-        UnknownConnector: unknown name, or its module or class is missing. ConfigError: the class is not a KVConnector
-            or is written for another interface, or its module lacks an import.
+        UnknownConnector: unknown name, or its module or class is missing.
+        ConfigError: the class is not a KVConnector or is written for another interface, or its module lacks an import.
     """
     connector = CONNECTORS.load(name)
     number = connector.declares.interface if hasattr(connector, "declares") else 1

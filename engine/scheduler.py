@@ -236,7 +236,8 @@ class Scheduler:
         After one that waits for blocks, only requests that need none continue. A prompt leaves a token for each
         decoding request behind it, so that a stream does not stand still until a more urgent prompt is computed.
 
-        Returns: The budget that is left for waiting requests.
+        Returns:
+            The budget that is left for waiting requests.
         """
         index, starved = 0, False
         decodes: int | None = None  # decoding requests from `index` on, counted if a prompt is before them
@@ -285,8 +286,8 @@ class Scheduler:
     def _make_room(self, request: Request, num_tokens: int, index: int) -> bool:
         """Give running[index] the blocks up to `num_tokens`, preempting from the end of running[index:].
 
-        Returns: False: not in this step. Blocks come back with the end of a step or of a transfer, or it was the last
-        one.
+        Returns:
+            False: not in this step. Blocks come back with the end of a step or of a transfer, or it was the last one.
         """
         while not self.kv.grow(request, num_tokens):
             ending = [r.held_blocks() for r in self.running if r.is_ending]

@@ -14,8 +14,8 @@ class StopRules:
     """End-of-sequence, stop token ids and lengths. Stop strings belong to the text side.
 
     Args:
-        max_model_len: most tokens of prompt + output, as on the engine's card. The KV pool holds as many. processors:
-            the logits processors that requests may name.
+        max_model_len: most tokens of prompt + output, as on the engine's card. The KV pool holds as many.
+        processors: the logits processors that requests may name.
     """
 
     def __init__(
@@ -34,7 +34,8 @@ class StopRules:
     def check(self, submit: Submit, *, has_connector: bool, bounds: tuple[int, int] | None = None) -> None:
         """Refuse a request that can never work.
 
-        Args: bounds: the lowest and the highest token, if known.
+        Args:
+            bounds: the lowest and the highest token, if known.
 
         Raises:
             InvalidRequest: naming the value and what was expected.
@@ -79,7 +80,8 @@ class StopRules:
     def apply(self, request: Request, num_new: int) -> tuple[FinishReason | None, int | None]:
         """Check whether one of the last `num_new` output tokens ends the request; tokens after it are dropped.
 
-        Returns: The reason and, if a token ended it, that token.
+        Returns:
+            The reason and, if a token ended it, that token.
         """
         output, params = request.output_token_ids, request.submit.params
         may_stop = num_new > 1 or params.stop_token_ids or output[-1] in self._eos

@@ -14,7 +14,8 @@ MAX_BRANCHES = 256
 def are_disjoint(branches: Sequence[Mapping[str, Any] | bool], resolve: Resolve) -> bool:
     """Whether it is certain that no two branches have a value in common.
 
-    Args: resolve: returns a schema with its `$ref` resolved.
+    Args:
+        resolve: returns a schema with its `$ref` resolved.
     """
     if len(branches) > MAX_BRANCHES:
         return False

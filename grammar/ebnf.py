@@ -34,7 +34,8 @@ def ebnf(grammar: str, time: SchemaTime | None = None) -> Format:
         time: its time limit; None: the limit for all shapes of one request.
 
     Raises:
-        InvalidRequest: it is not valid, or takes too long; names the line. RequestAborted: the request was cancelled.
+        InvalidRequest: it is not valid, or takes too long; names the line.
+        RequestAborted: the request was cancelled.
     """
     reader = _Reader(grammar)
     rules = reader.rules()

@@ -11,8 +11,8 @@ def check_ends(root: Mapping[str, Any], definitions: Mapping[str, Mapping[str, A
     """Check schemas in the normal form.
 
     Raises:
-        InvalidRequest: values of `root` have no end, or the time limit has passed. RequestAborted: the request was
-            cancelled.
+        InvalidRequest: values of `root` have no end, or the time limit has passed.
+        RequestAborted: the request was cancelled.
     """
     users: dict[str, list[str]] = {}  # by definition: those that refer to it
     for name, schema in definitions.items():

@@ -132,8 +132,10 @@ def triggered(
 ) -> Format:
     """Any text, in which a trigger must be followed by the rest of one of the tags that begin with it.
 
-    Args: triggers: None: the beginnings of the tags. several: text may continue after a tag, and more tags may follow.
-    required: at least one tag must come.
+    Args:
+        triggers: None: the beginnings of the tags.
+        several: text may continue after a tag, and more tags may follow.
+        required: at least one tag must come.
     """
     ways = []
     for trigger in dict.fromkeys(tag.begin for tag in tags) if triggers is None else triggers:

@@ -166,7 +166,8 @@ class Places:
         """The runs that nothing with a common character may replace or follow.
 
         Raises:
-            InvalidRequest: it takes too long. RequestAborted: the request was cancelled.
+            InvalidRequest: it takes too long.
+            RequestAborted: the request was cancelled.
         """
         self._find_next()
         runs = {run: place for run, place in self._places.items() if isinstance(run, Chars)}

@@ -58,8 +58,10 @@ FORMATS = _FORMATS | {"date-time": f"{_FORMATS['date']}T{_FORMATS['time']}"}
 def pattern_of(pattern: str, at: str, *, in_json: bool = False) -> str:
     """The library's pattern for a client's pattern; line ends and slashes are escaped in it.
 
-    Args: at: the pattern's place, for errors. in_json: whether it is for strings in JSON. U+0000 is in no class: with a
-    class of all control characters, the library would also accept quotes and backslashes.
+    Args:
+        at: the pattern's place, for errors.
+        in_json: whether it is for strings in JSON. U+0000 is in no class: with a class of all control characters, the
+            library would also accept quotes and backslashes.
 
     Raises:
         InvalidRequest: it cannot be enforced.

@@ -46,7 +46,8 @@ def make_grammar(asked: StructuredOutputs, time: SchemaTime | None = None) -> Gr
     """The grammar for engines if the answer has no other requirements; `time`: the time limit of schemas.
 
     Raises:
-        InvalidRequest: as in `with_grammar`. RequestAborted: the request was cancelled.
+        InvalidRequest: as in `with_grammar`.
+        RequestAborted: the request was cancelled.
     """
     return grammar("tags" if asked.asked_as == "structural_tag" else "text", make_format(asked, time))
 

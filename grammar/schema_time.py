@@ -21,7 +21,8 @@ class SchemaTime:
         """Check the time before work that may take long: a merge of two large schemas takes milliseconds.
 
         Raises:
-            InvalidRequest: the time limit has passed. RequestAborted: the request was cancelled.
+            InvalidRequest: the time limit has passed.
+            RequestAborted: the request was cancelled.
         """
         if self._cancelled():
             raise RequestAborted("the client went away", request_id="")

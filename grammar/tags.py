@@ -42,8 +42,8 @@ def read_tag(given: Mapping[str, Any] | str, time: SchemaTime | None = None) -> 
         time: the time limit of its schemas together; None: the limit for one request.
 
     Raises:
-        InvalidRequest: it is not valid, or cannot be enforced; names the place as a JSON pointer. RequestAborted: the
-            request was cancelled.
+        InvalidRequest: it is not valid, or cannot be enforced; names the place as a JSON pointer.
+        RequestAborted: the request was cancelled.
     """
     if isinstance(given, str):
         given = read_json(given, "the structural tag")

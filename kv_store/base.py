@@ -192,9 +192,7 @@ class KVStore(ABC):
         return [False] * len(keys)
 
     def terms_of(self, keys: Sequence[bytes]) -> Mapping[bytes, Terms]:
-        """The terms of values that this process has in the store, by key, for those that have any, if the store keeps
-        them.
-        """
+        """Terms by key, for those of this process's values that have terms; empty if the store keeps none."""
         return {}
 
     def forget(self, keys: Sequence[bytes] | None) -> None:

@@ -31,11 +31,13 @@ class FileStore(ScatteringStore):
     """A value is one file, named after its key's digest; the directory is the truth, whichever process writes to it.
 
     - A file is written under a temporary name and renamed: it exists whole or not at all. Nothing is synced: a file
-    that a crash of the machine cut short is recognized by its size, removed, and counts as a miss. Other damage is
-    detected by the reader, as with every store (connectors/store/envelope.py). - A writer holds a lock on its temporary
-    file. A temporary file without a lock belonged to a dead writer; the next start removes it. - With a capacity the
-    least recently used files go first, by their time of modification, which a hit renews. Each process counts what it
-    writes and looks at the directory again after every 1/16 of the capacity: n processes exceed it by at most n/16.
+      that a crash of the machine cut short is recognized by its size, removed, and counts as a miss. Other damage is
+      detected by the reader, as with every store (connectors/store/envelope.py).
+    - A writer holds a lock on its temporary file. A temporary file without a lock belonged to a dead writer; the next
+      start removes it.
+    - With a capacity the least recently used files go first, by their time of modification, which a hit renews. Each
+      process counts what it writes and looks at the directory again after every 1/16 of the capacity: n processes
+      exceed it by at most n/16.
 
     The deadline is checked between files; a file system that hangs holds the calling thread. Anything but a regular
     file of this user is a miss and is removed like a damaged value; nothing waits for it.

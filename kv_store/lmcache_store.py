@@ -5,8 +5,10 @@ integers, followed by the value of a GET. The server answers no PUT, evicts noth
 goes away in the middle of a value, keeps a broken one. Hence:
 
 - Each value has a marker, an empty value under a key of its own that is put behind it: the value counts as stored only
-with it. - The EXIST that follows a PUT is answered when the PUT is done. - `delete` overwrites with empty values, which
-gives the memory back. - Our connections end by reset, never in the middle of a value by what looks like its end.
+  with it.
+- The EXIST that follows a PUT is answered when the PUT is done.
+- `delete` overwrites with empty values, which gives the memory back.
+- Our connections end by reset, never in the middle of a value by what looks like its end.
 """
 
 import hashlib

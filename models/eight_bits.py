@@ -10,7 +10,7 @@ from pdkv.kernels.linear import GROUP_MULTIPLE, EightBits
 from pdkv.models.dequantize import DequantizedCheckpoint
 from pdkv.models.linear import CompiledLinear, Linear, LinearKind, make_linear
 from pdkv.models.quantization import Quantization
-from pdkv.models.quantized_layers import Piece, Stays
+from pdkv.models.quantized_layers import NotKept, Piece
 from pdkv.models.quantized_tensors import LayerTensors, read_block_scales, read_scales
 
 logger = logging.getLogger(__name__)
@@ -21,11 +21,13 @@ _ROWS_BYTES = 1 << 24
 
 
 def quantize_int8(weight: torch.Tensor, columns: slice = slice(None), name: str = "a weight") -> EightBits:
-    """Columns of a dense weight (outputs, inputs) in 8 bits: each output has one scale, its largest number / 127, of
-    all its inputs. So a number is off by at most 1/254 of that largest one, on any number of ranks.
+    """Columns of a dense weight (outputs, inputs) in 8 bits.
+
+    Each output has one scale: its largest absolute weight over all inputs, divided by 127. The error of a weight is at
+    most 1/254 of that largest one, on any number of ranks.
 
     Raises:
-        ModelError: it has NaN or infinity; says `name`.
+        ModelError: it has NaN or infinity; the message names `name`.
     """
     scales = weight.new_empty((len(weight), 1), dtype=torch.float32)
     numbers = torch.empty(weight[:, columns].shape, dtype=torch.int8)
@@ -65,8 +67,8 @@ class EightBitLayers:
         try:
             parts = [self._part(piece, columns, mine) for piece in pieces]
             if any(part.group_size != parts[0].group_size for part in parts):
-                raise Stays("the layers that are computed together have other groups")
-        except Stays as reason:
+                raise NotKept("the layers that are computed together have other groups")
+        except NotKept as reason:
             if str(reason) not in self._told:
                 self._told.add(str(reason))
                 logger.info("%s, and others like it, get dense weights: %s", pieces[0].name, reason)
@@ -101,7 +103,7 @@ class EightBitLayers:
         return made
 
     def _part(self, piece: Piece, columns: int, mine: slice) -> EightBits:
-        """This rank's. Raises Stays and ModelError."""
+        """This rank's. Raises NotKept and ModelError."""
         if self.quantizes:
             rows = (piece.mine, slice(None)) if piece.mine != slice(0, piece.rows) else ()
             weight = self._source.get(f"{piece.name}.weight", (piece.rows, columns), rows)
@@ -110,16 +112,16 @@ class EightBitLayers:
             return quantize_int8(weight, mine, piece.name)
         layer = self._source.quantized(piece.name)
         if layer is None:
-            raise Stays("the checkpoint has dense ones")
+            raise NotKept("the checkpoint has dense ones")
         return self._stored(layer, piece, columns, mine)
 
     def _stored(self, layer: LayerTensors, piece: Piece, columns: int, mine: slice) -> EightBits:
         shape = (piece.rows, columns)
         numbers = layer.get(".weight", shape, (piece.mine, mine))
         if numbers.dtype not in (torch.int8, torch.float8_e4m3fn):
-            raise Stays(f"no kernel reads {numbers.dtype}")
+            raise NotKept(f"no kernel reads {numbers.dtype}")
         if numbers.dtype != torch.int8 and bool((numbers.view(torch.int8) & 0x7F == 0x7F).any()):
-            raise Stays("they have NaN")
+            raise NotKept("they have NaN")
         block = self._quantization.block
         scales = None if block is None else read_block_scales(layer, block, shape)
         if scales is None or block is None:
@@ -128,5 +130,5 @@ class EightBitLayers:
         if scales.shape[1] == 1:
             return EightBits(numbers, scales, len(numbers[0]))
         if mine.start % block[1] or block[1] % GROUP_MULTIPLE:
-            raise Stays(f"its groups of {block[1]} inputs are cut, or are no multiples of {GROUP_MULTIPLE}")
+            raise NotKept(f"its groups of {block[1]} inputs are cut, or are no multiples of {GROUP_MULTIPLE}")
         return EightBits(numbers, scales, block[1])

@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     mine: slice  # of them, this rank's
 
 
-class Stays(Exception):
+class NotKept(Exception):
     """A layer's weight cannot be kept as it is, for this reason."""
 
 
@@ -58,11 +58,11 @@ class QuantizedLayers:
             return None
         try:
             if len(layers) < len(pieces):
-                raise Stays("only a part of it is quantized")
+                raise NotKept("only a part of it is quantized")
             if self._quantization.fp8_inputs:
                 return self._fp8(layers, pieces, columns, mine, bias)
             return self._int4(layers, pieces, columns, mine, bias)
-        except Stays as reason:
+        except NotKept as reason:
             if str(reason) not in self._told:
                 self._told.add(str(reason))
                 logger.info("%s, and others like it, get dense weights: %s", pieces[0].name, reason)
@@ -98,16 +98,16 @@ class QuantizedLayers:
         bias: torch.Tensor | None,
     ) -> Linear:
         if self._quantization.method == "scaled" or self._quantization.bits != 4:
-            raise Stays("there are kernels for 4-bit weights, and for FP8 where inputs are quantized")
+            raise NotKept("there are kernels for 4-bit weights, and for FP8 where inputs are quantized")
         if self._dtype not in (torch.bfloat16, torch.float16):
-            raise Stays(f"4-bit weights are multiplied in bfloat16 and float16, and the model is of {self._dtype}")
+            raise NotKept(f"4-bit weights are multiplied in bfloat16 and float16, and the model is of {self._dtype}")
         parts = [
             _part_of(self._grouped(layer, (piece.rows, columns)), piece.mine, mine)
             for layer, piece in zip(layers, pieces, strict=True)
         ]
         first = parts[0]
         if any(not first.is_like(other) for other in parts[1:]):
-            raise Stays("the layers that are computed together have other groups")
+            raise NotKept("the layers that are computed together have other groups")
         zeros = [part.zeros for part in parts if part.zeros is not None]
         weight = pack_int4(
             torch.cat([part.numbers for part in parts]),
@@ -141,16 +141,16 @@ class _Part(NamedTuple):
 
 
 def _part_of(weight: GroupedWeight, rows: slice, columns: slice) -> _Part:
-    """Cut a rank's part out of a layer. Raises Stays: its groups are none that the kernel reads."""
+    """Cut a rank's part out of a layer. Raises NotKept: its groups are none that the kernel reads."""
     packed = pack_columns(weight.groups[columns])
     if packed is None:
-        raise Stays("its groups have too few inputs for the kernel")
+        raise NotKept("its groups have too few inputs for the kernel")
     numbers = weight.numbers[rows, columns]
     numbers = numbers if packed.order is None else numbers[:, packed.order]
     zeros = None if weight.zeros is None else weight.zeros[:, rows]
     if packed.is_padding is not None:  # which adds nothing
         if zeros is not None and bool((zeros > _MAX_NUMBER).any()):
-            raise Stays(f"its groups are unequal, and its zero points reach {_MAX_NUMBER + 1}")
+            raise NotKept(f"its groups need padding, and zero points of {_MAX_NUMBER + 1} and above cannot be padded")
         numbers[:, packed.is_padding] = SYMMETRIC_ZERO if zeros is None else zeros[packed.padded_groups()].T
     zeros = None if zeros is None else zeros[packed.groups]
     return _Part(numbers, weight.scales[packed.groups, rows], zeros, packed.group_size, packed.order)

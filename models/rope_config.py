@@ -130,7 +130,7 @@ def _scaling(kind: RopeKind, rope: Fields, fields: Fields, rotary_size: int) -> 
     if kind == "dynamic":
         if rotary_size < 4:
             raise ModelError(
-                f"{fields.path}: RoPE scaling 'dynamic' needs 4 rotated values of a head, got {rotary_size}"
+                f"{fields.path}: RoPE scaling 'dynamic' needs at least 4 rotated values per head, got {rotary_size}"
             )
         return RopeScaling(kind, _factor(rope), original_max_position_embeddings=trained)
     original = rope.count("original_max_position_embeddings", trained)

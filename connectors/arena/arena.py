@@ -291,10 +291,10 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
     """Map the arena of one rank of a peer, read-only, after checking that it is the one on the card.
 
     Raises:
-        PeerGone: its process is gone, or the pid or descriptor is now used by another process. StaleEpoch: the arena
-            belongs to another incarnation of the engine. IncompatiblePeers: it is on another host, is not an arena of
-            this version, or does not match the card. TransferError: this process lacks descriptors or memory for it
-            now.
+        PeerGone: its process is gone, or the pid or descriptor is now used by another process.
+        StaleEpoch: the arena belongs to another incarnation of the engine.
+        IncompatiblePeers: it is on another host, is not an arena of this version, or does not match the card.
+        TransferError: this process lacks descriptors or memory for it now.
     """
     engine = card.engine
     if address.host != host_id():

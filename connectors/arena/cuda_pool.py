@@ -106,4 +106,4 @@ def _device_of(uuid: str) -> torch.device:
     for number in range(torch.cuda.device_count()):
         if _uuid(number) == uuid:
             return torch.device("cuda", number)
-    raise RuntimeError("this process does not see that device: CUDA_VISIBLE_DEVICES must name it, too")
+    raise RuntimeError(f"this process cannot see CUDA device {uuid}: CUDA_VISIBLE_DEVICES must include it")

@@ -50,7 +50,8 @@ class PoolDevice(ABC):
     def open(self, address: DevicePoolAddress, num_bytes: int) -> "torch.Tensor":
         """Map a peer's pool, (num_bytes,) uint8. It is unmapped once nothing refers to it.
 
-        Args: num_bytes: the size that it must have according to its card.
+        Args:
+            num_bytes: the size that it must have according to its card.
 
         Raises:
             IncompatiblePeers: the pool has another size, or cannot be mapped here.

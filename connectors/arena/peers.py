@@ -35,9 +35,10 @@ class PeerArenas(PeerCards):
         """The arena of one rank of one incarnation.
 
         Raises:
-            StaleEpoch: another incarnation of that engine is known, or found at the address. PeerGone: no such engine
-                is known, or its process is gone. IncompatiblePeers: it is known but cannot be used. TransferError: this
-                process cannot map it now, but may later.
+            StaleEpoch: another incarnation of that engine is known, or found at the address.
+            PeerGone: no such engine is known, or its process is gone.
+            IncompatiblePeers: it is known but cannot be used.
+            TransferError: this process cannot map it now, but may later.
         """
         peer = (engine, epoch)
         with self._lock:

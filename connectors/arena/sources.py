@@ -101,8 +101,8 @@ class ProcessSource(PoolSource):
     """A peer's memory, read by address through the kernel.
 
     Args:
-        pool, generations, words, digests: their addresses and sizes. nonce: the expected first word, which is different
-            for another incarnation in that process.
+        pool, generations, words, digests: their addresses and sizes.
+        nonce: the expected first word, which is different for another incarnation in that process.
     """
 
     path = "cma"

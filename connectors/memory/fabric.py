@@ -74,7 +74,8 @@ class MemoryFabric:
         """The live incarnation.
 
         Raises:
-            PeerGone: no engine has that name. StaleEpoch: another incarnation has it.
+            PeerGone: no engine has that name.
+            StaleEpoch: another incarnation has it.
         """
         endpoint = self._endpoints.get(engine)
         if endpoint is None:

@@ -2,9 +2,10 @@
 
 The allowed combinations of children, and the resulting kind:
 
-- stores only: kind store; - any number of pulling connectors, with stores or without: kind pull; - one pushing
-  connector, with stores or with pulling ones that also find content: kind push. Hand-offs then go by the push and
-  through the stores; the pulling ones only contribute what they find by content.
+- stores only: kind store;
+- any number of pulling connectors, with stores or without: kind pull;
+- one pushing connector, with stores or with pulling ones that also find content: kind push. Hand-offs then go by the
+  push and through the stores; the pulling ones only contribute what they find by content.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +34,8 @@ def plan_children(options: Mapping[str, str]) -> list[ConnectorPlan]:
     """The children named by --connector-config, each with its options, in order.
 
     Raises:
-        ConfigError: none is named, an option belongs to no child or could belong to several, or its child refuses it;
-            UnknownConnector: a child's name is unknown.
+        ConfigError: none is named, an option belongs to no child or could belong to several, or its child refuses it.
+        UnknownConnector: a child's name is unknown.
     """
     names = [name.strip() for name in options.get("connectors", "").split(",") if name.strip()]
     if not names:

@@ -54,8 +54,9 @@ class SendingTable:
     def begin(self, key: TransferKey, children: Collection[int], *, tells_failure: bool) -> None:
         """Begin a hand-off, the end of which these children will report.
 
-        Args: tells_failure: False: other children hand the KV off, too, so the reader need only know that no more will
-        come.
+        Args:
+            tells_failure: False: other children hand the KV off, too, so the reader need only know that no more will
+                come.
         """
         sending = _Sending(set(children), tells_failure, TransferOutcome())
         early = self._early.pop(key, {})

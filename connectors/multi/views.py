@@ -32,8 +32,8 @@ class ChildViews:
         self._lends = [child.lends for child in children]
 
     def takes_part(self, key: TransferKey, child: int) -> bool:
-        """Whether a child takes part in a hand-off under that key. All do, except in a loan, and except stores next to
-        other connectors.
+        """Whether a child takes part in a hand-off under that key. Every child does, except a store beside other kinds
+        of connectors and, in a loan, a child that does not lend.
         """
         return not self.is_beside(child) and (not key.lent or self._lends[child])
 

@@ -226,8 +226,8 @@ class NixlAgent:
         """Add a peer by its metadata; UCX connects on the first transfer. Idempotent.
 
         Raises:
-            PeerGone: there is no peer where the metadata says. IncompatiblePeers: the metadata is not this peer's, or
-                cannot be read.
+            PeerGone: there is no peer where the metadata says.
+            IncompatiblePeers: the metadata is not this peer's, or cannot be read.
         """
         with self._lock:
             if peer in self._peers:
@@ -277,8 +277,10 @@ class NixlAgent:
 
         Giving a transfer up closes its connection. After that none of its data is written, unless it `may_land_late`.
 
-        Args: deadline: by this agent's clock. kinds: the kinds of memory on the local and the remote side. check:
-        called during the wait; raises the error that ends the transfer.
+        Args:
+            deadline: by this agent's clock.
+            kinds: the kinds of memory on the local and the remote side.
+            check: called during the wait; raises the error that ends the transfer.
 
         Raises:
             PeerGone: the peer is not connected (any more).
@@ -364,7 +366,8 @@ class NixlAgent:
     def _tear_down(self, peer: str, connection: _Peer, timeout_s: float | None) -> bool:
         """Under the lock: end a connection, unless that has been done; there may already be a new one.
 
-        Returns: False: transfers have not left it within `timeout_s` (None: they end by their own deadlines).
+        Returns:
+            False: transfers have not left it within `timeout_s` (None: they end by their own deadlines).
         """
         connection.broken = True  # waiting transfers check it again and again
         until = None if timeout_s is None else self._clock.now() + timeout_s

@@ -56,7 +56,8 @@ class DoorbellAddress(msgspec.Struct, frozen=True, array_like=True):
 class Doorbell:
     """A pipe for peers, and an eventfd for this process.
 
-    Args: name: the sender's name in messages.
+    Args:
+        name: the sender's name in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -88,8 +89,8 @@ class Doorbell:
 
         For one thread, which must be done before `close`.
 
-        Returns: Whether there was a wake-up or a message; if so, check everything, since there may also be more to
-        read.
+        Returns:
+            Whether there was a wake-up or a message; if so, check everything, since there may also be more to read.
         """
         if self._closed:
             return False
@@ -112,12 +113,15 @@ class Doorbell:
     def send(self, address: DoorbellAddress, message: Content, *, alone: bool = False) -> bool:
         """Send a message to the owner of another doorbell, now or when there is room and `flush` is called.
 
-        Args: alone: replaces the messages that wait for room.
+        Args:
+            alone: replaces the messages that wait for room.
 
-        Returns: False: too many wait; this one is lost.
+        Returns:
+            False: too many wait; this one is lost.
 
         Raises:
-            PeerGone: the owner does not exist (any more). TransferCancelled: this doorbell is closed.
+            PeerGone: the owner does not exist (any more).
+            TransferCancelled: this doorbell is closed.
         """
         outbox = self._outbox(address)
         try:

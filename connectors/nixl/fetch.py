@@ -60,9 +60,11 @@ class GatherReader:
     def fetch(self, job: Waiting, blob: RankBlob, wanted: Wanted) -> int:
         """Copy a peer's units into this rank's units.
 
-        Returns: The bytes copied.
+        Returns:
+            The bytes copied.
 
-        Raises: TransferError: the peer refuses or is gone, or the job must stop.
+        Raises:
+            TransferError: the peer refuses or is gone, or the job must stop.
         """
         for first in range(0, wanted.theirs.size, MAX_UNITS):
             piece = slice(first, first + MAX_UNITS)
@@ -114,7 +116,7 @@ class GatherReader:
         """Wait for a chunk. Raises a TransferError."""
         message = self._endpoint.next_answer(job, blob, request.news)
         if isinstance(message, Refused):
-            raise KVNotFound(f"agent {blob.agent} does not gather: {message.code}")
+            raise KVNotFound(f"agent {blob.agent} refused to gather: {message.code}")
         return message
 
     @contextmanager

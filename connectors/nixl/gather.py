@@ -50,7 +50,8 @@ class Chunk(NamedTuple):
 def plan_chunks(num_units: int, num_layers: int, layer_bytes: int, chunk_bytes: int) -> list[Chunk]:
     """Cut units into chunks of at most `chunk_bytes`, by layers if one unit is too large. Both sides cut the same way.
 
-    Args: layer_bytes: bytes of one layer of one unit's image.
+    Args:
+        layer_bytes: bytes of one layer of one unit's image.
 
     Raises:
         ValueError: not even one layer fits.
@@ -98,7 +99,8 @@ class GatherSource:
 
     A slot is reused once its reader has freed it or is gone; a later read then sees another generation.
 
-    Args: guard: a context, for an offer's number, in which its blocks may be read. Raises KVNotFound.
+    Args:
+        guard: a context, for an offer's number, in which its blocks may be read. Raises KVNotFound.
     """
 
     def __init__(

@@ -37,9 +37,10 @@ class LandingBuffers(StagingBuffers):
     """Buffers that NIXL reads into.
 
     Args:
-        streams: of the pool's device, for which buffers are pinned. register: registers a region with NIXL.
-            may_land_late: whether failed reads may. In that case a buffer is not lent again after a failure; a new one
-                replaces it, at most MAX_LOST times.
+        streams: of the pool's device, for which buffers are pinned.
+        register: registers a region with NIXL.
+        may_land_late: whether failed reads may. In that case a buffer is not lent again after a failure; a new one
+            replaces it, at most MAX_LOST times.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class Permit(NamedTuple):
 class Permits:
     """Words that peers check. Thread-safe.
 
-    Args: values: zeros in memory that peers see. The first one becomes `nonce`, which is unique to this incarnation.
+    Args:
+        values: zeros in memory that peers see. The first one becomes `nonce`, which is unique to this incarnation.
     """
 
     def __init__(self, values: npt.NDArray[np.int64]) -> None:

@@ -16,7 +16,8 @@ Content = bytes | Callable[[], bytes]
 class Outbox:
     """Thread-safe. Messages of several threads of this process are not interleaved.
 
-    Args: fd: of the peer's pipe, non-blocking; closed by `close`.
+    Args:
+        fd: of the peer's pipe, non-blocking; closed by `close`.
         pack: makes the packets of a message, at least one.
     """
 
@@ -32,9 +33,11 @@ class Outbox:
     def put(self, message: Content, *, alone: bool = False) -> bool:
         """Write a message after the waiting ones, or add it to them. `alone`: drop all other waiting messages.
 
-        Returns: False: too many wait, or it is closed; the message is lost.
+        Returns:
+            False: too many wait, or it is closed; the message is lost.
 
-        Raises: OSError: the reader is gone.
+        Raises:
+            OSError: the reader is gone.
         """
         with self._lock:
             if alone:

@@ -34,8 +34,9 @@ class PeerPaths:
         """The source of a peer's memory; None: it is read by NIXL.
 
         Raises:
-            PeerGone: the peer is not known (any more). IncompatiblePeers: no path leads there. TransferError: this
-                process currently lacks a resource for it, such as memory.
+            PeerGone: the peer is not known (any more).
+            IncompatiblePeers: no path leads there.
+            TransferError: this process currently lacks a resource for it, such as memory.
         """
         agent = blob.agent
         with self._lock:

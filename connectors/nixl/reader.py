@@ -44,11 +44,14 @@ class PoolReader:
         """Read some layers (None: all) of blocks theirs[i] into ours[i]; both ranks have one layout.
 
         Args:
-            offer: the peer's number of the offer, in a push. guard: a context around each write into the own pool.
+            offer: the peer's number of the offer, in a push.
+            guard: a context around each write into the own pool.
 
-        Returns: The bytes.
+        Returns:
+            The bytes.
 
-        Raises: PdkvError: the peer refuses or is gone, no path leads there, or the job must stop.
+        Raises:
+            PdkvError: the peer refuses or is gone, no path leads there, or the job must stop.
         """
         layout = self._endpoint.config.layout
         layers = range(layout.num_layers) if layers is None else layers
@@ -71,7 +74,9 @@ class PoolReader:
     ) -> Digests | None:
         """As `read_units`, with digests of the wanted own units made on the way, for all heads.
 
-        Args: wanted: as many units of both pools as there are `tokens`. tokens: in the order of the own units.
+        Args:
+            wanted: as many units of both pools as there are `tokens`.
+            tokens: in the order of the own units.
 
         Returns:
             None: the peer's pool is not mapped. Nothing has been read.

@@ -21,7 +21,7 @@ class _Offered(NamedTuple):
     """A batch that the receiver may read."""
 
     job: Job
-    agent: str  # the transfer that its blocks belong to
+    agent: str  # the receiver's, which alone may report that it has taken the batch
     num_bytes: int
     permit: Permit
 
@@ -43,7 +43,8 @@ class PushSender:
     def offer(self, job: Job, piece: PushPiece, blob: RankBlob, *, whole: bool) -> None:
         """Let the receiver read the batch, and digest it meanwhile; the receiver reports when it has both.
 
-        Args: whole: both engines cut blocks the same way.
+        Args:
+            whole: both engines cut blocks the same way.
 
         Raises:
             TransferError: there are too many already, or the receiver cannot be told.

@@ -54,7 +54,9 @@ class Link(LinkEnd):
 class LinkListener:
     """Accepts links and serves each on its own thread.
 
-    Args: device: of the rank's pool. serve: handles one offer on a link; an error that it raises closes the link.
+    Args:
+        device: of the rank's pool.
+        serve: handles one offer on a link; an error that it raises closes the link.
     """
 
     def __init__(

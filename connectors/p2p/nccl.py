@@ -57,10 +57,12 @@ class NcclGroup:
 
     Args:
         rank: 0 for the end that dialed.
-        device: the device of this end's pool. make_s: longest time to make the group.
+        device: the device of this end's pool.
+        make_s: longest time to make the group.
 
     Raises:
-        TransferTimeout: the other end does not come. PeerGone: it is gone.
+        TransferTimeout: the other end does not come.
+        PeerGone: it is gone.
     """
 
     def __init__(self, control: Control, rank: int, device: torch.device, make_s: float) -> None:

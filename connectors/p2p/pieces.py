@@ -196,9 +196,11 @@ class PiecePool:
 def plan_sending(piece: PushPiece, pool: PiecePool, timeout_s: float, *, in_blocks: bool) -> MovePlan:
     """Plan a piece to send: whole blocks if both sides have the same ones, else units.
 
-    Args: in_blocks: the receiver accepts whole blocks.
+    Args:
+        in_blocks: the receiver accepts whole blocks.
 
-    Raises: TransferError: the ticket or the order contradicts itself.
+    Raises:
+        TransferError: the ticket or the order contradicts itself.
     """
     send, heads, own, theirs = piece.send, piece.heads, pool.layout, piece.card.layout
     whole = own.block_size == theirs.block_size and own.num_kv_heads == theirs.num_kv_heads == heads.num_heads

@@ -46,10 +46,12 @@ class AuthListener:
     """Accepts connections and authenticates them.
 
     Args:
-        listeners: TCP or unix; owned from now on. On a unix socket only processes of this user are admitted. secret: of
-            this rank; channel: the purpose of the connections. handshake_timeout_s: limit for each stranger. welcome:
-            called on its thread with an authenticated connection (blocking), the session, and a name for logs. It owns
-            the connection; it must not block.
+        listeners: TCP or unix; owned from now on. On a unix socket only processes of this user are admitted.
+        secret: of this rank.
+        channel: the purpose of the connections.
+        handshake_timeout_s: limit for each stranger.
+        welcome: called on its thread with an authenticated connection (blocking), the session, and a name for logs. It
+            owns the connection; it must not block.
     """
 
     def __init__(

@@ -48,9 +48,11 @@ class Checksums:
         """Digests of a piece of a transfer in this engine's blocks, 8 bytes for each hash block; for a long piece, a
         digest of these digests.
 
-        Args: block_ids: the first of them holds token `first` of the transfer. tokens: the piece's tokens. part: the
-        piece's heads and layers, in this rank's numbering. key: the ticket's key, which names the transfer at both
-        ends.
+        Args:
+            block_ids: the first of them holds token `first` of the transfer.
+            tokens: the piece's tokens.
+            part: the piece's heads and layers, in this rank's numbering.
+            key: the ticket's key, which names the transfer at both ends.
         """
         return self.begin(block_ids, first, tokens, part, key).finish()
 

@@ -30,9 +30,10 @@ class Landed(NamedTuple):
 class DigestCheck:
     """The check of one piece.
 
-    Args: layout: the layout of this rank's pool. read: reads from the source's table the digests of its units in these
-    generations, for all heads of that rank. check_generations: raises StaleGeneration if the source's blocks are no
-    longer what was promised.
+    Args:
+        layout: the layout of this rank's pool.
+        read: reads from the source's table the digests of its units in these generations, for all heads of that rank.
+        check_generations: raises StaleGeneration if the source's blocks are no longer what was promised.
     """
 
     def __init__(
@@ -56,13 +57,18 @@ class DigestCheck:
         """After the data has arrived, compare the content of this rank's blocks with the source's digests, once the
         source has all of them.
 
-        Args: landed: digests of `tokens`, (n, heads of the piece). make: makes digests of the content of this rank's
-        blocks.
+        Args:
+            landed: digests of `tokens`, (n, heads of the piece).
+            make: makes digests of the content of this rank's blocks.
 
-        Returns: The digested tokens, and their digests.
+        Returns:
+            The digested tokens, and their digests.
 
-        Raises: StaleGeneration: the source has reused a block. KVCorrupted: the content differs. TransferTimeout: the
-        source had no digests by the job's deadline. TransferError: its table cannot be read, or the job must stop.
+        Raises:
+            StaleGeneration: the source has reused a block.
+            KVCorrupted: the content differs.
+            TransferTimeout: the source had no digests by the job's deadline.
+            TransferError: its table cannot be read, or the job must stop.
         """
         rows, tokens = self._await_source(job), self.tokens
         more = np.flatnonzero(rows.counts != tokens.counts)

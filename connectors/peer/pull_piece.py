@@ -64,7 +64,8 @@ class PullPiece(NamedTuple):
     def digested(self, block_ids: Sequence[int], entry_tokens: int) -> tuple[Tokens, Ids]:
         """The load's tokens in these entries of `entry_tokens` each, cut at hash blocks.
 
-        Returns: The tokens, and the index of each hash block's entry.
+        Returns:
+            The tokens, and the index of each hash block's entry.
         """
         load, size = self.load, unit_tokens(entry_tokens)
         per_entry = entry_tokens // size

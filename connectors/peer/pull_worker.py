@@ -88,9 +88,11 @@ class PullWorker(PeerWorker):
         """Read, then check that nothing was reused in the meantime. Returns the bytes read.
 
         Raises:
-            KVNotFound: the load names blocks that the peer cannot have. StaleGeneration: the peer has reused a block.
-                TransferTimeout: the step that last used the own blocks does not end. KVCorrupted: the own blocks'
-                    content differs from the peer's. TransferError: raised by `read`, `generations` and `Job.check`.
+            KVNotFound: the load names blocks that the peer cannot have.
+            StaleGeneration: the peer has reused a block.
+            TransferTimeout: the step that last used the own blocks does not end.
+            KVCorrupted: the own blocks' content differs from the peer's.
+            TransferError: raised by `read`, `generations` and `Job.check`.
         """
         piece: PullPiece = job.order
         blocks = piece.blocks

@@ -290,7 +290,8 @@ class PushWorker(PeerWorker):
     ) -> None:
         """Note that a piece is in the blocks of this rank; the last one ends the receive. As `confirm`.
 
-        Args: own: the result of `digests_for` for it, if that was called.
+        Args:
+            own: the result of `digests_for` for it, if that was called.
         """
         if not self.enter(job):
             return  # it has ended, or must: its blocks' content belongs to no transfer any more
@@ -306,10 +307,13 @@ class PushWorker(PeerWorker):
     ) -> None:
         """As `landed`, for a piece already digested in its blocks.
 
-        Args: digests: the sender's. sender: its (engine, epoch). found: digests of the blocks' content; None: they are
-        not compared.
+        Args:
+            digests: the sender's.
+            sender: its (engine, epoch).
+            found: digests of the blocks' content; None: they are not compared.
 
-        Raises: KVCorrupted: it is not what was sent; the transfer has failed.
+        Raises:
+            KVCorrupted: it is not what was sent; the transfer has failed.
         """
         incoming: Incoming = job.order
         if not self.enter(job):

@@ -50,7 +50,9 @@ class BetweenTiers:
     ) -> None:
         """Read the values that the first tier lacks, which copies them there.
 
-        Args: kv_terms: the terms of the copies. check: called between two buffers.
+        Args:
+            kv_terms: the terms of the copies.
+            check: called between two buffers.
 
         Raises:
             TransferTimeout: the deadline passed before all was read.
@@ -75,10 +77,12 @@ class BetweenTiers:
     ) -> int:
         """Copy the source's values that this process may remove to the destination; then remove them.
 
-        Args: copy: remove nothing. kv_terms: the terms of the values' owner; a value keeps the terms that it has at the
-        source.
+        Args:
+            copy: remove nothing.
+            kv_terms: the terms of the values' owner; a value keeps the terms that it has at the source.
 
-        Returns: The number of values moved or, with `copy`, copied.
+        Returns:
+            The number of values moved or, with `copy`, copied.
 
         Raises:
             TransferTimeout: the deadline passed before all was moved. In this case, and if the destination fails,

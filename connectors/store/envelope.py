@@ -2,9 +2,15 @@
 
 A value is its body, which is KV, and an envelope of 64 bytes:
 
-| bytes | | |---|---| | 0-3 | `pdkv` | | 4-5 | format, 1 | | 6-7 | 0: a checksum follows; 1: a signature | | 8-15 |
-bytes of the body | | 16-47 | xxh3-128 of key and body, and 16 zeros; signed: the keyed BLAKE2b-256 of key and body | |
-48-55 | its expiry: the unix time in seconds from which on it is not used; 0: it does not expire | | 56-63 | zeros |
+| bytes | |
+|---|---|
+| 0-3 | `pdkv` |
+| 4-5 | format, 1 |
+| 6-7 | 0: a checksum follows; 1: a signature |
+| 8-15 | bytes of the body |
+| 16-47 | xxh3-128 of key and body, and 16 zeros; signed: the keyed BLAKE2b-256 of key and body |
+| 48-55 | its expiry: the unix time in seconds from which on it is not used; 0: it does not expire |
+| 56-63 | zeros |
 
 For a value that expires, bytes 16-47 are the same kind of hash over that hash and the expiry, so that the value is
 invalid if the expiry is removed or changed.
@@ -45,7 +51,8 @@ assert _ENVELOPE.size == ENVELOPE_BYTES
 class Sealer:
     """Makes envelopes and verifies them. Threads may share it. xxhash holds the GIL, for some 40 us per MiB.
 
-    Args: secret: None: checksums, which only detect damage. Otherwise signatures, which cannot be forged without it.
+    Args:
+        secret: None: checksums, which only detect damage. Otherwise signatures, which cannot be forged without it.
     """
 
     def __init__(self, secret: bytes | None = None) -> None:
@@ -62,7 +69,7 @@ class Sealer:
         value[-ENVELOPE_BYTES:] = check.envelope(expires_at)
 
     def check(self, key: bytes, value: Scattered) -> "Check":
-        """The check of a value that will be read into these buffers; the last buffer holds the whole envelope."""
+        """A `Check` for a value about to be read into these buffers; the last buffer holds the whole envelope."""
         return Check(self._hash(key), value, self._bind, is_signed=self._mac_key is not None)
 
     def _hash(self, key: bytes, person: bytes = b"") -> "_Hash":

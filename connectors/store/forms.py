@@ -48,7 +48,8 @@ class Pace:
 def choose_form(sizes: Sequence[int], bytes_per_s: float | None, left_s: float) -> int | None:
     """The first form that can be loaded in time, or the first one if no pace is known; None: not even the last one can.
 
-    Args: sizes: bytes still to be loaded, by form, from the finest to the coarsest.
+    Args:
+        sizes: bytes still to be loaded, by form, from the finest to the coarsest.
         left_s: until the deadline.
     """
     if bytes_per_s is None:

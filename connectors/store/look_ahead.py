@@ -36,8 +36,9 @@ class LookAhead:
     ) -> tuple[list[StoreAhead], list[StoreAhead]]:
         """The values to prefetch, and those no longer wanted.
 
-        Args: waiting: block keys of the first waiting requests, in queue order. terms: the requests' terms; empty: none
-        has any.
+        Args:
+            waiting: block keys of the first waiting requests, in queue order.
+            terms: the requests' terms; empty: none has any.
         """
         if not waiting and not self._window:
             return [], []

@@ -59,8 +59,9 @@ class KeyLookups:
         notify: wakes the engine when an answer is there.
         timeout_s: deadline of a lookup; after it, the answer is that of the store's first part if that is not a server,
             else a miss.
-        known_for_s: seconds for which an answer is trusted, since the store may evict. probe_interval_s: how often a
-            store that does not answer is probed although nothing waits, and once at the start; infinity: never.
+        known_for_s: seconds for which an answer is trusted, since the store may evict.
+        probe_interval_s: how often a store that does not answer is probed although nothing waits, and once at the
+            start; infinity: never.
     """
 
     def __init__(

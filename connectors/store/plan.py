@@ -227,8 +227,8 @@ class StoreCut:
         """Values that a load of tokens [start, stop) needs, in the order of their tokens.
 
         Args:
-            tails: the hand-off's tails, if it is read to its end; they lie beyond the last whole value. windowed:
-                only values of KV groups with a window (True) or without one (False); None: of all groups.
+            tails: the hand-off's tails, if it is read to its end; they lie beyond the last whole value.
+            windowed: only values of KV groups with a window (True) or without one (False); None: of all groups.
         """
         values: list[Value] = []
         for group, entries in enumerate(entries_to_load(self.layout, start, stop)):

@@ -442,7 +442,8 @@ class StoreScheduler(SchedulerConnector):
     ) -> tuple[list[Value], list[Value]]:
         """Split values into those never seen in the store, or expired, and those to be checked, which may be stored.
 
-        Args: num_handed_over: number of first tokens that the computing engine has most likely saved.
+        Args:
+            num_handed_over: number of first tokens that the computing engine has most likely saved.
         """
         new: list[Value] = []
         check: list[Value] = []

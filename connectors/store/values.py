@@ -83,8 +83,9 @@ class SealedValues:
         A value that is stored but damaged is read once more, since another engine may be replacing it; then it is
         deleted, so that the next save can put an intact one in its place. So is an intact value that has expired.
 
-        Args: kv_terms: the reader's; copies that the store makes while reading count against that owner's quota. part:
-        the only part of the store to read, and to delete damaged values from; None: all of them.
+        Args:
+            kv_terms: the reader's; copies that the store makes while reading count against that owner's quota.
+            part: the only part of the store to read, and to delete damaged values from; None: all of them.
 
         Raises:
             StoreError: the store does not answer.
@@ -106,7 +107,8 @@ class SealedValues:
     ) -> list[bool]:
         """Read values' bodies directly into their destinations, and their envelopes into their slots.
 
-        Returns: Which of them are intact. Of the others, part of a body may be at its destination: `get` tells more.
+        Returns:
+            Which of them are intact. Of the others, part of a body may be at its destination: `get` tells more.
 
         Raises:
             StoreError: the store does not answer.
@@ -171,7 +173,8 @@ class SealedValues:
         """Read again, part by part, so that a bad value in a fast part neither hides an intact one below it nor deletes
         it: unusable values are deleted where they are.
 
-        Returns: The values that are really missing, and how many of the apparently absent ones had another size.
+        Returns:
+            The values that are really missing, and how many of the apparently absent ones had another size.
         """
         left = {slot.key: slot for slot in (*missed["damaged"], *missed["absent"], *missed["expired"])}
         misfits = set[bytes]()

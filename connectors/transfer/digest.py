@@ -144,8 +144,8 @@ class PoolDigests:
         """Copy units out of another pool into this one, and return the digests of `tokens` as they arrive here.
 
         Args:
-            tokens: tokens of this pool to digest; all tokens of each unit are copied in any case. source: the other
-                pool's bytes.
+            tokens: tokens of this pool to digest; all tokens of each unit are copied in any case.
+            source: the other pool's bytes.
             pieces: those units in both pools, of one size, as `unit_pieces` has them.
             check: called now and then.
             guard: a context around each write.
@@ -289,7 +289,9 @@ def bind(digests: Digests, key: TransferKey, start: int, size: int) -> bytes:
     """Digests of a piece in their transfer format: 8 bytes for each hash block, bound to its transfer and its place in
     it.
 
-    Args: digests: (n, heads), for tokens from `start` on. size: tokens per unit.
+    Args:
+        digests: (n, heads), for tokens from `start` on.
+        size: tokens per unit.
     """
     transfer_id, attempt = key[:2]
     name = xxhash.xxh3_64_intdigest(transfer_id.encode(), seed=attempt)

@@ -62,7 +62,8 @@ class IOLanes(Generic[Item]):
         run: called with an item and the thread's scratch; must not raise.
         refuse: called instead of `run`, on the same thread, when there is no scratch and why; must not raise.
         make_scratch, close_scratch: per-thread state, made and closed on the thread. If the state cannot be made, the
-        next item tries again. do_idle_work: a little work for shared threads without an item; False: there is none.
+            next item tries again.
+        do_idle_work: a little work for shared threads without an item; False: there is none.
     """
 
     def __init__(

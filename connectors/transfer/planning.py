@@ -52,9 +52,8 @@ def run_starts(*ids: Ids) -> Ids:
 
 
 def whole_blocks(units: Sequence[int] | Ids, units_per_block: int) -> Ids | None:
-    """The blocks that `units` (block * units_per_block + position) fill in order, each from its first unit on.
-
-    The last block may lack units at its end. None: some block is not taken in order and from its beginning.
+    """The blocks that `units` (block * units_per_block + position) cover, if they list each block's units in order
+    from its first; only the last block may be incomplete. Otherwise None.
     """
     taken = as_ids(units)
     blocks = taken[::units_per_block] // units_per_block

@@ -14,7 +14,8 @@ from pdkv.kernels.streams import Streams
 class StagingBuffers:
     """`count` buffers of `size_bytes`. Thread-safe; a caller that finds none waits, with a deadline.
 
-    Args: streams: the streams of the device that copies from and to the buffers, which are pinned for it.
+    Args:
+        streams: the streams of the device that copies from and to the buffers, which are pinned for it.
     """
 
     def __init__(self, count: int, size_bytes: int, streams: Streams) -> None:

@@ -130,8 +130,9 @@ class UnitPool:
         """Copy units out of the pool.
 
         Args:
-            out: (len(units) * unit_bytes(part),), contiguous, pinned if the pool is on a device; written. after: the
-                last step that wrote the units. timeout_s: limit for that step.
+            out: (len(units) * unit_bytes(part),), contiguous, pinned if the pool is on a device; written.
+            after: the last step that wrote the units.
+            timeout_s: limit for that step.
 
         Raises:
             ValueError: a unit or a part that the pool does not have, or a buffer of another size.
@@ -152,7 +153,9 @@ class UnitPool:
 
         The steps of these blocks' previous owners are over: the caller has waited for them.
 
-        Args: units: all different. source: pinned if the pool is on a device.
+        Args:
+            units: all different.
+            source: pinned if the pool is on a device.
 
         Raises:
             ValueError: as `gather`.

@@ -44,8 +44,10 @@ MAX_FAILED_SENDS = 4096
 class TransferWorker(WorkerConnector):
     """Base class of worker sides. Subclasses turn orders into tasks and run jobs.
 
-    Args: timeout_s: a job's deadline, from its submission on, unless its task has its own. lanes: numbers of threads,
-    and their lifetimes. clock: the clock of the deadlines.
+    Args:
+        timeout_s: a job's deadline, from its submission on, unless its task has its own.
+        lanes: numbers of threads, and their lifetimes.
+        clock: the clock of the deadlines.
     """
 
     def __init__(
@@ -129,11 +131,13 @@ class TransferWorker(WorkerConnector):
         """Queue one batch of a transfer.
 
         Args:
-            tasks: if empty, this rank has nothing to do for the batch, which ends at once. batch: a name under which
-                the batch is reported as well, when its jobs have ended. last: the transfer is complete with this batch.
+            tasks: if empty, this rank has nothing to do for the batch, which ends at once.
+            batch: a name under which the batch is reported as well, when its jobs have ended.
+            last: the transfer is complete with this batch.
 
-        Returns: The jobs; none if there is nothing to do, or the transfer has failed or is complete: a new batch of
-        such a transfer fails, a repeated order is only counted.
+        Returns:
+            The jobs; none if there is nothing to do, or the transfer has failed or is complete: a new batch of such a
+            transfer fails, a repeated order is only counted.
         """
         now = self.clock.now()
         with self._lock:

@@ -304,7 +304,8 @@ class BlockPool:
     def drop_cached(self, block_ids: Sequence[int] | None = None) -> int:
         """Drop the content of these blocks, or of all, as an eviction does; blocks with a holder keep their content.
 
-        Returns: The number of blocks that had content and are free now.
+        Returns:
+            The number of blocks that had content and are free now.
         """
         ids = np.arange(self.num_blocks) if block_ids is None else int64_array(block_ids)
         cached: list[int] = ids[self._states[ids] == _CONTENT].tolist()

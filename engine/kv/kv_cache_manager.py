@@ -285,7 +285,8 @@ class KVCacheManager:
         one step allows; the request's next steps continue, including those after its end. Blocks that a window may soon
         give up, which are few, do not wait.
 
-        Returns: The number of confirmed tokens at which there is more to do.
+        Returns:
+            The number of confirmed tokens at which there is more to do.
         """
         num_full = min(request.num_confirmed, request.num_tokens) // self.block_size
         if num_full > request.num_committed_blocks:
@@ -358,7 +359,8 @@ class KVCacheManager:
         """Give up the request's blocks. A step in flight that names them holds them until its update, and the cache
         until all of their content has entered it.
 
-        Returns: Whether further steps are needed for that.
+        Returns:
+            Whether further steps are needed for that.
         """
         leaving = _Leaving(
             request.block_tables,
@@ -384,8 +386,9 @@ class KVCacheManager:
     def end_step(self, step_id: int) -> bool:
         """Note that the step no longer touches any block.
 
-        Returns: Whether another step is needed: content of ended requests is still entering the cache, or has released
-        blocks.
+        Returns:
+            Whether another step is needed: content of ended requests is still entering the cache, or has released
+            blocks.
         """
         for leaving in self._step_blocks.pop(step_id, ()):
             self._leave(leaving)

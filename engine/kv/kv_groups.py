@@ -19,7 +19,8 @@ STEPS_AHEAD = 3
 def make_groups(windows: Sequence[int | None]) -> tuple[int, tuple[KVGroup, ...]]:
     """Divide a model's layers into groups.
 
-    Args: windows: for each layer, the number of tokens that a query attends to, including its own; None: all.
+    Args:
+        windows: for each layer, the number of tokens that a query attends to, including its own; None: all.
 
     Returns:
         The number of layers in a block, and the groups, those without a window first; no groups if no layer has a
@@ -61,7 +62,7 @@ def num_held_at_once(
 
     Args:
         max_step_tokens: tokens of one step: a window's blocks stay until the steps that read them are confirmed.
-            hit_tokens: as in `kept_from`.
+        hit_tokens: as in `kept_from`.
     """
     blocks = -(-num_tokens // block_size)
     ahead = STEPS_AHEAD * max_step_tokens + hit_tokens

@@ -246,7 +246,8 @@ class ExternalKV:
     def report_confirmed(self, request: Request, *, last: bool = False, again: bool = False) -> int:
         """Tell the connector about newly confirmed content of the request's blocks.
 
-        Returns: The number of confirmed tokens at which there is more to tell.
+        Returns:
+            The number of confirmed tokens at which there is more to tell.
         """
         if not self._shows_confirmed.includes(request):
             return maxsize
@@ -325,7 +326,8 @@ class ExternalKV:
     ) -> tuple[KVConnectorMetadata | None, list[Cancel], bool]:
         """The step's orders for the workers; takes the I/O holds that they need.
 
-        Returns: The metadata, the transfers to cancel, and whether blocks were freed that this step could not use yet.
+        Returns:
+            The metadata, the transfers to cancel, and whether blocks were freed that this step could not use yet.
         """
         if self.connector is None:
             return None, [], False

@@ -44,7 +44,8 @@ class Loads:
         Args:
             source_known: the load starts now; otherwise when its connector has an answer.
 
-        Returns: False: there is no memory for it.
+        Returns:
+            False: there is no memory for it.
         """
         num_others = len(self._queues.running) + len(self._external.loads)
         if not self._decode.may_load(request, self._kv.num_taken(stop, hit, stop), num_others):

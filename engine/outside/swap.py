@@ -17,8 +17,10 @@ TRY_AGAIN_AFTER = 32
 class SwapRule:
     """The decision rule of one engine.
 
-    Args: policy: "auto": the way that recently took less time; reading, if that has not been measured. step_s: seconds
-    that a step of a number of tokens takes. step_tokens: the most tokens of one step.
+    Args:
+        policy: "auto": the way that recently took less time; reading, if that has not been measured.
+        step_s: seconds that a step of a number of tokens takes.
+        step_tokens: the most tokens of one step.
     """
 
     def __init__(self, policy: Preemption, step_s: Callable[[int], float], step_tokens: int) -> None:

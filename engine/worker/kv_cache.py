@@ -119,10 +119,12 @@ def length_that_fits(
     """The length of the longest request that the engine may accept: a request that does not fit into the pool would be
     cut short.
 
-    Args: max_model_len: the requested length, or else the model's, which a smaller pool reduces. max_step_tokens:
-    tokens of one step; relevant if layers have a window, as is `hit_tokens` (kv_groups.py).
+    Args:
+        max_model_len: the requested length, or else the model's, which a smaller pool reduces.
+        max_step_tokens: tokens of one step; relevant if layers have a window, as is `hit_tokens` (kv_groups.py).
 
-    Raises: ConfigError: the requested length does not fit; names both figures, and what to set.
+    Raises:
+        ConfigError: the requested length does not fit; names both figures, and what to set.
     """
 
     def needs(num_tokens: int) -> int:

@@ -78,8 +78,8 @@ class GrammarMasks:
     """The grammars of the running batch. Requests without one cost nothing.
 
     Args:
-        maker: None: no request has a grammar. share: called with the masks of each step in which a request with a
-            grammar draws.
+        maker: None: no request has a grammar.
+        share: called with the masks of each step in which a request with a grammar draws.
     """
 
     def __init__(

@@ -39,14 +39,17 @@ def profiled_bytes(
     """Bytes of its share of a GPU that an engine leaves free for KV, found by running the whole warm-up, including the
     largest step, over a pool of one block and measuring the peak.
 
-    Args: utilization: the share, in (0, 1]. max_num_tokens: tokens of a step. max_num_seqs: requests of a step, which
-        all draw, with every option.
+    Args:
+        utilization: the share, in (0, 1].
+        max_num_tokens: tokens of a step.
+        max_num_seqs: requests of a step, which all draw, with every option.
         attention_backend, decode_sizes: as in `ModelRunner`.
         num_graphs: how many steps will be captured.
         timeout_s: longest time of a step on the device; it includes waiting for ranks that load their weights more
             slowly.
 
-    Raises: ConfigError: nothing is left, or other processes use memory within the share.
+    Raises:
+        ConfigError: nothing is left, or other processes use memory within the share.
     """
     device = model.device
     torch.cuda.reset_peak_memory_stats(device)

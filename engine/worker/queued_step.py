@@ -50,8 +50,9 @@ def tokens_of(
     """The tokens of each of the m requests that drew: those of the first counts[i] of its rows.
 
     Args:
-        requests, counts: (m,). tokens: (n,) drawn after each row. logprobs, failures: by row; why there is no choice,
-        if known.
+        requests, counts: (m,).
+        tokens: (n,) drawn after each row.
+        logprobs, failures: by row; why there is no choice, if known.
     """
     token_ids, found = tokens.tolist(), Tokens({}, {})
     for request, start, count in zip(requests, drawn.starts.tolist(), counts.tolist(), strict=True):

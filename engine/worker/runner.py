@@ -81,8 +81,9 @@ class ModelRunner:
         """`reports` False: another rank reports the tokens and their logprobs; this one draws the same for itself.
 
         `check_finite`: requests for which a step computes NaN or infinity are in `StepOutput.failed`.
-        `proposer`: guesses tokens, which later steps try if their plans leave room for drafts. `processors`: those that
-            requests may name. `masks`: of the grammars that requests may have; None: there are none.
+        `proposer`: guesses tokens, which later steps try if their plans leave room for drafts.
+        `processors`: those that requests may name.
+        `masks`: of the grammars that requests may have; None: there are none.
         `attention_backend`: as in `make_backend`, which raises ConfigError.
         `decode_sizes`, ascending: if the device's attention supports it, steps of one token per request are padded to
         these.

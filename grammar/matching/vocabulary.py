@@ -40,8 +40,8 @@ class Vocabulary:
         """Read a model directory's tokenizer; a second for 130,000 tokens.
 
         Args:
-            vocab_size: size of the model's logits; ids that the tokenizer lacks are never allowed. stop_token_ids:
-                tokens that may only follow a complete answer.
+            vocab_size: size of the model's logits; ids that the tokenizer lacks are never allowed.
+            stop_token_ids: tokens that may only follow a complete answer.
 
         Raises:
             ConfigError: llguidance is not installed, the directory has no usable tokenizer, or there is no stop token.

@@ -91,7 +91,9 @@ class OutlierScore:
         self._num_ejections = 0
 
     def value(self, now: float, usual_pace: float) -> float:
-        """Its score, at least 0; from 1 on it is an outlier among peers that have none. `usual_pace`: of its peers."""
+        """The engine's score, at least 0; from 1 on it is an outlier among peers with lower scores. `usual_pace`: the
+        pace of its peers.
+        """
         slowness = self.pace / usual_pace if self.num_paces >= MIN_PACES and usual_pace else 1.0
         failures = self._fading(now) * max(self._failing / FAILING, self._deaths / DEATHS)
         return max(failures, (slowness - 1.0) / (SLOW - 1.0))
@@ -135,7 +137,7 @@ class OutlierScore:
         self._bear(now, 0.0, 1.0)
 
     def eject(self, now: float) -> None:
-        """Prefer others for a time."""
+        """Eject this engine: the router prefers others for a time."""
         forgiven = max(now - self._held_until, 0.0) // HALF_LIFE_S if self._num_ejections else 0
         self._num_ejections = max(self._num_ejections - int(forgiven), 0)
         self._held_until = now + hold_s(self._num_ejections)

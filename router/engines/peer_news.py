@@ -30,7 +30,7 @@ class PeerNews:
         self._change(card.engine)
 
     def went_down(self, engine: str) -> None:
-        """It is gone."""
+        """An engine is gone."""
         del self._told[engine]
         self.behind.pop(engine, None)
         self._change(engine)

@@ -240,7 +240,7 @@ class Recovery:
             self._parked[generation.request_id] = generation
 
     def unpark(self, generation: Generation) -> None:
-        """Stop its wait: it has its engines, or has ended. Idempotent."""
+        """Remove a generation from those waiting, once it has its engines or has ended. Idempotent."""
         self._parked.pop(generation.request_id, None)
 
     def is_parked(self, generation: Generation) -> bool:

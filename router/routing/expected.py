@@ -41,7 +41,7 @@ class ExpectedKV:
 
     @property
     def num_keys(self) -> int:
-        """Distinct keys that any engine is expected to have, or was not long ago."""
+        """Distinct keys that any engine is expected to have, or was expected to have until recently."""
         return len(self._ends)
 
     def add(self, engine: str, keys: Sequence[bytes], now: float) -> None:

@@ -91,8 +91,8 @@ class EngineConfig(ModelFiles):
     )
     quantization: Literal["int8"] | None = option(
         None,
-        "on a CPU, quantize dense weights when they are loaded; int8: 8 bits with a scale for each output, each number "
-        "within 1/254 of the output's largest. Part of the model's identity",
+        "on a CPU, quantize dense weights when they are loaded; int8: 8 bits, one scale per output channel; "
+        "rounding error at most 1/254 of that channel's largest weight. Part of the model's identity",
         also={"none": None},
     )
     kv_cache_dtype: Literal["auto", "fp8"] = option(
@@ -143,8 +143,8 @@ class EngineConfig(ModelFiles):
     )
     in_turn_below_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
         0.05,
-        "on a CPU, plan a step ahead only if it should take at least this long, since planning ahead costs more than "
-        "it saves on shorter steps; 0: plan all ahead",
+        "on a CPU, plan steps shorter than this one at a time, because planning ahead costs more than it saves; 0: "
+        "always plan ahead",
     )
     attention_backend: Literal["auto", "triton", "flashinfer"] = option(
         "auto",
@@ -157,7 +157,7 @@ class EngineConfig(ModelFiles):
     )
     long_prefill_token_threshold: Natural = option(
         0,
-        "maximum prompt tokens that one request may take of a step while other requests are running or waiting; 0: no "
+        "maximum prompt tokens that one request may have in a step while other requests are running or waiting; 0: no "
         "limit",
     )
     threads: Positive | None = option(
@@ -247,15 +247,19 @@ class HandoffConfig(Options):
     kv_load_failure_policy: Literal["recompute", "fail"] = option("recompute", "what decode does when a KV load fails")
     kv_checksum: Literal["off", "sample", "on"] = option(
         "on",
-        "compare digests of handed-off KV before sending and after arrival; off: never; sample: for one transfer in "
-        "16; on: always",
+        "compare a digest made before sending with one made after arrival; off: never; sample: for one transfer in 16; "
+        "on: always",
     )
     kv_load_timeout_s: Seconds = option(30.0, "deadline of a KV load, counted from when its blocks are allocated")
     lease_timeout_s: Seconds = option(
-        90.0, "how long a prefill engine keeps handed-off KV; must exceed kv_load_timeout_s"
+        90.0,
+        "how long at most a prefill engine keeps handed-off KV that its reader has not released; must exceed "
+        "kv_load_timeout_s",
     )
     max_leased_fraction: Annotated[float, Meta(gt=0)] = option(
-        0.5, "share of the KV pool for leases and prompts being computed; above 1, prompts may preempt one another"
+        0.5,
+        "limit on blocks held by leases and by prompts in prefill, as a multiple of the KV pool; above 1, more prompts "
+        "are admitted than fit, and may preempt one another",
     )
 
     def __post_init__(self) -> None:
@@ -376,8 +380,8 @@ class HttpLimits(Options):
     )
     header_timeout_s: Seconds = option(
         10.0,
-        "time allowed for a request's headers, counted from its first byte, or from connecting for the first request "
-        "of a connection",
+        "time allowed for a request's headers, counted from the request's first byte; for the first request of a "
+        "connection, from when the client connected",
     )
     body_timeout_s: Seconds = option(
         60.0, "time allowed for a request's body to arrive, and for it to wait for memory before that"
@@ -394,8 +398,8 @@ class HttpLimits(Options):
     )
     stream_ping_s: Annotated[float, Meta(ge=1, le=MAX_SECONDS)] = option(
         15.0,
-        "how long a stream may be silent, at least 1: then it begins without its first token, and has a comment after "
-        "each such time, lest proxies cut it",
+        "seconds of silence (at least 1) after which a stream sends an SSE comment, so that proxies do not close it; "
+        "if no token has come yet, the response starts with it; repeated while the silence lasts",
     )
     min_send_rate: Annotated[Bytes, Meta(ge=0)] = option(
         4 << 10,
@@ -403,8 +407,8 @@ class HttpLimits(Options):
     )
     max_answer_memory: Size = option(
         128 << 20,
-        "memory for non-streamed answers not yet read; one client may hold at most as much as remains free; requests "
-        "that would exceed it fail",
+        "memory for non-streamed answers not yet read; a client that holds some of it gets more only if at least as "
+        "much as it then holds is left free for the others; requests that would exceed it fail",
     )
 
     keep_responses_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
@@ -430,7 +434,8 @@ class AdmissionConfig(Options):
 
     max_queued_requests: Positive = option(
         16384,
-        "maximum number waiting for engines; each prompt of a request counts n times; further requests get 429",
+        "maximum number of choices waiting for engines (a request counts its prompts times its `n`); further requests "
+        "get 429",
     )
     max_queued_tokens: Positive = option(1 << 22, "prompt tokens of waiting requests; further requests get 429")
     best_priority: int = option(0, "most urgent priority that clients without a key may ask for; lower is more urgent")
@@ -496,7 +501,7 @@ class TlsConfig(Options):
             raise ConfigError(f"{given or 'ssl_cert_reqs'} requires ssl_certfile: without it there is no TLS")
         if self.ssl_ca_certs is None and self.ssl_cert_reqs not in (None, "none"):
             raise ConfigError(
-                f"ssl_cert_reqs {self.ssl_cert_reqs} requires ssl_ca_certs: set it to the authorities that sign "
+                f"ssl_cert_reqs={self.ssl_cert_reqs!r} needs ssl_ca_certs: set it to the authorities that sign "
                 "client certificates"
             )
         if self.ssl_ca_certs is not None and self.ssl_cert_reqs == "none":

@@ -192,7 +192,7 @@ def test_messages_are_read_as_over_http_and_stay_as_they_are(model: Path, tmp_pa
             [output] = llm.chat(begun, GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
             text = llm.tokenizer.decode(output.prompt_token_ids)
             assert text == "<user>What\ntime?<assistant>CET<assistant>It is "
-        with pytest.raises(InvalidRequest, match="needs a text as the final message's content"):
+        with pytest.raises(InvalidRequest, match="requires the content of the final message to be a string"):
             llm.chat([{"role": "user", "content": parts}], GREEDY, use_tqdm=False, **options)  # type: ignore[arg-type]
     assert begun == before
 

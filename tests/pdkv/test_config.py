@@ -86,7 +86,7 @@ def test_a_step_has_a_token_for_each_of_its_requests() -> None:
         ({"ssl_keyfile": Path("k")}, "ssl_keyfile requires ssl_certfile"),
         ({"ssl_ca_certs": Path("a")}, "ssl_ca_certs requires ssl_certfile"),
         ({"ssl_cert_reqs": "required"}, "ssl_cert_reqs requires ssl_certfile"),
-        ({"ssl_certfile": Path("c"), "ssl_cert_reqs": "optional"}, "ssl_cert_reqs optional requires ssl_ca_certs"),
+        ({"ssl_certfile": Path("c"), "ssl_cert_reqs": "optional"}, "ssl_cert_reqs='optional' needs ssl_ca_certs"),
         (
             {"ssl_certfile": Path("c"), "ssl_ca_certs": Path("a"), "ssl_cert_reqs": "none"},
             "ssl_ca_certs has no effect with ssl_cert_reqs none",

@@ -62,7 +62,8 @@ def intrude(
     """Try all that a process of the same user could do; returns what worked.
 
     Args:
-        fds: descriptors that each of `pids` has; addresses: of memory that each has mapped.
+        fds: descriptors that each of `pids` has.
+        addresses: of memory that each has mapped.
         doors: sockets below `folder`, a run directory.
     """
     attempts: dict[str, Callable[[], Any]] = {}

@@ -59,7 +59,8 @@ def plan_runs(inputs: StepInputs, rows: IntArray | None, block_size: int, *, win
     A token of a prompt is in a run and one of an output is single, whatever else the step holds. So when it is computed
     again, as after a death or a preemption, the result is the same.
 
-    Args: window: keys that each query sees, including its own; None: all up to its own.
+    Args:
+        window: keys that each query sees, including its own; None: all up to its own.
     """
     outs = np.arange(len(inputs.positions) if rows is None else len(rows))
     rows = outs if rows is None else rows

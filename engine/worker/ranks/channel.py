@@ -36,7 +36,8 @@ class RankChannel:
         """Send one message of any size.
 
         Raises:
-            RankTimeout: the other rank does not read, and the stream is now broken. RankGone: it is gone.
+            RankTimeout: the other rank does not read, and the stream is now broken.
+            RankGone: it is gone.
         """
         deadline = MONOTONIC.now() + timeout_s
         with self._send_lock:

@@ -34,7 +34,9 @@ class FirstRank:
     def __init__(self, sock: socket.socket, rank: int, *, timeout_s: float, start_timeout_s: float) -> None:
         """Owns `sock`. Raises RankTimeout and RankGone if rank 0 offers no ring.
 
-        Args: timeout_s: limit of an answer. start_timeout_s: limit of each wait before the engine is ready.
+        Args:
+            timeout_s: limit of an answer.
+            start_timeout_s: limit of each wait before the engine is ready.
         """
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s

@@ -16,7 +16,8 @@ from pdkv.engine.worker.sampling.logit_processors import TokenMasks
 class RankMasks:
     """Like `GrammarMasks`, but receives the masks of each step from rank 0.
 
-    Args: hear: waits for them; raises RankTimeout and RankGone.
+    Args:
+        hear: waits for them; raises RankTimeout and RankGone.
     """
 
     def __init__(self, hear: Callable[[], MasksTaken]) -> None:

@@ -62,7 +62,8 @@ class RingWriter:
         """Make the ring and offer it to each reader over its channel, before anything else is sent there.
 
         Raises:
-            ConfigError: the memory cannot be allocated. RankGone: a reader is gone.
+            ConfigError: the memory cannot be allocated.
+            RankGone: a reader is gone.
         """
         self._readers = readers
         self._layout = layout = _Layout(num_chunks, chunk_bytes, len(readers))
@@ -91,7 +92,8 @@ class RingWriter:
         """Write one message for all readers; waits while the ring is full.
 
         Raises:
-            RankTimeout: a reader is so late that no chunk became free. RankGone: a reader is gone.
+            RankTimeout: a reader is so late that no chunk became free.
+            RankGone: a reader is gone.
         """
         deadline = MONOTONIC.now() + timeout_s
         layout, chunk, memory = self._layout, self._next, self._memory
@@ -171,7 +173,8 @@ class RingReader:
         """The next message, a copy; `timeout_s` None: wait without a limit.
 
         Raises:
-            RankTimeout: none came in time. RankGone: the writer is gone, and all of its messages were read.
+            RankTimeout: none came in time.
+            RankGone: the writer is gone, and all of its messages were read.
         """
         deadline = None if timeout_s is None else MONOTONIC.now() + timeout_s
         self._take_unread(timeout_s)

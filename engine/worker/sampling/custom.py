@@ -66,8 +66,8 @@ class CustomProcessors:
     ) -> Mapping[int, StepFailure]:
         """Change these rows of float32 logits (n, vocab) in place; forbidden tokens stay forbidden.
 
-        Args: rows: (m,) rows of the logits; the other arguments belong to them: (m,), `token_ids` (max_num_seqs,
-        length).
+        Args:
+            rows: (m,) rows of the logits; the other arguments belong to them: (m,), `token_ids` (max_num_seqs, length).
 
         Returns:
             By row, why it failed, in which case all of its tokens are forbidden.

@@ -163,7 +163,8 @@ def _ranked_floor(
     Args:
         scaled: (r, vocab) scaled logits.
         floor: (r, 1) the lowest that min-p keeps.
-        top_k: (r,), 0 = off. top_p: (r, 1), 1 = off.
+        top_k: (r,), 0 = off.
+        top_p: (r, 1), 1 = off.
     """
     vocab_size = scaled.shape[1]
     limits = torch.from_numpy(top_k).clamp_(max=vocab_size).unsqueeze(-1)

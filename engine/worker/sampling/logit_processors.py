@@ -87,7 +87,8 @@ def forbid_bad_words(
 ) -> None:
     """Forbid each word's last token if the output ends with the others. The prompt's tokens do not count.
 
-    Args: known: (len(rows), longest) prompt + output of each row, padded with any values.
+    Args:
+        known: (len(rows), longest) prompt + output of each row, padded with any values.
         num_tokens, num_prompt: (len(rows),) tokens known and tokens of the prompt.
     """
     index = np.arange(len(rows))

@@ -47,8 +47,9 @@ def token_logprobs(
     """Natural-log probabilities, by a float32 log-softmax of logits (m, vocab), one entry per row.
 
     Args:
-        token_ids: (m,) the token whose logprob and rank are requested. num_top: (m,) how many of the likeliest tokens
-            to add; among equals the lowest ids come first. read: reads from the logits' device, and waits for it.
+        token_ids: (m,) the token whose logprob and rank are requested.
+        num_top: (m,) how many of the likeliest tokens to add; among equals the lowest ids come first.
+        read: reads from the logits' device, and waits for it.
     """
     result: list[TokenLogprob] = []
     for rows in _chunks(logits):

@@ -34,8 +34,10 @@ class RequestReport:
     ) -> None:
         """Gather the facts of a request.
 
-        Args: names: request_id, trace_id, and param if a field is at fault. status: 0: the client had left. fanout:
-        None: the request did not get that far.
+        Args:
+            names: request_id, trace_id, and param if a field is at fault.
+            status: 0: the client had left.
+            fanout: None: the request did not get that far.
         """
         self._scope = scope
         self._status = status or CLIENT_GONE

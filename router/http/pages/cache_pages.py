@@ -79,7 +79,9 @@ _BODY = BodyDecoder(CacheBody, tokens="tokens")
 class CachePages:
     """Operators' requests about caches. Lives in the dispatcher's event loop.
 
-    Args: model: its tokenizer is used for prompts, as for requests. keys: the API keys, if clients need one.
+    Args:
+        model: its tokenizer is used for prompts, as for requests.
+        keys: the API keys, if clients need one.
     """
 
     def __init__(self, dispatcher: "Dispatcher", model: Callable[[], ServedModel], keys: KeyRing | None = None) -> None:
@@ -102,8 +104,9 @@ class CachePages:
         Raises:
             InvalidRequest: the action is not possible; 404 for an unknown engine or tier, 409 if there is no room to
                 pin or to move to, or if a move is in progress.
-            EngineUnavailable: the engine, or every engine, cannot be reached now. RequestTimeout: no engine answered in
-                time. RequestFailed: every engine failed.
+            EngineUnavailable: the engine, or every engine, cannot be reached now.
+            RequestTimeout: no engine answered in time.
+            RequestFailed: every engine failed.
         """
         if action not in ACTIONS:
             raise InvalidRequest(

@@ -26,7 +26,7 @@ def read_conversation(
 
     Raises:
         InvalidRequest: there are no messages, too many or too long ones, or the chat template refuses them.
-            RequestAborted: the request was cancelled.
+        RequestAborted: the request was cancelled.
     """
     _check_messages(body.messages, model, truncated=truncation is not None)
     variables = dict(body.chat_template_kwargs or {})

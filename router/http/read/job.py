@@ -74,7 +74,8 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
     """Check and tokenize a completions request.
 
     Raises:
-        InvalidRequest: names the field and what was expected. RequestAborted: the request was cancelled.
+        InvalidRequest: names the field and what was expected.
+        RequestAborted: the request was cancelled.
     """
     model.check_name(body.model)
     echo = body.echo or False

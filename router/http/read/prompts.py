@@ -71,7 +71,8 @@ def read_prompts(
     """Read prompts: a text, a list of texts, token ids or a list of them.
 
     Raises:
-        InvalidRequest: none, too many, too long, or not of one kind. RequestAborted: the request was cancelled.
+        InvalidRequest: none, too many, too long, or not of one kind.
+        RequestAborted: the request was cancelled.
     """
     parts = [prompt] if isinstance(prompt, str) else prompt
     if not parts:

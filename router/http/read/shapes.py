@@ -14,7 +14,8 @@ def read_shape(body: CompletionBody | ChatBody) -> AskedShape | None:
     """The requested shape; None: free text. The content of a schema is not checked.
 
     Raises:
-        InvalidRequest: two fields give a shape, or one gives none or several, or lacks a required part.
+        InvalidRequest: two fields ask for a shape; or the one that does specifies none, or several, or lacks a required
+            part.
     """
     asked = []
     if body.response_format is not None and body.response_format.type != "text":

@@ -69,7 +69,8 @@ def prepare_responses(
     """Check, render and tokenize a request. `kept`: None keeps no responses.
 
     Raises:
-        InvalidRequest: names the field and what was expected. RequestAborted: the request was cancelled.
+        InvalidRequest: names the field and what was expected.
+        RequestAborted: the request was cancelled.
     """
     if body.top_logprobs and LOGPROBS not in (body.include or ()):
         raise InvalidRequest(f"top_logprobs requires `include` to contain {LOGPROBS!r}", param="top_logprobs")

@@ -48,8 +48,9 @@ class ByteBudget:
     def __init__(self, limit: int, what: str, *, largest: int = 0, unread: int = 0) -> None:
         """`what`: the kind of bytes, and the option that limits them, for errors.
 
-        Args: largest: the largest size of one request, and so of the exempt one. unread: bytes that may already have
-        arrived of waiting requests.
+        Args:
+            largest: the largest size of one request, and so of the exempt one.
+            unread: bytes that may already have arrived of waiting requests.
         """
         self.limit = limit
         self.what = what
@@ -101,7 +102,8 @@ class ByteBudget:
     async def wait(self, holder: Held, size: int, *, unread: int = 0) -> None:
         """Take `size` more bytes as soon as there is room and it is the request's turn.
 
-        Args: unread: bytes that have already arrived; they count while they wait.
+        Args:
+            unread: bytes that have already arrived; they count while they wait.
 
         Raises:
             ServerBusy: too many have already arrived.

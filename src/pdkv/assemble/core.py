@@ -51,7 +51,7 @@ def build_core(
         connector: the scheduler side; None for an engine without peers and stores.
         block_table: written by the block pool; from the connector if there is one.
         shutdown: called once, when the core shuts down.
-        hit_tokens: the connector's.
+        hit_tokens: the connector's hits end at multiples of this many tokens; 0: it finds nothing by content.
         processors: logits processors that requests may name.
         grammars: prepares the grammars of requests; None: requests that have one are refused. The caller owns it.
         preemption: what happens to the KV of preempted requests.

@@ -159,10 +159,11 @@ def build_engine(
     Args:
         handoff: None: an engine without a connector.
         connector: the connector's plan; None: that of the connector named by `handoff`.
-        kv_shards: number of parts that stored KV heads are cut into, the same in all engines. place: how to reach the
-            other ranks, for config.tp > 1. notify: thread-safe; the connector and the grammar matcher call it to wake
-            the engine's loop. on_progress: called with descriptions of slow steps. on_identity: called with the model's
-            identity once, as soon as it is known: before the load, or after it.
+        kv_shards: number of parts that stored KV heads are cut into, the same in all engines.
+        place: how to reach the other ranks, for config.tp > 1.
+        notify: thread-safe; the connector and the grammar matcher call it to wake the engine's loop.
+        on_progress: called with descriptions of slow steps.
+        on_identity: called with the model's identity once, as soon as it is known: before the load, or after it.
         proposer: guesses tokens of requests that decode; the same on every rank.
 
     Raises:
@@ -205,7 +206,8 @@ def run_rank(
     """Run one of the other ranks of an engine, the rank 0 of which `build_engine` makes in another process; returns
     when rank 0 stops.
 
-    Args: on_identity: called with the model's identity once; every rank computes it, over all of the weights.
+    Args:
+        on_identity: called with the model's identity once; every rank computes it, over all of the weights.
         on_ready: called when this rank can run steps.
 
     Raises:

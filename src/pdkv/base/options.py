@@ -56,9 +56,12 @@ _BYTES = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "
 def option(default: Any = dataclasses.MISSING, help: str = "", **details: Any) -> Any:
     """Define a field that is an option.
 
-    Args: default: if absent, the option is required. help: one line of help. details: any of metavar, also (other words
-            for a value, by word), was (earlier names), secret=True (it may hold a password, so no `repr` shows it),
-            and, as in `extra` of its type's Meta, expected (the values, in words) and size=True.
+    Args:
+        default: if absent, the option is required.
+        help: one line of help.
+        details: any of metavar, also (other words for a value, by word), was (earlier names), secret=True (it may hold
+            a password, so no `repr` shows it), and, as in `extra` of its type's Meta, expected (the values, in words)
+            and size=True.
     """
     metadata = {"help": help, **details}
     if isinstance(default, dict):
@@ -304,8 +307,10 @@ def read_values(
     Args:
         given: names and values, in the order in which they were given.
         known: the options that may be given, by name.
-        owner: prefix of error messages, such as "LLM: ". kind: the kind of a name, such as "option". show: how a name
-            is written in messages. of_vllm: whether vLLM's names are accepted, too.
+        owner: prefix of error messages, such as "LLM: ".
+        kind: the kind of a name, such as "option".
+        show: how a name is written in messages.
+        of_vllm: whether vLLM's names are accepted, too.
 
     Raises:
         ConfigError: an unknown name, with the nearest known one; an invalid value, with what was expected; or
@@ -385,10 +390,13 @@ class Options:
     def parse(cls, texts: Mapping[str, Any], *, only: Collection[str] | None = None) -> Self:
         """The options given as texts.
 
-        Args: texts: by name, possibly OptionTexts. only: names that may be given; None: all.
+        Args:
+            texts: by name, possibly OptionTexts.
+            only: names that may be given; None: all.
 
-        Raises: ConfigError: an unknown name, an invalid value, or a missing option; the message names the option as it
-        was typed, and the nearest known one.
+        Raises:
+            ConfigError: an unknown name, an invalid value, or a missing option; the message names the option as it was
+                typed, and the nearest known one.
         """
         owner, prefix = (f"{texts.owner}: ", texts.prefix) if isinstance(texts, OptionTexts) else ("", "")
         known = {name: item for name, item in options_of(cls).items() if only is None or name in only}

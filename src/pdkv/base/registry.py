@@ -20,7 +20,8 @@ class Registry(Generic[T]):
         kind: the name of one of them in errors, such as "connector".
         group: the entry points of third parties.
         shipped: name -> "module:Class" of this distribution's own.
-        base: "module:Class" of their common base class; "": they are functions. unknown: raised for an unknown name.
+        base: "module:Class" of their common base class; "": they are functions.
+        unknown: raised for an unknown name.
         """
         self.kind = kind
         self.group = group
@@ -64,7 +65,7 @@ class Registry(Generic[T]):
         loaded = self._import(name)
         base = EntryPoint("base", self._base, self.group).load()
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
-            raise ConfigError(f"{self.kind} {name!r}: {self.target(name)} is no subclass of {base.__name__}")
+            raise ConfigError(f"{self.kind} {name!r}: {self.target(name)} is not a subclass of {base.__name__}")
         return loaded
 
     def load_function(self, name: str) -> Any:

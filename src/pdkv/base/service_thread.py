@@ -15,8 +15,8 @@ class ServiceThread:
 
     Args:
         run: returns soon after `stopping` is set and `wake` was called. An exception ends the thread and is logged.
-        wake: makes `run` check `stopping`; called on any thread, and never before `stopping` is set. name: the thread's
-            name in logs and in leak checks.
+        wake: makes `run` check `stopping`; called on any thread, and never before `stopping` is set.
+        name: the thread's name in logs and in leak checks.
     """
 
     def __init__(self, run: Callable[[threading.Event], None], wake: Callable[[], None], name: str) -> None:

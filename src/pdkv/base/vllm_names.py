@@ -151,9 +151,12 @@ SHORT = {"-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": 
 def own_name(name: str, value: Any, known: Collection[str], show: Callable[[str], str] = str) -> str | None:
     """pdkv's name of vLLM's option `name`, possibly with a role before it.
 
-    Args: known: pdkv's options. show: how a name is written in messages, such as "--kv-store".
+    Args:
+        known: pdkv's options.
+        show: how a name is written in messages, such as "--kv-store".
 
-    Returns: The name; "" if that value has no effect here; None if vLLM has no such option.
+    Returns:
+        The name; "" if that value has no effect here; None if vLLM has no such option.
 
     Raises:
         ConfigError: this value is not supported; the message says what to do instead.

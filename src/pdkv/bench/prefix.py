@@ -12,8 +12,9 @@ def repeats(sessions: Sequence[Session], *, block: int, threshold: float, min_le
     """Walk through the prompts in their order.
 
     Args:
-        block: only whole blocks of so many tokens (or words) count, as in a cache of such blocks. threshold: a prompt
-            counts as a repeat if at least this share of it was there before. min_length: shorter repeats count as none.
+        block: only whole blocks of so many tokens (or words) count, as in a cache of such blocks.
+        threshold: a prompt counts as a repeat if at least this share of it was there before.
+        min_length: shorter repeats count as none.
 
     Returns:
         Counts, in tokens or words, and the longest prefixes that several sessions share, by how often they come.

@@ -17,8 +17,9 @@ def find_rate(measure: Callable[[float], Report], *, begin: float, attainment: f
     """Measure at rising rates until the SLO breaks, then between the last that kept it and the first that did not.
 
     Args:
-        measure: a run at a rate; its report has `slo_attainment` and gets `request_rate`. attainment: the share of
-            requests that has to be within the SLO. refinements: bisections behind the first break.
+        measure: a run at a rate; its report has `slo_attainment` and gets `request_rate`.
+        attainment: the share of requests that has to be within the SLO.
+        refinements: bisections behind the first break.
 
     Returns:
         The reports, in the order of their rates. `best_rate` reads the result.

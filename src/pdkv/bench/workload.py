@@ -39,9 +39,10 @@ def arrivals(
     """When each session begins, in seconds from the start.
 
     Args:
-        rate: sessions a second; infinite: all at once. burstiness: shape of the gamma distribution of the gaps, as in
-            `vllm bench serve`: 1 is Poisson, less is burstier, infinite is even. speed: if not 0, the sessions begin at
-            the trace's own times, so many times as fast.
+        rate: sessions a second; infinite: all at once.
+        burstiness: shape of the gamma distribution of the gaps, as in `vllm bench serve`: 1 is Poisson, less is
+            burstier, infinite is even.
+        speed: if not 0, the sessions begin at the trace's own times, so many times as fast.
     """
     if speed and any(session.at_s is None for session in sessions):
         raise ConfigError("the arrivals of a trace were asked for, but these data have no times")

@@ -34,7 +34,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     _add_pace(serve)
     _add_slo(serve)
     _add_results(serve)
-    sweep = _add(subcommands, "sweep", run_sweep, "find the highest request rate at which a server keeps an SLO")
+    sweep = _add(subcommands, "sweep", run_sweep, "find the highest request rate at which a server meets an SLO")
     _add_target(sweep)
     _add_data(sweep, num_prompts=200)
     _add_slo(sweep, required=True)
@@ -66,15 +66,16 @@ def _add(subcommands: "argparse._SubParsersAction[Any]", name: str, run: Any, su
 def _add_target(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("server").add_argument
     add("url", nargs="?", metavar="URL", help="the server (default: http://127.0.0.1:8000)")
-    add("--base-url", metavar="URL", help="the server, as vLLM's benchmark names it")
+    add("--base-url", metavar="URL", help="the same as URL, under the option name of vLLM's benchmark")
     add("--model", metavar="NAME", help="its name in the API (default: the first that the server lists)")
     add("--endpoint", choices=("completions", "chat"), default="completions",
-        help="completions take token ids, of exact lengths, chat takes texts (default: completions)")  # fmt: skip
+        help="completions: prompts are sent as token ids, so their lengths are exact; chat: prompts are sent as text "
+        "(default: completions)")  # fmt: skip
     add("--header", action="append", default=[], metavar="NAME=VALUE", help="header of each request (repeatable); an "
         "API key is read from OPENAI_API_KEY")  # fmt: skip
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields of each request's body")
     add("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end its answers")
-    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="bound of one request (default: 600)")
+    add("--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit for each request (default: 600)")
 
 
 def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
@@ -89,7 +90,7 @@ def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
     add("--output-len", "--random-output-len", type=int, metavar="N",
         help="tokens per answer (default: the data set's, else 128)")  # fmt: skip
     add("--range-ratio", "--random-range-ratio", type=float, default=0.0, metavar="SHARE",
-        help="draw lengths evenly within this share of the given ones (default: 0)")  # fmt: skip
+        help="draw each length uniformly from the given one ± this share of it (default: 0)")  # fmt: skip
     add("--prefix-len", "--random-prefix-len", type=int, default=0, metavar="N",
         help="tokens of a prefix that comes before each prompt (default: 0)")  # fmt: skip
     add("--num-prefixes", type=int, default=1, metavar="N", help="different prefixes (default: 1)")
@@ -108,10 +109,12 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
         help="requests (or sessions) a second; inf: all at once (default: inf)")  # fmt: skip
     add("--burstiness", type=float, default=1.0, metavar="SHAPE", help="shape of the gamma distribution of the gaps: 1 "
         "is Poisson, less is burstier, inf is even (default: 1)")  # fmt: skip
-    add("--trace-speed", type=float, default=0.0, metavar="FACTOR", help="follow the arrival times of the data set, so "
-        "many times as fast")  # fmt: skip
-    add("--max-concurrency", type=int, default=0, metavar="N", help="most sessions at a time (default: no bound)")
-    add("--num-warmups", type=int, default=1, metavar="N", help="requests sent before, and not counted (default: 1)")
+    add("--trace-speed", type=float, default=0.0, metavar="FACTOR", help="replay the data set's arrival times, FACTOR "
+        "times as fast")  # fmt: skip
+    add("--max-concurrency", type=int, default=0, metavar="N", help="maximum number of concurrent sessions "
+        "(default: no limit)")  # fmt: skip
+    add("--num-warmups", type=int, default=1, metavar="N", help="warm-up requests, sent first and not counted "
+        "(default: 1)")  # fmt: skip
 
 
 def _add_slo(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
@@ -153,7 +156,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
-    """Run `pd bench sweep`. The exit code is 1 if no rate keeps the SLO."""
+    """Run `pd bench sweep`. The exit code is 1 if no rate meets the SLO."""
     from pdkv.bench import sweep
     from pdkv.bench.report import Slo, summarize
     from pdkv.bench.serve import Pace

@@ -16,7 +16,7 @@ _ACTIONS = {
     "pin": "keep a prompt's KV in host memory until it is unpinned or --ttl-s has passed",
     "unpin": "remove the pins of a prompt, or of everything with --all",
     "prefetch": "bring a prompt's KV from lower tiers into host memory",
-    "move": "put a prompt's KV from one tier into another, and remove it from the first when it is there",
+    "move": "copy a prompt's KV to another tier, then remove it from the first",
 }
 
 _WHO = {"prefetch": "one", "move": "all; one if the target is host memory"}

@@ -1,4 +1,4 @@
-"""`pd engine`: one engine for a launch on another host."""
+"""`pd engine`: one engine on this host, for a launch that runs on another."""
 
 import argparse
 from pathlib import Path
@@ -40,7 +40,7 @@ def flag_groups() -> dict[str, Flags]:
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `engine` to the `pd` parser."""
-    summary = "run one engine for a launch on another host"
+    summary = "run one engine on this host, for a launch that runs on another"
     parser = commands.add_parser(
         "engine",
         help=summary,

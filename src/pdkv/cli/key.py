@@ -12,7 +12,9 @@ from pdkv.errors import ConfigError
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `key` to the `pd` parser."""
-    parser = commands.add_parser("key", help="make an API key for --api-key-file")
+    parser = commands.add_parser(
+        "key", help="make an API key for --api-key-file", description="Make API keys for --api-key-file."
+    )
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     summary = "make an API key and show it once; only its hash is stored"
     new = actions.add_parser("new", help=summary, description=f"{capitalized(summary)}.")

@@ -50,9 +50,7 @@ class HugeMemory:
         self._used = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """Take zeroed bytes at a multiple of 64, which live as long as they are referenced. Raises OSError: no
-        memory.
-        """
+        """Take zeroed bytes, aligned to 64, which live as long as they are referenced. Raises OSError: no memory."""
         size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             region = None if self._region is None else self._region()

@@ -10,8 +10,8 @@ def set_malloc(*, mmap_threshold: int, trim_threshold: int, max_arenas: int | No
 
     Args:
         mmap_threshold: allocations of this size or more are mapped separately, and returned as soon as they are freed.
-            trim_threshold: free bytes at the heap's end above which they are returned. max_arenas: heaps that threads
-                share; None: glibc's own choice, eight per core.
+        trim_threshold: free bytes at the heap's end above which they are returned.
+        max_arenas: heaps that threads share; None: glibc's own choice, eight per core.
 
     Returns:
         Whether it took effect: False without glibc.

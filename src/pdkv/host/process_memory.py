@@ -37,8 +37,9 @@ class ProcessMemory:
         The data is only valid if the process `is_alive` afterwards.
 
         Raises:
-            PermissionError: the kernel does not allow it. ProcessLookupError: the process has ended. OSError: it has no
-                such memory (EFAULT), or another error.
+            PermissionError: the kernel does not allow it.
+            ProcessLookupError: the process has ended.
+            OSError: it has no such memory (EFAULT), or another error.
         """
         sizes = np.broadcast_to(np.asarray(sizes, dtype=np.int64), target.shape)
         starts = _run_starts(target, source, sizes)

@@ -12,7 +12,7 @@ _NAMED = (*_BFLOAT16, "avx512f", "avx2", "asimd")
 
 @cache
 def flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """Flags of the first processor; empty if there is no such file."""
+    """Flags of the first processor; empty if /proc/cpuinfo cannot be read."""
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:

@@ -27,7 +27,8 @@ def who_makes_room(strangers: Mapping[Key, Stranger], source: str) -> tuple[Key,
     """The connection to close before one more of a source is admitted, and why: the source's oldest, or the oldest of
     all.
 
-    Args: strangers: oldest first.
+    Args:
+        strangers: oldest first.
     """
     same = [key for key, stranger in strangers.items() if stranger.source == source]
     if len(same) >= MAX_STRANGERS_PER_SOURCE:

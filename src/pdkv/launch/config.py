@@ -39,9 +39,9 @@ class LaunchConfig(Options):
     policy: str = option("prefix_aware", "policy by which the router chooses engines", metavar="NAME")
     order: Literal["auto", "prefill_first", "concurrent", "needs_peer_first", "decode_first"] = option(
         "auto",
-        "order in which prefill and decode are contacted; needs_peer_first: decode allocates first, and prefill starts "
-        "with its ticket; decode_first: decode also computes prompts that it has nearly all of; auto: the router's "
-        "preferred order among those that the connector supports",
+        "order in which prefill and decode are contacted; needs_peer_first: decode allocates blocks and sends a "
+        "ticket, with which prefill then starts; decode_first: decode also computes prompts that it has nearly all of; "
+        "auto: the router's preferred order among those that the connector supports",
     )
     served_model_name: Names = option(
         (),

@@ -146,7 +146,8 @@ async def give_order(run_dir: Path, order: Order, on_progress: Callable[[str], N
     """Request a change from the launcher of a run directory; returns the result.
 
     Raises:
-        ConfigError: it is not possible. StartupError: it failed, or the launcher ended, or sent an invalid answer.
+        ConfigError: it is not possible.
+        StartupError: it failed, or the launcher ended, or sent an invalid answer.
     """
     try:
         reader, writer = await asyncio.open_unix_connection(str(run_dir / CONTROL_SOCKET), limit=_MAX_LINE_BYTES)

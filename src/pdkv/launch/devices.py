@@ -49,8 +49,9 @@ def place_on_devices(specs: Sequence[EngineSpec], running: Iterable[EngineSpec] 
 
     A rank gets the device with the fewest others.
 
-    Args: specs: engines to start. `config.devices` limits their devices; None: all. running: engines placed before,
-    which keep their devices.
+    Args:
+        specs: engines to start. `config.devices` limits their devices; None: all.
+        running: engines placed before, which keep their devices.
 
     Raises:
         ConfigError: an engine has more ranks than there are devices, or a device has not enough memory for its engines.

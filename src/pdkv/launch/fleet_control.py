@@ -51,8 +51,8 @@ class FleetControl:
 
         Raises:
             ConfigError: that number is not possible, or the remaining engines could not serve; nothing was changed.
-                PdkvError: an engine did not start (those started before it stay); or an engine could not be drained
-                    (others to be removed are already gone).
+            PdkvError: an engine did not start (those started before it stay); or an engine could not be drained (others
+                to be removed are already gone).
         """
         kinds = self._kinds(counts)
         for kind, count in kinds.items():
@@ -82,8 +82,8 @@ class FleetControl:
         """Restart the engines one after the other, each once it is drained; returns the result in words.
 
         Raises:
-            ConfigError: there is only one engine, so its requests would have nowhere to go. PdkvError: an engine did
-                not restart (it is tried again); later ones were not touched.
+            ConfigError: there is only one engine, so its requests would have nowhere to go.
+            PdkvError: an engine did not restart (it is tried again); later ones were not touched.
         """
         names = list(self.supervisor.engines)
         if len(names) == 1 and not self.deployment.launch.remote_engines:

@@ -29,8 +29,9 @@ def plan_with_tiers(handoff: HandoffConfig, tiers: TiersConfig, directory: Path,
     Args:
         directory: where the launch names its segments of host memory.
 
-    Raises: ConfigError: --kv-store is not a store's URL, or the connector already has such tiers; and the errors of
-    `plan_connector`.
+    Raises:
+        ConfigError: --kv-store is not a store's URL, or the connector already has such tiers; and the errors of
+            `plan_connector`.
     """
     name, options = handoff.connector, handoff.connector_config
     if not tiers.wanted:

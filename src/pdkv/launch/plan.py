@@ -143,7 +143,8 @@ def check_memory(
     """Refuse engines, given as (configuration, number), that together do not fit into this host's free memory.
     Raises ConfigError.
 
-    Args: num_promised_bytes: memory that running engines may still use.
+    Args:
+        num_promised_bytes: memory that running engines may still use.
     """
     pools = [
         (config.kv_cache_memory or min(config.host_kv_bytes, LEAST_POOL_BYTES), count)

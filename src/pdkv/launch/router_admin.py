@@ -96,8 +96,8 @@ class RouterAdmin:
         time that is left. `busy_s`: how long it may work on the body's request.
 
         Raises:
-            Refused: it refuses. StartupError: there was no answer in time, the router has a defect, or the answer is
-                invalid.
+            Refused: it refuses.
+            StartupError: there was no answer in time, the router has a defect, or the answer is invalid.
         """
         pause_s = _FIRST_PAUSE_S
         deadline = self._clock.now() + (wait_s or 0.0)

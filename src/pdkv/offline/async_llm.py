@@ -117,13 +117,17 @@ class AsyncLLM:
         Args:
             prompt: a text, a list of token ids, a TextPrompt or a TokensPrompt.
             sampling_params: None: `get_default_sampling_params`. `output_kind` chooses the content of outputs: all
-                choices so far (the default), only new parts, or everything once at the end. request_id: a name for
-                `abort` and logs, unique among live requests; None: one is drawn. priority: lower is more urgent.
-                unused: vLLM's other parameters, which may only have the value that changes nothing.
+                choices so far (the default), only new parts, or everything once at the end.
+            request_id: a name for `abort` and logs, unique among live requests; None: one is drawn.
+            priority: lower is more urgent.
+            unused: vLLM's other parameters, which may only have the value that changes nothing.
 
-        Raises: InvalidRequest: a parameter out of its range, or a prompt that can never work. RequestFailed: this
-        request failed; EngineDied: the engine died; RequestAborted: the engine was shut down. EngineUnavailable: the
-        engine had failed or been shut down before.
+        Raises:
+            InvalidRequest: a parameter out of its range, or a prompt that can never work.
+            RequestFailed: this request failed.
+            EngineDied: the engine died.
+            RequestAborted: the engine was shut down.
+            EngineUnavailable: the engine had failed or been shut down before.
         """
         known_arguments("generate", unused)
         make = functools.partial(self._requests.make, prompt, sampling_params, request_id, priority=priority)

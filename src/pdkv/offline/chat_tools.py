@@ -45,8 +45,8 @@ def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
     """The calls that answers may contain; None: calls are text, since there are no tools, or no parser for the model.
 
     Raises:
-        InvalidRequest: an invalid tool, choice or flag, or a choice that needs a missing parser. ConfigError: an
-            unknown parser.
+        InvalidRequest: an invalid tool, choice or flag, or a choice that needs a missing parser.
+        ConfigError: an unknown parser.
     """
     for option in ("parallel_tool_calls", "add_generation_prompt", "continue_final_message"):
         as_type(getattr(options, option), bool, option)

@@ -75,9 +75,11 @@ class EngineThread:
     def send(self, message: _Message, listener: Listener | None = None) -> None:
         """Send a message to the engine, after earlier ones. Never blocks.
 
-        Args: listener: for a Submit: receives its results.
+        Args:
+            listener: for a Submit: receives its results.
 
-        Raises: EngineUnavailable: the engine has ended, and with it everything sent to it.
+        Raises:
+            EngineUnavailable: the engine has ended, and with it everything sent to it.
         """
         with self._lock:
             if self.ended is not None:

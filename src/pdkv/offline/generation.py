@@ -189,7 +189,8 @@ class Generation:
 class InFlight:
     """The choices that an engine is running. Not thread-safe.
 
-    Args: send: sends a message to the engine. If it raises, the generation has not begun.
+    Args:
+        send: sends a message to the engine. If it raises, the generation has not begun.
     """
 
     def __init__(self, send: Callable[[Submit | Abort], None]) -> None:

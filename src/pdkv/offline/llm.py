@@ -101,16 +101,18 @@ class LLM(LLMEngine):
         Args:
             prompts: a text, a list of token ids, a TextPrompt or TokensPrompt, or a list of such.
             sampling_params: for all prompts, or one per prompt; None: `get_default_sampling_params`.
-            use_tqdm: whether to show a progress bar on stderr, or a function that makes one. priority: one per prompt;
-                lower is more urgent. prompt_token_ids: vLLM's older name of `prompts`. unused: vLLM's other parameters,
-                which may only have the value that changes nothing.
+            use_tqdm: whether to show a progress bar on stderr, or a function that makes one.
+            priority: one per prompt; lower is more urgent.
+            prompt_token_ids: vLLM's older name of `prompts`.
+            unused: vLLM's other parameters, which may only have the value that changes nothing.
 
         With a connector, all computed KV has been saved when this returns, or its save has failed.
 
-        Raises: InvalidRequest: a parameter out of its range, or a prompt that can never work. RequestFailed: the engine
-            failed on one of the prompts; the others are given up. EngineUnavailable: an earlier step failed with its
-            own error, or the LLM was closed. KeyboardInterrupt: Ctrl-C, between two steps: all prompts are given up,
-            and the LLM can be used again.
+        Raises:
+            InvalidRequest: a parameter out of its range, or a prompt that can never work.
+            RequestFailed: the engine failed on one of the prompts; the others are given up.
+            EngineUnavailable: an earlier step failed with its own error, or the LLM was closed.
+            KeyboardInterrupt: Ctrl-C, between two steps: all prompts are given up, and the LLM can be used again.
         """
         known_arguments("generate", unused)
         given = as_prompts(_one_of(prompts, prompt_token_ids))
@@ -152,11 +154,12 @@ class LLM(LLMEngine):
 
         Args:
             messages: one conversation, a list of {"role": …, "content": text}, or a list of conversations.
-            sampling_params, use_tqdm: as in `generate`. options: the fields of ChatOptions, such as tools or
-                chat_template; and vLLM's other parameters, which may only have the value that changes nothing.
+            sampling_params, use_tqdm: as in `generate`.
+            options: the fields of ChatOptions, such as tools or chat_template; and vLLM's other parameters, which may
+                only have the value that changes nothing.
 
-        Raises: InvalidRequest: the model has no chat template, or it refuses the messages; and the errors of
-        `generate`.
+        Raises:
+            InvalidRequest: the model has no chat template, or it refuses the messages; and the errors of `generate`.
         """
         make = functools.partial(self._requests.make_chat, options=ChatOptions.of(options))
         return self._answer(make, as_conversations(messages), sampling_params, use_tqdm)

@@ -62,11 +62,14 @@ class LLMEngine:
     ) -> None:
         """Add a prompt; `step` returns its outputs.
 
-        Args: params: None: the model's defaults. `output_kind` chooses the content of outputs. arrival_time: Unix time
-        for its metrics; None: now. priority: lower is more urgent.
+        Args:
+            params: None: the model's defaults. `output_kind` chooses the content of outputs.
+            arrival_time: Unix time for its metrics; None: now.
+            priority: lower is more urgent.
 
-        Raises: InvalidRequest: the request can never work, or another live request has its name. EngineUnavailable: the
-        engine failed before, or was closed.
+        Raises:
+            InvalidRequest: the request can never work, or another live request has its name.
+            EngineUnavailable: the engine failed before, or was closed.
         """
         known_arguments("add_request", unused)
         generation = self._requests.make(prompt, params, request_id, priority=priority)

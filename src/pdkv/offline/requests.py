@@ -87,7 +87,8 @@ class RequestMaker:
 
         Args:
             params: None: the default ones.
-            request_id: the caller's name for the request; None: a random one. priority: lower is more urgent.
+            request_id: the caller's name for the request; None: a random one.
+            priority: lower is more urgent.
 
         Raises:
             InvalidRequest: a parameter out of its range, or a prompt that can never work.

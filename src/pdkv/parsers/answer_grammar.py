@@ -71,8 +71,8 @@ class AnswerRules:
         A tool's arguments are free if the model chooses to call it and the tool is not `strict`, as in vLLM.
 
         Raises:
-            InvalidRequest: a schema cannot be enforced; names the field and the place in it. RequestAborted: the
-                request was cancelled.
+            InvalidRequest: a schema cannot be enforced; names the field and the place in it.
+            RequestAborted: the request was cancelled.
         """
         calls, shape = self.calls, self.shape
         if calls is not None and (calls.required or shape is not None or any(tool.strict for tool in calls.tools)):

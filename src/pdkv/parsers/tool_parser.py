@@ -116,7 +116,8 @@ class ToolParser(ABC):
 
         None: no grammar makes a model write calls in this parser's format.
 
-        Args: several: whether an answer may contain several calls.
+        Args:
+            several: whether an answer may contain several calls.
 
         Raises:
             InvalidRequest: a tool's name cannot be written.

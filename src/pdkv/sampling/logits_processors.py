@@ -58,10 +58,11 @@ class LogitsProcessor(ABC):
 
         Args:
             logits: (vocab,) float32, on the model's device; may be changed in place. -inf: a forbidden token, which
-                stays forbidden. output_token_ids: all output tokens so far; the next call may have fewer, if the last
-                ones were guesses.
+                stays forbidden.
+            output_token_ids: all output tokens so far; the next call may have fewer, if the last ones were guesses.
 
-        Returns: The same shape; no NaN, and no +inf. An error, or any other result, fails the request.
+        Returns:
+            The same shape; no NaN, and no +inf. An error, or any other result, fails the request.
         """
 
 

@@ -45,9 +45,11 @@ class RequestOutputKind(enum.StrEnum):
 def _param(help: str = "", *, body: Literal["any", "none"] = "any", of_model: bool = False, **bounds: Any) -> Meta:
     """Describe a parameter besides its type.
 
-    Args: help: text of its flag in `pd generate`; "": it has none. body: "any": each request over HTTP has a field of
-    its name and type; "none": some may declare their own. of_model: whether a model's generation_config.json may give
-    its default. bounds: of the value, or of its length.
+    Args:
+        help: text of its flag in `pd generate`; "": it has none.
+        body: "any": each request over HTTP has a field of its name and type; "none": some may declare their own.
+        of_model: whether a model's generation_config.json may give its default.
+        bounds: of the value, or of its length.
     """
     return Meta(description=help, extra={"body": body, "of_model": of_model}, **bounds)
 

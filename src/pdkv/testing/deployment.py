@@ -45,8 +45,10 @@ class Deployment:
         """Start it; `wait_ready` waits for it.
 
         Args:
-            arguments: of the command. environment: in addition to this process's. directory: its TMPDIR, which must not
-                contain its files at the end. enter: turns a command line into one that runs elsewhere.
+            arguments: of the command.
+            environment: in addition to this process's.
+            directory: its TMPDIR, which must not contain its files at the end.
+            enter: turns a command line into one that runs elsewhere.
         """
         self.directory = directory  # its TMPDIR
         self.mark = uuid.uuid4().hex

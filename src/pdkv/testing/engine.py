@@ -63,7 +63,8 @@ def make_core(
 ) -> EngineCore:
     """An engine with router "r" and a StandInExecutor as its forward pass.
 
-    Args: options: those of its connector; None: it has none.
+    Args:
+        options: those of its connector; None: it has none.
         max_model_len: in tokens; None: all that the pool holds.
         proposer: guesses tokens; steps have room for its guesses.
         grammars: in place of a GrammarHost.
@@ -152,8 +153,9 @@ def at_rest(core: EngineCore) -> bool:
 class InProcessEngine:
     """A real engine and its loop: it steps while there is work, and otherwise waits for news or its next deadline.
 
-    Args: build: makes the core, given the function that its connector's threads call for news. clock: the core's clock.
-    With a VirtualClock, deadlines only pass when the test moves it.
+    Args:
+        build: makes the core, given the function that its connector's threads call for news.
+        clock: the core's clock. With a VirtualClock, deadlines only pass when the test moves it.
     """
 
     def __init__(self, build: Callable[[Callable[[], None]], EngineCore], clock: Clock = MONOTONIC) -> None:

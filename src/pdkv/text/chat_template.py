@@ -37,11 +37,15 @@ class ChatTemplate:
     ) -> None:
         """Compile `source`, and find out which formats it accepts.
 
-        Args: special_tokens: variables of every rendering, such as bos_token. for_tools: its conversations have tools.
-        content_format: the format of messages' content; "auto": detected. now: the clock of strftime_now. render: an
-        already compiled template.
+        Args:
+            special_tokens: variables of every rendering, such as bos_token.
+            for_tools: its conversations have tools.
+            content_format: the format of messages' content; "auto": detected.
+            now: the clock of strftime_now.
+            render: an already compiled template.
 
-        Raises: ModelError: `source` is not a valid template, or it omits the user's messages.
+        Raises:
+            ModelError: `source` is not a valid template, or it omits the user's messages.
         """
         self.source = source
         try:
@@ -73,18 +77,19 @@ class ChatTemplate:
         Args:
             messages: as clients write them; `as_turns` says how.
             add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
-            continue_final_message: whether it ends within the last message, the content of which must be a text. tools:
-                functions that the template may describe. variables: further variables of the template, such as
-                enable_thinking.
+            continue_final_message: whether it ends within the last message, the content of which must be a text.
+            tools: functions that the template may describe.
+            variables: further variables of the template, such as enable_thinking.
 
-        Raises: InvalidRequest: an invalid message (`as_turns`), the template refuses the messages (an unknown role, a
-        wrong order), a variable has a reserved name, or the final message is not text or not found in the prompt.
+        Raises:
+            InvalidRequest: an invalid message (`as_turns`), the template refuses the messages (an unknown role, a wrong
+                order), a variable has a reserved name, or the final message is not text or not found in the prompt.
         """
         if taken := sorted(_OWN_VARIABLES.intersection(variables or {})):
             raise InvalidRequest(f"chat_template_kwargs must not contain {taken[0]}", param="chat_template_kwargs")
         if continue_final_message:
             if not isinstance(content := messages[-1].get("content"), str):
-                needed = "continue_final_message needs a text as the final message's content"
+                needed = "continue_final_message requires the content of the final message to be a string"
                 raise InvalidRequest(needed, param="continue_final_message")
             messages = [*messages[:-1], {**messages[-1], "content": content + _FINAL_MESSAGE_ENDS}]
         values = {**(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
@@ -95,7 +100,7 @@ class ChatTemplate:
         try:
             return self._compiled({**self._special_tokens, **variables, "messages": turns, "documents": None})
         except REFUSALS as error:
-            raise InvalidRequest(f"the chat template refuses messages: {error}", param="messages") from error
+            raise InvalidRequest(f"the chat template rejected these messages: {error}", param="messages") from error
 
 
 def _cut_behind_final_message(text: str) -> str:

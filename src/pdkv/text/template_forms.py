@@ -71,10 +71,12 @@ def as_turns(messages: Messages, forms: TurnForms) -> list[dict[str, Any]]:
 def find_forms(render: Callable[[Messages], str | None], content_format: ContentFormat = "auto") -> TurnForms:
     """Find the formats that a template accepts, by rendering test conversations that contain marker words.
 
-    Args: render: renders turns to a prompt; None: the template refuses them. content_format: the format of all turns'
-    content, unless it is to be found.
+    Args:
+        render: renders turns to a prompt; None: the template refuses them.
+        content_format: the format of all turns' content, unless it is to be found.
 
-    Raises: ModelError: the template accepts a user's turn, but omits its content.
+    Raises:
+        ModelError: the template accepts a user's turn, but omits its content.
     """
     fixed = _FIXED.get(content_format)
     user = _form_of(lambda content: render([_said("user", content)]), TurnForm(), fixed)

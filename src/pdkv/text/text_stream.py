@@ -31,7 +31,7 @@ class TextStream:
         stop: stop strings, or the automaton that the choices of a request share.
         min_tokens: tokens before which no stop string ends the text.
         stop_token_ids: all tokens that end this choice, including its end of sequence unless that is ignored.
-            shows_stop: whether the stop string or token that ends the text is its last part.
+        shows_stop: whether the stop string or token that ends the text is its last part.
         """
         self._detokenizer = detokenizer
         self._stops = StopStrings(stop) if isinstance(stop, StopAutomaton) or stop else None

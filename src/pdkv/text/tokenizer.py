@@ -74,7 +74,9 @@ class Tokenizer:
     ) -> "Tokenizer":
         """Load tokenizer.json and the files next to it: tokenizer_config.json, special_tokens_map.json, templates.
 
-        Args: chat_template: a file that replaces the model's templates. content_format: as in ChatTemplate.
+        Args:
+            chat_template: a file that replaces the model's templates.
+            content_format: as in ChatTemplate.
 
         Raises:
             ModelError: a file is missing or broken.
@@ -110,7 +112,7 @@ class Tokenizer:
 
     @property
     def chat_template_source(self) -> str:
-        """The chat template of conversations with tools as its author wrote it; empty if there is none."""
+        """Unmodified source of the chat template for conversations with tools; empty if there is none."""
         return self.tool_template.source if self.tool_template is not None else ""
 
     def ids_by_text(self) -> dict[str, int]:
@@ -163,9 +165,12 @@ class Tokenizer:
 
         As in transformers and vLLM, conversations with tools use the template "tool_use" if there is one.
 
-        Args: tools: functions that the template may describe. chat_template: replaces the model's. content_format:
-        replaces that of the model's template. bounded: `chat_template` is untrusted and rendered within limits of time
-        and memory. options: further arguments of `ChatTemplate.render`.
+        Args:
+            tools: functions that the template may describe.
+            chat_template: replaces the model's.
+            content_format: replaces that of the model's template.
+            bounded: `chat_template` is untrusted and rendered within limits of time and memory.
+            options: further arguments of `ChatTemplate.render`.
 
         Raises:
             InvalidRequest: there is no chat template, it is broken, or it refuses the messages.

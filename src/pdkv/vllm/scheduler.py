@@ -76,8 +76,8 @@ class VllmScheduler:
     """Requests, staging blocks and the connector's scheduler side of one vLLM engine.
 
     Args:
-        unit_tokens: only multiples of this many tokens are saved; a multiple of the block size. saves: whether this
-            engine's KV is saved.
+        unit_tokens: only multiples of this many tokens are saved; a multiple of the block size.
+        saves: whether this engine's KV is saved.
     """
 
     def __init__(
@@ -138,7 +138,8 @@ class VllmScheduler:
         and other engines, with unknown weights, do not find theirs. KV that earlier requests compute on top of earlier
         KV is not saved; requests that vLLM restarts are added again.
 
-        Returns: False: an earlier load is in progress, and vLLM would use its KV: reset again when it has ended.
+        Returns:
+            False: an earlier load is in progress, and vLLM would use its KV: reset again when it has ended.
         """
         self._num_resets += 1
         self._generation = f",generation={secrets.token_hex(16)}"

@@ -34,8 +34,9 @@ class VllmWorker:
 
     Args:
         pool: the connector's own staging pool; None: one is made here.
-        table: publishes the pool's content, for a connector with peers that read it. wake: set by the connector's
-            notify. save_wait_s: how long a step waits until its saves are visible; 0: it does not wait.
+        table: publishes the pool's content, for a connector with peers that read it.
+        wake: set by the connector's notify.
+        save_wait_s: how long a step waits until its saves are visible; 0: it does not wait.
     """
 
     def __init__(

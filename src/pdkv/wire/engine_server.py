@@ -169,7 +169,8 @@ class EngineServer:
 
         Between two calls the caller counts as busy.
 
-        Returns: Whether a message or other input is ready.
+        Returns:
+            Whether a message or other input is ready.
         """
         self._watch.rest()
         try:

@@ -46,7 +46,8 @@ def measure(plan: Plan, on_row: Callable[[Row], None] = lambda _: None) -> list[
     """Measure all lengths in all patterns; the first load of each is compared with what was sent, and not counted.
 
     Raises:
-        ConfigError: unknown connector, option or shape. Violation: a load fails, or delivers wrong content.
+        ConfigError: unknown connector, option or shape.
+        Violation: a load fails, or delivers wrong content.
     """
     rows = []
     with open_setting(plan) as setting, BenchWorld(setting, plan.producer, plan.consumer) as world:

@@ -73,12 +73,14 @@ def check(
 
     Args:
         connector: a registry name or "module:Class".
-        options: as --connector-config; they override the kit's options for shipped connectors. names: the cases to run;
-            none: all. timeout_s: time after which an expected event counts as missing; longer than every deadline of
-                the connector. on_case: called with each case when it has ended. zygote: forks the processes, for
-                callers that check several connectors; by default the run has its own.
+        options: as --connector-config; they override the kit's options for shipped connectors.
+        names: the cases to run; none: all.
+        timeout_s: time after which an expected event counts as missing; longer than every deadline of the connector.
+        on_case: called with each case when it has ended.
+        zygote: forks the processes, for callers that check several connectors; by default the run has its own.
 
-    Raises: ConfigError: unknown connector, case or option, or a connector that cannot be built at all.
+    Raises:
+        ConfigError: unknown connector, case or option, or a connector that cannot be built at all.
     """
     cases = all_cases()
     unknown = [name for name in names if name not in cases]

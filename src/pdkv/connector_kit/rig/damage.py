@@ -47,8 +47,9 @@ class Damage:
 
     Args:
         worker: the source's worker side; its KV is in host memory.
-        seed: seed of the choice among the tokens. targets: hash blocks (block * hash blocks per block + number) of each
-            transfer to be damaged; none: the next digest, whatever it covers.
+        seed: seed of the choice among the tokens.
+        targets: hash blocks (block * hash blocks per block + number) of each transfer to be damaged; none: the next
+            digest, whatever it covers.
     """
 
     def __init__(self, worker: Any, how: How, seed: int = 0, targets: Sequence[Sequence[int]] = ()) -> None:
