@@ -113,7 +113,7 @@ def test_a_grammar_that_stalls_is_given_up_and_harms_no_other_request(deployment
     """F81, F34: not those of the same tenant either, whose process ends with it."""
     expected = asyncio.run(ask_all(deployment, BESIDE, "undisturbed"))
     pids = deployment.pids()
-    asks = [stalling(150, '"a"?', "b"), stalling(240, '"a"?', "b"), stalling(240, '"a"? | "(" r0 ")"', "(")]
+    asks = [stalling(150, '"a"?', "b"), stalling(240, '"a"?', "b"), stalling(480, '"a"? | "(" r0 ")"', "(")]
 
     async def send_beside(salt: str) -> list[Answer]:
         async with client_of(deployment) as client:

@@ -258,9 +258,9 @@ U8 = {"dtype": "U8", "shape": [4]}
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "header of 0 bytes"),
-        (b"not weights", "header of"),
-        ((1 << 62).to_bytes(8, "little") + b"{}", "header of"),
+        (b"", "header should have 0 bytes"),
+        (b"not weights", "header should have"),
+        ((1 << 62).to_bytes(8, "little") + b"{}", "header should have"),
         (header() + b"x", "end at byte"),
         ((3).to_bytes(8, "little") + b"[1]", "broken"),
         ((2).to_bytes(8, "little") + b"\xff\xfe", "broken"),

@@ -184,7 +184,7 @@ def test_a_launch_of_several_engines_is_refused_where_a_child_joins_only_one_pro
         config=EngineConfig(model=Path("m")), handoff=HandoffConfig(),
         connector=plan_connector("multi", modes("pull")),
     )  # fmt: skip
-    with pytest.raises(ConfigError, match="one process only"):
+    with pytest.raises(ConfigError, match="connects only engines in one process"):
         _check_connector(spec)
 
 

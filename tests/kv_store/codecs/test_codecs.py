@@ -74,7 +74,7 @@ def test_a_value_is_of_one_codec_level_and_shape(name: str) -> None:
     ]
     for other, shape in others:
         if (other.identity, shape) != (codec.identity, SHAPE):
-            with pytest.raises(KVCorrupted, match="no value of"):
+            with pytest.raises(KVCorrupted, match="not a value of"):
                 other.decode(coded, shape, empty(shape))
 
 
