@@ -257,11 +257,11 @@ class ModelDirectory:
         return named
 
 
-def loaded_bytes(directory: Path) -> int:
+def loaded_bytes(directory: Path, quantization: str | None = None) -> int:
     """Upper estimate of the bytes that an engine needs for its weights: twice the files' size, as for bfloat16 computed
-    in float32. 0: there are no weights.
+    in float32, or that size where they are quantized to int8 as they are loaded. 0: there are no weights.
     """
-    return 2 * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    return (1 if quantization else 2) * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
 
 
 def read_text(file: Path) -> str:

@@ -66,8 +66,8 @@ class EightBitLayers:
         """As `QuantizedLayers.linear`. Raises ModelError."""
         try:
             parts = [self._part(piece, columns, mine) for piece in pieces]
-            if any(part.group_size != parts[0].group_size for part in parts):
-                raise NotKept("the layers that are computed together have other groups")
+            if len({(part.group_size, part.numbers.dtype) for part in parts}) > 1:
+                raise NotKept("the layers that are computed together have other groups or formats")
         except NotKept as reason:
             if str(reason) not in self._told:
                 self._told.add(str(reason))

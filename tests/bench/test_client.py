@@ -55,6 +55,22 @@ def test_every_event_with_a_choice_is_stamped_wherever_the_stream_is_cut() -> No
     assert reply.tpot >= 0
 
 
+@pytest.mark.parametrize("cut", [1, 5, 1000])
+def test_streams_in_other_hands_are_read_too(cut: int) -> None:
+    """With CRLF, fields before the data, no space behind the colon, an error of null and no last empty line."""
+    token = b'id: 7\r\nevent: m\r\ndata:{"choices":[{"text":"a"}],"error":null}\r\n\r\n'
+    stream = token * 3 + b"data:[DONE]\r\n"
+
+    def script(writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        for start in range(0, len(stream), cut):
+            writer.write(chunk(stream[start : start + cut]))
+        writer.write(chunk(b""))
+
+    reply = ask(script)
+    assert (reply.error, len(reply.stamps), reply.num_tokens, reply.has_usage) == (None, 3, 3, False)
+
+
 @pytest.mark.parametrize(
     ("sent", "expected"),
     [

@@ -44,18 +44,41 @@ def lengths(sessions: Sequence[Session]) -> list[tuple[int, int, float | None]]:
         ("sharegpt", SHAREGPT, [(10, 4, None)]),
         ("burstgpt", BURSTGPT, [(472, 18, 5.0), (20, 30, 118.0)]),
         ("mooncake", MOONCAKE, [(700, 5, 0.0), (1030, 6, 1.5)]),
-        ("custom", CUSTOM, [(11, 4, None), (3, 16, 0.25)]),
+        ("custom", CUSTOM, [(11, 4, None), (3, 128, 0.25)]),
     ],
 )
 def test_a_published_format_is_read(
     name: str, text: str, expected: list[tuple[int, int, float | None]], tmp_path: Path
 ) -> None:
-    shape = Shape(output_len=0 if name == "sharegpt" else 16)
-    assert lengths(load(name, written(tmp_path, text), shape, IDS)) == expected
+    path = written(tmp_path, text)
+    assert lengths(load(name, path, Shape(), IDS)) == expected
+    assert {length for _, length, _ in lengths(load(name, path, Shape(output_len=7), IDS))} == {7}
+
+
+def test_a_traces_requests_are_in_the_order_of_their_times(tmp_path: Path) -> None:
+    swapped = "".join(reversed(MOONCAKE.splitlines(keepends=True)))
+    assert [s.at_s for s in load("mooncake", written(tmp_path, swapped), Shape(), IDS)] == [0.0, 1.5]
+
+
+@pytest.mark.parametrize("name", ["random", "conversations", "agents"])
+def test_turns_of_all_sessions_are_as_many_as_were_asked_for(name: str) -> None:
+    sessions = load(name, None, Shape(num_prompts=37, turns=5, input_len=4), Maker(0, as_text=False))
+    assert sum(len(session.turns) for session in sessions) == 37
+
+
+def test_token_ids_are_never_sent_as_a_text(tmp_path: Path) -> None:
+    words = Maker(0, as_text=True)
+    first, _ = load("mooncake", written(tmp_path, MOONCAKE), Shape(), words)
+    assert len(str(first.turns[0].prompt).split()) == 700
+    with pytest.raises(ConfigError, match="line 2: prompt: a text was expected for --endpoint chat, got token ids"):
+        load("custom", written(tmp_path, CUSTOM), Shape(), words)
 
 
 def test_equal_hash_ids_of_a_trace_are_equal_blocks(tmp_path: Path) -> None:
-    first, second = (s.turns[0].prompt for s in load("mooncake", written(tmp_path, MOONCAKE), Shape(), IDS))
+    path = written(tmp_path, MOONCAKE)
+    first, second = (s.turns[0].prompt for s in load("mooncake", path, Shape(), IDS))
+    [other, _] = (s.turns[0].prompt for s in load("mooncake", path, Shape(), Maker(1, as_text=False)))
+    assert other[:512] != first[:512]
     assert first[:512] == second[:512]
     assert first[512:700] != second[512:700]
 
@@ -113,6 +136,7 @@ def test_arrivals_are_even_drawn_or_a_traces_own() -> None:
     assert [*arrivals(SESSIONS, rng, rate=float("inf"))] == [0.0, 0.0, 0.0]
     assert [*arrivals(SESSIONS, rng, rate=4.0, burstiness=float("inf"))] == [0.0, 0.25, 0.5]
     assert [*arrivals(SESSIONS, rng, rate=9.0, speed=2.0)] == [0.0, 1.0, 3.0]
+    assert [*arrivals(SESSIONS[1:], rng, rate=9.0, speed=2.0)] == [0.0, 2.0]
     for burstiness, squared in ((1.0, 1.0), (0.25, 4.0)):
         at = [*arrivals([SESSIONS[0]] * 20_000, rng, rate=4.0, burstiness=burstiness)]
         gaps = [b - a for a, b in pairwise(at)]

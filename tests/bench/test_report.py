@@ -2,20 +2,20 @@
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from pdkv.bench.client import Reply
 from pdkv.bench.report import Run, Sent, Slo, doubts, percentile, print_report, request_lines, summarize
-from pdkv.bench.sweep import best_rate, find_rate
+from pdkv.bench.sweep import best_rate, find_rate, print_sweep
 from pdkv.errors import ConfigError
 
 
 def sent(stamps: Sequence[float], *, wanted: int | None = None, error: str | None = None, late_s: float = 0.0) -> Sent:
     reply = Reply(10.0)
     reply.stamps, reply.num_tokens, reply.num_prompt_tokens = [10.0 + at for at in stamps], len(stamps), 8
-    reply.error = error
+    reply.error, reply.has_usage = error, True
     return Sent(0, 0, 0.5, late_s, reply, wanted or len(stamps))
 
 
@@ -57,6 +57,10 @@ def test_figures_that_may_be_the_clients_are_doubted() -> None:
     fine = summarize(Run([sent([0.1, 0.2])], 1.0, 0.1), [99], Slo({}))
     assert "busy for 90% of a core" in doubts(busy, is_open_loop=True)[0]
     assert "50.0 ms late" in doubts(late, is_open_loop=True)[0]
+    uncounted = sent([0.1, 0.2])
+    uncounted.reply.has_usage = False
+    report = summarize(Run([uncounted], 1.0, 0.1), [99], Slo({}))
+    assert "the server does not count tokens" in doubts(report, is_open_loop=True)[0]
     assert doubts(late, is_open_loop=False) == doubts(fine, is_open_loop=True) == []
 
 
@@ -72,11 +76,24 @@ def test_percentiles_are_numpys() -> None:
     assert percentile([3.0], 99) == 3.0
 
 
+def reached(limit: float, most: float = float("inf")) -> Callable[[float], dict[str, float]]:
+    """A server that meets an SLO up to a rate, of a run that reaches `most` requests a second."""
+    return lambda rate: {"slo_attainment": 1.0 if rate <= limit else 0.5, "request_throughput": min(rate, most)}
+
+
+def test_a_sweep_ends_where_faster_runs_would_be_the_same_burst() -> None:
+    reports = find_rate(reached(float("inf"), 10.0), begin=1.0, attainment=0.9, refinements=8)
+    assert [report["request_rate"] for report in reports] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    for report in reports:
+        report.update(output_throughput=1.0, goodput=1.0)  # type: ignore[attr-defined]
+    shown = io.StringIO()
+    print_sweep(reports, 0.9, shown)
+    assert "no rate that was tried breaks the SLO" in shown.getvalue()
+
+
 @pytest.mark.parametrize("limit", [0.4, 1.0, 5.0, 23.0])
 def test_a_sweep_finds_the_limit(limit: float) -> None:
-    reports = find_rate(
-        lambda rate: {"slo_attainment": 1.0 if rate <= limit else 0.5}, begin=1.0, attainment=0.9, refinements=8
-    )
+    reports = find_rate(reached(limit), begin=1.0, attainment=0.9, refinements=8)
     rates = [report["request_rate"] for report in reports]
     best = best_rate(reports, 0.9)
     assert rates == sorted(rates)

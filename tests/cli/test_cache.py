@@ -82,4 +82,5 @@ def test_other_actions_say_nothing_of_where_from(router: Router, capsys: pytest.
 def test_the_help_of_an_action_keeps_its_capitals(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["cache", "move", "--help"])
-    assert "Put a prompt's KV from one tier into another" in " ".join(capsys.readouterr().out.split())
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Copy a prompt's KV to another tier, then remove it from the first" in shown

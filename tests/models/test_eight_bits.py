@@ -19,6 +19,7 @@ from pdkv.errors import ConfigError, ModelError
 from pdkv.kernels.linear import PackedWeight, available
 from pdkv.models import eight_bits
 from pdkv.models.config import load_model_config
+from pdkv.models.directory import loaded_bytes
 from pdkv.models.eight_bits import quantize_int8
 from pdkv.models.identity import model_identity
 from pdkv.models.loader import load_decoder
@@ -140,3 +141,8 @@ def test_fp8_with_nan_is_dense(tmp_path: Path) -> None:
     tensors["model.layers.0.mlp.down_proj.weight"].view(torch.uint8)[3, 5] = 0x7F
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     load_decoder(path, load_model_config(path), dtype=torch.float32, device=CPU, max_model_len=64)
+
+
+def test_weights_of_8_bits_count_as_half_when_memory_is_planned(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    assert [loaded_bytes(tmp_path, None), loaded_bytes(tmp_path, "int8")] == [200, 100]

@@ -92,7 +92,9 @@ class _Plan(NamedTuple):
         unknown processor.
         """
         if config.sizes_itself and config.max_kv_cache_memory is None:  # no launch has shared the host's memory out
-            config = replace(config, max_kv_cache_memory=share_for_pools(1, loaded_bytes(config.model)))
+            config = replace(
+                config, max_kv_cache_memory=share_for_pools(1, loaded_bytes(config.model, config.quantization))
+            )
         model = resolve_quantization(
             config,
             load_model_config(config.model, config.max_model_len, config.ignore_config_fields),

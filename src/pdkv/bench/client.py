@@ -28,6 +28,7 @@ class Reply:
         """`keep_text`: store the text and, where the server sends them, the token ids."""
         self.sent = sent
         self.stamps: list[float] = []  # one per event that holds a choice
+        self.has_usage = False  # whether the server counted tokens; otherwise each event counts as one
         self.num_tokens = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0  # of the prompt, that were not computed
@@ -82,7 +83,6 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._rest = b""
         self._is_done = self.is_reusable = self.has_heard = False
-        reply.sent = _now()
         self.transport.write(data)
         return self._ended
 
@@ -108,7 +108,10 @@ class _Connection(asyncio.Protocol):
         if self._parser.get_status_code() != 200:
             self._rest = (self._rest + body)[:MAX_ERROR_CHARS]
             return
-        *events, self._rest = (self._rest + body).split(b"\n\n")
+        data = self._rest + body
+        if b"\r" in data:
+            data = data.replace(b"\r\n", b"\n")
+        *events, self._rest = data.split(b"\n\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             self._end(f"an event has more than {MAX_EVENT_BYTES >> 20} MiB")
             self.close()
@@ -122,14 +125,18 @@ class _Connection(asyncio.Protocol):
         if status != 200:
             self._end(f"HTTP {status}: {self._rest.decode(errors='replace')}")
         else:
+            if self._rest.strip():
+                self._event(self._rest.strip())
             self._end(None if self._is_done else "the stream ended without [DONE]")
 
     def _event(self, event: bytes) -> None:
-        if event == b"data: [DONE]":
+        if not event.startswith(b"data:"):
+            event = event[event.find(b"\ndata:") + 1 :]  # behind other fields, such as `id`
+            if not event.startswith(b"data:"):
+                return  # a comment that keeps the connection open
+        if event.endswith(b"[DONE]") and event[5:].strip() == b"[DONE]":
             self._is_done = True
             return
-        if not event.startswith(b"data:"):
-            return  # a comment that keeps the connection open
         reply = self._reply
         has_usage = b'"usage":' in event and b'"usage":null' not in event
         if reply.stamps and not (has_usage or reply.keep_text or b'"error":' in event):
@@ -143,9 +150,10 @@ class _Connection(asyncio.Protocol):
     def _read(self, body: dict[str, Any]) -> None:
         """Take in an event that is worth decoding."""
         reply = self._reply
-        if "error" in body:
+        if body.get("error"):
             self._end(str(body["error"])[:MAX_ERROR_CHARS])
         if usage := body.get("usage"):
+            reply.has_usage = True
             reply.num_tokens = usage["completion_tokens"]
             reply.num_prompt_tokens = usage["prompt_tokens"]
             reply.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
@@ -170,9 +178,10 @@ class Client:
     def __init__(self, url: str, headers: Mapping[str, str] = {}) -> None:
         """Raises ConfigError for anything but an http or https URL."""
         where = urlsplit(url)
-        self._is_tls = where.scheme == "https"
+        is_tls = where.scheme == "https"
+        self._context = ssl.create_default_context() if is_tls else None
         try:
-            self._address = where.hostname or "", where.port or (443 if self._is_tls else 80)
+            self._address = where.hostname or "", where.port or (443 if is_tls else 80)
         except ValueError:
             self._address = "", 0
         if where.scheme not in ("http", "https") or not self._address[0]:
@@ -194,10 +203,12 @@ class Client:
         head = f"POST {self.path}{path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n\r\n"
         data = head.encode() + body
         connection: _Connection | None = None
+        reply.sent = _now()  # connecting is a part of what a user waits for
         try:
             connection, is_new = await self._connection()
             await connection.ask(data, reply)
             if not is_new and not connection.has_heard:  # the server had closed the idle one
+                reply.sent = _now()
                 connection, _ = await self._connection(new=True)
                 await connection.ask(data, reply)
         except OSError as error:
@@ -206,6 +217,8 @@ class Client:
             self._give_back(connection)
         if reply.ok and not reply.stamps:
             reply.error = "no token arrived"
+        if reply.ok and not reply.has_usage:
+            reply.num_tokens = len(reply.stamps)
         return reply
 
     async def _connection(self, *, new: bool = False) -> tuple[_Connection, bool]:
@@ -213,8 +226,8 @@ class Client:
             connection = self._idle.pop()
             if connection.transport is not None and not connection.transport.is_closing():
                 return connection, False
-        context = ssl.create_default_context() if self._is_tls else None
-        _, connection = await asyncio.get_running_loop().create_connection(_Connection, *self._address, ssl=context)
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(_Connection, *self._address, ssl=self._context)
         return connection, True
 
     def _give_back(self, connection: _Connection | None) -> None:

@@ -16,6 +16,8 @@ from pdkv.errors import ConfigError
 FIRST_ID, LAST_ID = 10, 500
 """Random token ids lie in [FIRST_ID, LAST_ID), which every vocabulary has."""
 
+DEFAULT_OUTPUT_LEN = 128
+
 MOONCAKE_BLOCK = 512
 """Tokens per block of a Mooncake trace."""
 
@@ -44,7 +46,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
     num_prompts: int = 1000
     input_len: int = 1024
-    output_len: int = 128
+    output_len: int = 0  # of each answer; 0: the data set's own, else DEFAULT_OUTPUT_LEN
     range_ratio: float = 0.0  # lengths lie within this share of the given ones, drawn evenly
     prefix_len: int = 0  # of a prefix that comes before the input
     num_prefixes: int = 1
@@ -57,22 +59,27 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 class Maker:
     """Makes random prompts as token ids or, for servers that take texts alone, of words of one token each."""
 
-    def __init__(self, seed: int, *, as_text: bool, vocabulary: int = LAST_ID) -> None:
+    def __init__(self, seed: int | str, *, as_text: bool, vocabulary: int = LAST_ID) -> None:
+        self.seed = seed
         self.rng = random.Random(seed)
         self.as_text = as_text
-        self._ids = range(FIRST_ID, max(vocabulary, FIRST_ID + 1))
+        self._units: Sequence[Any] = _WORDS if as_text else range(FIRST_ID, max(vocabulary, FIRST_ID + 1))
+
+    def units(self, length: int, rng: random.Random | None = None) -> list[Any]:
+        """That many token ids or words."""
+        return (rng or self.rng).choices(self._units, k=length)
+
+    def as_prompt(self, units: list[Any]) -> Prompt:
+        """A prompt of these token ids or words."""
+        return " ".join(units) if self.as_text else units
 
     def prompt(self, length: int) -> Prompt:
         """A prompt of that many tokens or words."""
-        if self.as_text:
-            return " ".join(self.rng.choices(_WORDS, k=length))
-        return self.rng.choices(self._ids, k=length)
+        return self.as_prompt(self.units(length))
 
     def joined(self, *parts: Prompt) -> Prompt:
         """Prompts one behind the other."""
-        if self.as_text:
-            return " ".join(part for part in parts if part and isinstance(part, str))
-        return [token for part in parts for token in part if isinstance(token, int)]
+        return self.as_prompt([unit for part in parts for unit in (part.split() if isinstance(part, str) else part)])
 
     def around(self, length: int, ratio: float) -> int:
         """A length within `ratio` of the given one, at least 1."""
@@ -81,22 +88,27 @@ class Maker:
 
 def random_requests(shape: Shape, make: Maker) -> Iterator[Session]:
     """Requests of random prompts, behind one of `num_prefixes` prefixes."""
+    output_len = shape.output_len or DEFAULT_OUTPUT_LEN
     prefixes = [make.prompt(shape.prefix_len) for _ in range(shape.num_prefixes)]
     for _ in range(shape.num_prompts):
         own = make.prompt(make.around(shape.input_len, shape.range_ratio))
-        yield one_turn(make.joined(make.rng.choice(prefixes), own), make.around(shape.output_len, shape.range_ratio))
+        yield one_turn(
+            make.joined(make.rng.choice(prefixes), own),
+            make.around(output_len, shape.range_ratio),
+        )
 
 
 def conversations(shape: Shape, make: Maker) -> Iterator[Session]:
     """Sessions of `turns` turns; `num_prompts` counts the turns of all of them."""
+    output_len = shape.output_len or DEFAULT_OUTPUT_LEN
     prefixes = [make.prompt(shape.prefix_len) for _ in range(shape.num_prefixes)]
-    for _ in range(max(shape.num_prompts // shape.turns, 1)):
+    for _ in range(-(-shape.num_prompts // shape.turns)):
         first = make.joined(make.rng.choice(prefixes), make.prompt(make.around(shape.input_len, shape.range_ratio)))
-        turns = [Turn(first, make.around(shape.output_len, shape.range_ratio))]
+        turns = [Turn(first, make.around(output_len, shape.range_ratio))]
         for _ in range(shape.turns - 1):
             more = make.prompt(make.around(shape.input_len, shape.range_ratio))
             pause_s = make.rng.expovariate(1 / shape.pause_s) if shape.pause_s else 0.0
-            turns.append(Turn(more, make.around(shape.output_len, shape.range_ratio), pause_s))
+            turns.append(Turn(more, make.around(output_len, shape.range_ratio), pause_s))
         yield Session(tuple(turns))
 
 
@@ -112,9 +124,11 @@ def agents(shape: Shape, make: Maker) -> Iterator[Session]:
     """
     context = shape.max_context or 16_384
     step = max(context // (AGENT_TURNS + 1), 2)
-    answer = max(round(step * (AGENT_TURNS + 3) / 2 / AGENT_RATIO), 1)  # the mean prompt has as many steps
+    answer = shape.output_len or max(
+        round(step * (AGENT_TURNS + 3) / 2 / AGENT_RATIO), 1
+    )  # the mean prompt has as many steps
     system = make.prompt(step)
-    for _ in range(max(shape.num_prompts // AGENT_TURNS, 1)):
+    for _ in range(-(-shape.num_prompts // AGENT_TURNS)):
         turns = [Turn(make.joined(system, make.prompt(step)), answer)]
         for _ in range(AGENT_TURNS - 1):
             pause_s = make.rng.expovariate(1 / shape.pause_s) if shape.pause_s else 0.0
@@ -148,19 +162,18 @@ def burstgpt(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
                     f"{path}: line {number}: Timestamp, Request tokens and Response tokens were expected: {error!r}"
                 ) from None
             if answer > 0 and prompt > 0:
-                yield one_turn(make.prompt(prompt), answer, at_s)
+                yield one_turn(make.prompt(prompt), shape.output_len or answer, at_s)
 
 
 def mooncake(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
     """A Mooncake trace: equal hash ids are equal blocks of 512 tokens."""
     for where, row in _json_lines(path):
         length, hashes = int(_field(row, "input_length", where)), _field(row, "hash_ids", where)
-        ids = make._ids
-        blocks = [random.Random(int(number)).choices(ids, k=MOONCAKE_BLOCK) for number in hashes]
-        own = [token for block in blocks for token in block][:length]
-        own += make.rng.choices(ids, k=length - len(own))
-        at_s = float(row.get("timestamp", 0)) / 1000
-        yield one_turn(own, max(int(_field(row, "output_length", where)), 1), at_s)
+        blocks = [make.units(MOONCAKE_BLOCK, random.Random(f"{make.seed}/{number}")) for number in hashes]
+        own = [unit for block in blocks for unit in block][:length]
+        prompt = make.as_prompt(own + make.units(length - len(own)))
+        num_out = shape.output_len or max(int(_field(row, "output_length", where)), 1)
+        yield one_turn(prompt, num_out, float(row.get("timestamp", 0)) / 1000)
 
 
 def custom(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
@@ -170,8 +183,10 @@ def custom(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
         is_ids = isinstance(prompt, list) and all(isinstance(token, int) for token in prompt)
         if not prompt or not (isinstance(prompt, str) or is_ids):
             raise ConfigError(f"{where}: prompt: a text or a list of token ids was expected, got {str(prompt)[:80]!r}")
+        if is_ids and make.as_text:
+            raise ConfigError(f"{where}: prompt: a text was expected for --endpoint chat, got token ids")
         at_s = float(row["timestamp"]) / 1000 if "timestamp" in row else None
-        yield one_turn(prompt, int(row.get("output_tokens", shape.output_len)), at_s)
+        yield one_turn(prompt, shape.output_len or int(row.get("output_tokens", DEFAULT_OUTPUT_LEN)), at_s)
 
 
 SYNTHETIC: Mapping[str, Callable[[Shape, Maker], Iterator[Session]]] = {
@@ -194,7 +209,7 @@ def load(name: str, path: Path | None, shape: Shape, make: Maker) -> Sequence[Se
         ConfigError: there is no such data set or file, or the file is not in that format.
     """
     if name in SYNTHETIC:
-        return list(SYNTHETIC[name](shape, make))
+        return list(_first_turns(SYNTHETIC[name](shape, make), shape.num_prompts))
     if path is None:
         raise ConfigError(f"--dataset-name {name}: a file was expected in --dataset-path")
     try:
@@ -205,7 +220,15 @@ def load(name: str, path: Path | None, shape: Shape, make: Maker) -> Sequence[Se
         raise ConfigError(f"--dataset-path {path}: not in the format {name}: {error}") from None
     if not found:
         raise ConfigError(f"--dataset-path {path}: no request was found in it")
-    return found
+    return sorted(found, key=lambda session: session.at_s or 0.0)
+
+
+def _first_turns(sessions: Iterator[Session], num: int) -> Iterator[Session]:
+    """Sessions of `num` turns together: the last one may be cut."""
+    while num > 0:
+        session = next(sessions)
+        yield session if len(session.turns) <= num else Session(session.turns[:num])
+        num -= len(session.turns)
 
 
 def approximate_tokens(text: str) -> int:

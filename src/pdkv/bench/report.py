@@ -105,6 +105,7 @@ def summarize(run: Run, percents: Sequence[float], slo: Slo) -> dict[str, Any]:
         "output_throughput": output / wall,
         "total_token_throughput": (prompt + output) / wall,
         "mean_concurrency": sum(sent.reply.latency for sent in good) / wall,
+        "answers_without_usage": sum(not sent.reply.has_usage for sent in good),
         "short_answers": sum(sent.reply.num_tokens < sent.wanted for sent in good),
     }
     if slo.bounds:
@@ -154,7 +155,9 @@ def doubts(report: Mapping[str, Any], *, is_open_loop: bool) -> list[str]:
         )
     if is_open_loop and report["p99_late_ms"] > MAX_LATE_MS:
         found.append(f"requests were sent up to {report['p99_late_ms']:.1f} ms late (P99): the machine was too busy")
-    if report["short_answers"]:
+    if report["answers_without_usage"]:
+        found.append("the server does not count tokens: each event of a stream counts as one, and no prompt token does")
+    elif report["short_answers"]:
         found.append(f"{report['short_answers']} answers are shorter than asked for: the server ended them earlier")
     return found
 

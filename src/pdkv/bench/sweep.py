@@ -8,6 +8,10 @@ from typing import Any, TextIO
 from pdkv.errors import ConfigError
 
 MAX_DOUBLINGS = 12
+
+BURST_SHARE = 0.6
+"""Share of its rate that a run of enough requests reaches: the last answers take longer than the last gap."""
+
 _BAR = 40
 
 Report = Mapping[str, Any]
@@ -30,18 +34,24 @@ def find_rate(measure: Callable[[float], Report], *, begin: float, attainment: f
         reports.append({"request_rate": rate, **measure(rate)})
         return bool(reports[-1]["slo_attainment"] >= attainment)
 
-    low, high = 0.0, begin
+    low, high, broke = 0.0, begin, False
     for _ in range(MAX_DOUBLINGS):
-        if not is_kept(high):
+        broke = not is_kept(high)
+        if broke or is_burst(reports[-1]):
             break
         low, high = high, 2 * high
-    for _ in range(refinements):
+    for _ in range(refinements if broke else 0):
         middle = (low + high) / 2
         if is_kept(middle):
             low = middle
         else:
             high = middle
     return sorted(reports, key=lambda report: float(report["request_rate"]))
+
+
+def is_burst(report: Report) -> bool:
+    """Whether a run had too few requests to last at its rate: faster ones would be the same burst."""
+    return bool(report["request_throughput"] < BURST_SHARE * report["request_rate"])
 
 
 def best_rate(reports: Sequence[Report], attainment: float) -> Report | None:
@@ -67,6 +77,8 @@ def print_sweep(reports: Sequence[Report], attainment: float, out: TextIO) -> No
             file=out,
         )
     best = best_rate(reports, attainment)
+    if best is reports[-1]:
+        print("no rate that was tried breaks the SLO; send more prompts (--num-prompts) to try higher ones", file=out)
     if best is None:
         print(f"no rate that was tried keeps the SLO for {attainment:.0%} of the requests", file=out)
     else:

@@ -44,13 +44,14 @@ def arrivals(
             burstier, infinite is even.
         speed: if not 0, the sessions begin at the trace's own times, so many times as fast.
     """
-    if speed and any(session.at_s is None for session in sessions):
-        raise ConfigError("the arrivals of a trace were asked for, but these data have no times")
+    if speed:
+        times = [session.at_s for session in sessions if session.at_s is not None]
+        if len(times) < len(sessions):
+            raise ConfigError("the arrivals of a trace were asked for, but these data have no times")
+        yield from ((at_s - times[0]) / speed for at_s in times)
+        return
     now = 0.0
-    for session in sessions:
-        if speed:
-            yield (session.at_s or 0.0) / speed
-            continue
+    for _ in sessions:
         yield now
         if rate < float("inf"):
             mean = 1 / rate

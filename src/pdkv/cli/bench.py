@@ -1,6 +1,7 @@
 """`pd bench`: puts load on any OpenAI server and reports what it does; measures offline engines; looks at data sets."""
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -38,7 +39,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     _add_target(sweep)
     _add_data(sweep, num_prompts=200)
     _add_slo(sweep, required=True)
-    _add_results(sweep)
+    _add_results(sweep, requests=False)
     add = sweep.add_argument
     add("--begin-rate", type=float, default=1.0, metavar="RATE", help="first rate; it is doubled until the SLO breaks")
     add("--attainment", type=float, default=0.9, metavar="SHARE", help="requests that must be within the SLO")
@@ -47,7 +48,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--plot", type=Path, metavar="FILE", help="draw latency over rate, and throughput over the speed that one user "
         "sees, as .png, .svg or .pdf (needs matplotlib: pdkv[plot])")  # fmt: skip
     prefix = _add(subcommands, "prefix", run_prefix, "show how much of a data set repeats, as a prefix cache sees it")
-    _add_data(prefix, num_prompts=1_000_000)
+    _add_data(prefix, num_prompts=None)
     add = prefix.add_argument
     add("--block-size", type=int, default=16, metavar="N", help="only whole blocks of N tokens count (default: 16)")
     add("--threshold", type=float, default=0.5, metavar="SHARE",
@@ -78,13 +79,19 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit for each request (default: 600)")
 
 
-def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int) -> None:
+def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int | None) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--dataset-name", choices=DATASETS, default="random", help="random: prompts of given lengths; conversations: "
         "sessions of several turns; agents: sessions of coding agents (33 turns, 131 prompt tokens per answer token, "
         "94 percent of them seen before); else a file in that format (default: random)")  # fmt: skip
     add("--dataset-path", type=Path, metavar="FILE", help="the file of a data set")
-    add("--num-prompts", type=int, default=num_prompts, metavar="N", help=f"requests (default: {num_prompts})")
+    add(
+        "--num-prompts",
+        type=int,
+        default=num_prompts,
+        metavar="N",
+        help=f"requests (default: {num_prompts or '1000, of a file all'})",
+    )
     add("--input-len", "--random-input-len", type=int, default=1024, metavar="N",
         help="tokens per prompt or, in conversations, per turn (default: 1024)")  # fmt: skip
     add("--output-len", "--random-output-len", type=int, metavar="N",
@@ -123,11 +130,12 @@ def _add_slo(parser: argparse.ArgumentParser, *, required: bool = False) -> None
         "--goodput ttft:200 tpot:50")  # fmt: skip
 
 
-def _add_results(parser: argparse.ArgumentParser) -> None:
+def _add_results(parser: argparse.ArgumentParser, *, requests: bool = True) -> None:
     add = parser.add_argument_group("results").add_argument
     add("--metric-percentiles", default=PERCENTILES, metavar="LIST", help=f"percentiles (default: {PERCENTILES})")
     add("--save-result", type=Path, metavar="FILE", help="write the report there as JSON")
-    add("--save-requests", type=Path, metavar="FILE", help="write one JSON line per request there")
+    if requests:
+        add("--save-requests", type=Path, metavar="FILE", help="write one JSON line per request there")
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add("--disable-tqdm", "--no-progress", dest="progress", action="store_false", help="show no progress bar on stderr")
 
@@ -138,42 +146,57 @@ def _add_results(parser: argparse.ArgumentParser) -> None:
 def run_serve(arguments: argparse.Namespace) -> int:
     """Run `pd bench serve`. The exit code is 1 if a request failed."""
     from pdkv.bench.report import Slo, doubts, print_report, request_lines, summarize
+    from pdkv.host.sockets import raise_open_files_limit
 
     percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
     pace = _pace(arguments)
-    sessions, target = _sessions(arguments), _target(arguments)
-    _warm_up(target, _shape(arguments), arguments.num_warmups)
+    _check_folder(arguments.save_result, "--save-result")
+    _check_folder(arguments.save_requests, "--save-requests")
+    raise_open_files_limit()
+    sessions, target = _sessions(arguments, arguments.seed), _target(arguments)
+    _warm_up(target, sessions, arguments)
     run = _measure(target, sessions, pace, progress=arguments.progress)
     report = summarize(run, percents, slo)
-    if arguments.save_requests:
-        _write(arguments.save_requests, request_lines(run), "--save-requests")
-    _show(report | {"request_rate": pace.rate if pace.rate < float("inf") else "inf"}, arguments)
     if not arguments.json:
         print_report(report, percents, sys.stdout)
-    for text in doubts(report, is_open_loop=pace.rate < float("inf") and not pace.max_concurrency):
+    is_open_loop = (pace.rate < float("inf") or pace.speed > 0) and not pace.max_concurrency
+    for text in doubts(report, is_open_loop=is_open_loop):
         say(f"WARNING {text}")
+    _show(report | {"request_rate": pace.rate if pace.rate < float("inf") else "inf"}, arguments)
+    if arguments.save_requests:
+        _write(arguments.save_requests, request_lines(run), "--save-requests")
     return int(report["failed"] > 0)
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
     """Run `pd bench sweep`. The exit code is 1 if no rate meets the SLO."""
     from pdkv.bench import sweep
-    from pdkv.bench.report import Slo, summarize
+    from pdkv.bench.report import Slo, doubts, summarize
     from pdkv.bench.serve import Pace
+    from pdkv.host.sockets import raise_open_files_limit
 
     percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
     if not 0 < arguments.attainment <= 1:
         raise ConfigError(f"--attainment: a share from 0 to 1 was expected, got {arguments.attainment:g}")
     check_numbers(arguments, "begin_rate", "burstiness")
     check_numbers(arguments, "refinements", zero=True)
+    _check_folder(arguments.save_result, "--save-result")
     drawing = None if arguments.plot is None else sweep.Plot(arguments.plot)
-    sessions, target = _sessions(arguments), _target(arguments)
-    _warm_up(target, _shape(arguments), 1)
+    raise_open_files_limit()
+    sessions, target = _sessions(arguments, arguments.seed), _target(arguments)
+    _warm_up(target, sessions, arguments)
+    if arguments.dataset_name in ("sharegpt", "custom"):
+        say("WARNING these prompts come again at each rate: a server with a prefix cache need not compute them")
+    numbers = itertools.count()
 
     def measure(rate: float) -> Mapping[str, Any]:
         say(f"{rate:.3g} requests/s …")
         pace = Pace(rate=rate, burstiness=arguments.burstiness, seed=arguments.seed)
-        return summarize(_measure(target, sessions, pace, progress=arguments.progress), percents, slo)
+        own = _sessions(arguments, f"{arguments.seed}/{next(numbers)}")  # a cache has none of them from an earlier run
+        report = summarize(_measure(target, own, pace, progress=arguments.progress), percents, slo)
+        for text in doubts(report, is_open_loop=True):
+            say(f"WARNING {text}")
+        return report
 
     reports = sweep.find_rate(
         measure,
@@ -182,9 +205,9 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         refinements=arguments.refinements,
     )
     best = sweep.best_rate(reports, arguments.attainment)
-    _show({"best": best, "runs": reports}, arguments)
     if not arguments.json:
         sweep.print_sweep(reports, arguments.attainment, sys.stdout)
+    _show({"best": best, "runs": reports}, arguments)
     if drawing is not None:
         drawing.save(reports)
     return int(best is None)
@@ -218,31 +241,38 @@ def _target(arguments: argparse.Namespace) -> "Target":
 
 def _first_model(url: str, headers: Mapping[str, str]) -> str:
     """The first model that the server lists. Raises ConfigError and StartupError."""
-    import urllib.error
+    import http.client
     import urllib.request
 
     from pdkv.bench.client import Client
 
     Client(url)  # refuses what is no URL of a server
     where = url.rstrip("/").removesuffix("/v1") + "/v1/models"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load goes
     try:
-        with urllib.request.urlopen(urllib.request.Request(where, headers=dict(headers)), timeout=30) as response:
+        with opener.open(urllib.request.Request(where, headers=dict(headers)), timeout=30) as response:
             name = json.loads(response.read(1 << 20))["data"][0]["id"]
-    except (OSError, urllib.error.URLError) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise StartupError(f"{where}: {error}") from None
     except (ValueError, LookupError, TypeError):
         raise StartupError(f"{where} lists no model: name one with --model") from None
     return str(name)
 
 
-def _warm_up(target: "Target", shape: "Shape", num: int) -> None:
-    """Send some requests that do not count, of prompts that do not come again. Raises StartupError if one fails."""
+def _warm_up(target: "Target", sessions: "Sequence[Session]", arguments: argparse.Namespace) -> None:
+    """Send some requests that do not count, as long as the first one, of prompts that do not come again.
+
+    Raises:
+        StartupError: one failed.
+    """
     from pdkv.bench.datasets import Maker
+    from pdkv.bench.prefix import units
     from pdkv.bench.serve import Pace
     from pdkv.bench.workload import one_turn
 
-    make = Maker(-1, as_text=target.endpoint == "chat", vocabulary=shape.vocabulary)
-    firsts = [one_turn(make.prompt(shape.input_len), 2) for _ in range(num)]
+    first = sessions[0].turns[0].prompt
+    make = Maker("warm-up", as_text=isinstance(first, str), vocabulary=_shape(arguments).vocabulary)
+    firsts = [one_turn(make.prompt(len(units(first))), 2) for _ in range(getattr(arguments, "num_warmups", 1))]
     if not firsts:
         return
     run = _measure(target, firsts, Pace(max_concurrency=1), progress=False)
@@ -274,6 +304,12 @@ def _show(report: Mapping[str, Any], arguments: argparse.Namespace) -> None:
         print(line.decode())
 
 
+def _check_folder(path: Path | None, flag: str) -> None:
+    """Raise ConfigError before anything is measured: a result could not be written there."""
+    if path is not None and not path.parent.is_dir():
+        raise ConfigError(f"{flag}: there is no folder {path.parent}")
+
+
 def _write(path: Path, data: bytes, flag: str) -> None:
     try:
         path.write_bytes(data)
@@ -284,7 +320,7 @@ def _write(path: Path, data: bytes, flag: str) -> None:
 # --- data sets ------------------------------------------------------------------------------------------------------
 
 
-def _sessions(arguments: argparse.Namespace) -> "Sequence[Session]":
+def _sessions(arguments: argparse.Namespace, seed: int | str) -> "Sequence[Session]":
     from pdkv.bench.datasets import FILES, Maker, load
 
     if arguments.dataset_path is not None and arguments.dataset_name not in FILES:
@@ -293,13 +329,15 @@ def _sessions(arguments: argparse.Namespace) -> "Sequence[Session]":
         )
     shape = _shape(arguments)
     as_text = getattr(arguments, "endpoint", "completions") == "chat"
-    make = Maker(arguments.seed, as_text=as_text, vocabulary=shape.vocabulary)
+    make = Maker(seed, as_text=as_text, vocabulary=shape.vocabulary)
     return load(arguments.dataset_name, arguments.dataset_path, shape, make)
 
 
 def _shape(arguments: argparse.Namespace) -> "Shape":
     from pdkv.bench.datasets import LAST_ID, Shape
 
+    if arguments.num_prompts is None:
+        arguments.num_prompts = 1000 if arguments.dataset_path is None else sys.maxsize
     check_numbers(arguments, "num_prompts", "input_len", "num_prefixes", "turns")
     check_numbers(arguments, "prefix_len", "pause", "max_context", "vocabulary", zero=True)
     if not 0 <= arguments.range_ratio < 1:
@@ -309,7 +347,7 @@ def _shape(arguments: argparse.Namespace) -> "Shape":
     return Shape(
         num_prompts=arguments.num_prompts,
         input_len=arguments.input_len,
-        output_len=arguments.output_len or (0 if arguments.dataset_name == "sharegpt" else 128),
+        output_len=arguments.output_len or 0,
         range_ratio=arguments.range_ratio,
         prefix_len=arguments.prefix_len,
         num_prefixes=arguments.num_prefixes,
@@ -328,7 +366,7 @@ def run_prefix(arguments: argparse.Namespace) -> int:
     check_numbers(arguments, "min_length", zero=True)
     if not 0 <= arguments.threshold <= 1:
         raise ConfigError(f"--threshold: a share from 0 to 1 was expected, got {arguments.threshold:g}")
-    sessions = _sessions(arguments)
+    sessions = _sessions(arguments, arguments.seed)
     found = repeats(
         sessions, block=arguments.block_size, threshold=arguments.threshold, min_length=arguments.min_length
     )
@@ -361,6 +399,10 @@ def _pace(arguments: argparse.Namespace) -> "Pace":
     if not arguments.burstiness > 0:
         raise ConfigError(f"--burstiness: a number above 0, or inf, was expected, got {arguments.burstiness:g}")
     check_numbers(arguments, "trace_speed", "max_concurrency", "num_warmups", zero=True)
+    if arguments.trace_speed and arguments.request_rate < float("inf"):
+        raise ConfigError(
+            "--trace-speed follows the data set's own times, and --request-rate does not: give one of them"
+        )
     return Pace(
         arguments.request_rate,
         arguments.burstiness,

@@ -132,7 +132,9 @@ def place_on_hardware(
     given = [spec for spec in placed if spec.config.in_host_memory and not spec.config.sizes_itself]
     given += [spec for spec in running if spec.config.sizes_itself]
     taken = num_promised_bytes + sum(spec.config.host_kv_bytes for spec in given)
-    taken += sum((tiers.kv_host_memory or 0) + loaded_bytes(spec.config.model) for spec in placed)
+    taken += sum(
+        (tiers.kv_host_memory or 0) + loaded_bytes(spec.config.model, spec.config.quantization) for spec in placed
+    )
     share = share_for_pools(max(sum(spec.config.sizes_itself for spec in placed), 1), taken)
     return [with_options(s, max_kv_cache_memory=min(share, s.config.max_kv_cache_memory or share)) for s in placed]
 
