@@ -160,23 +160,31 @@ class OutlierScore:
 
 
 class BadPairs:
-    """(prefill, decode) pairs whose latest KV load failed. Each is avoided for a time that grows with each failure."""
+    """(prefill, decode) pairs whose latest KV load failed. Each is avoided for a time that grows with each hold."""
 
     def __init__(self) -> None:
-        self._pairs: dict[tuple[str, str], tuple[float, int]] = {}  # until when it is avoided, and its failures in turn
+        self._pairs: dict[tuple[str, str], tuple[float, int]] = {}  # until when it is avoided, and its holds in turn
+        self._avoided: frozenset[tuple[str, str]] = frozenset()
+        self._ends_at = math.inf  # when the first of these holds ends
 
     def loaded(self, prefill: str, decode: str, ok: bool, now: float) -> None:
-        """Note that a KV load from `prefill` to `decode` ended."""
+        """Note that a KV load from `prefill` to `decode` ended. Failures while the pair is avoided say nothing new."""
         pair = (prefill, decode)
-        if not ok:
-            _, num = self._pairs.get(pair, (0.0, 0))
+        until, num = self._pairs.get(pair, (-math.inf, 0))
+        if ok and num:
+            del self._pairs[pair]
+        elif not ok and now >= until:
             self._pairs[pair] = now + hold_s(num), num + 1
-        elif self._pairs:
-            self._pairs.pop(pair, None)
+        else:
+            return
+        self._ends_at = -math.inf
 
     def avoided(self, now: float) -> frozenset[tuple[str, str]]:
         """Pairs that are avoided now. The others of these await a trial: their next load decides."""
-        return frozenset(pair for pair, (until, _) in self._pairs.items() if now < until)
+        if now >= self._ends_at:
+            held = {pair: until for pair, (until, _) in self._pairs.items() if now < until}
+            self._avoided, self._ends_at = frozenset(held), min(held.values(), default=math.inf)
+        return self._avoided
 
     def __len__(self) -> int:
         return len(self._pairs)
@@ -187,3 +195,4 @@ class BadPairs:
     def forget(self, name: str) -> None:
         """Forget an engine that is gone for good."""
         self._pairs = {pair: held for pair, held in self._pairs.items() if name not in pair}
+        self._ends_at = -math.inf

@@ -39,6 +39,7 @@ class Prober:
         self._since: dict[tuple[str, str], float] = {}  # (engine, epoch) -> when it was first seen
         self._probed: dict[tuple[str, str], float] = {}  # pair -> when it was last probed
         self._under_way: dict[tuple[str, str], float] = {}  # pair -> when its probe began
+        self._was_bad_pair = False  # the latest probe tries one: then it is an idle or ejected engine's turn
 
     def due(self, now: float) -> Route | None:
         """The next route to probe, if any; it counts as running until `ended`."""
@@ -49,8 +50,10 @@ class Prober:
         probed = {name for pair in self._under_way for name in pair}
         due = sorted((e for e in ready if e.name not in probed and self._is_due(e, now)), key=_probed_at)
         routes = (route for e in due if (route := self._route(e, ready)) is not None)
-        route = self._bad_pair(ready, now) or next(routes, None)
+        bad, idle = self._bad_pair(ready, now), next(routes, None)
+        route = (idle or bad) if self._was_bad_pair else (bad or idle)
         if route is not None:
+            self._was_bad_pair = route is bad
             self._under_way[route[:2]] = now
             self._probed.pop(route[:2], None)
             self._probed[route[:2]] = now
@@ -62,6 +65,9 @@ class Prober:
         """Record that the probe is over."""
         route = flow.route
         seconds = round(now - self._under_way.pop(route[:2], now), 3)
+        pairs, pair = self._fleet.pairs, (route.prefill, route.decode)
+        if pair in set(pairs) and pair not in pairs.avoided(now):  # no load has decided its trial
+            pairs.loaded(*pair, flow.failure is None and (flow.load is None or flow.load.ok), now)
         if flow.failure is None:
             self.num_ok += 1
             for name in set(route[:2]):
@@ -73,7 +79,7 @@ class Prober:
             return  # the router stops, an engine was removed, or one died, which says more
         self.num_failed += 1
         if flow.awaits_kv and not self._fleet.suspects.keys() & set(route[:2]):
-            self._fleet.pairs.loaded(route.prefill, route.decode, False, now)
+            pairs.loaded(*pair, False, now)
             return
         engine = self._fleet.engines.get(route.decode if flow.output_token_ids else route.prefill)
         if engine is None:
@@ -96,8 +102,8 @@ class Prober:
         return now - since >= self._interval_s
 
     def _bad_pair(self, ready: Sequence[EngineState], now: float) -> Route | None:
-        """A pair that is no longer avoided, whose next load decides."""
-        names, avoided = {e.name for e in ready}, self._fleet.pairs.avoided(now)
+        """A pair of engines that are well that is no longer avoided: its next load decides."""
+        names, avoided = {e.name for e in ready if e.is_well(now)}, self._fleet.pairs.avoided(now)
         due = (p for p in self._fleet.pairs if names.issuperset(p) and p not in avoided and p not in self._under_way)
         return next((route for pair in due if (route := self._pair(*pair)) is not None), None)
 

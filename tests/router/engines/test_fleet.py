@@ -167,8 +167,10 @@ def test_a_bad_decode_engine_marks_no_healthy_prefill() -> None:
     assert names(fleet, "decode") == ["decode-1"]
     fleet.pairs.loaded("prefill-0", "decode-1", False, 0.0)
     assert names(fleet, "prefill") == ["prefill-1"]
-    fleet.pairs.loaded("prefill-1", "decode-1", False, 0.0)
+    for _ in range(8):  # under way at the same time: one failure
+        fleet.pairs.loaded("prefill-1", "decode-1", False, 0.0)
     assert names(fleet, "prefill") == ["prefill-0", "prefill-1"], "nothing else is left"
+    assert fleet.pairs.avoided(1.0) is fleet.pairs.avoided(2.0), "asked for several times per request"
     assert fleet.pairs.avoided(HOLD_S) == frozenset()
     fleet.pairs.loaded("prefill-1", "decode-1", False, HOLD_S)
     assert fleet.pairs.avoided(2 * HOLD_S) == {("prefill-1", "decode-1")}, "for longer than the first time"

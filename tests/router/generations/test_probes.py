@@ -162,12 +162,29 @@ async def test_an_ejected_engine_is_tried_by_a_probe_when_its_hold_is_over() -> 
         assert not score.is_ejected
 
 
-async def test_a_bad_pair_is_tried_by_a_probe() -> None:
+@pytest.mark.parametrize("loads", [True, False])
+async def test_a_bad_pair_is_tried_by_a_probe(loads: bool) -> None:
+    """Also by one that answers without a load: such a pair was due again in each tick."""
     async with live(Rig(1, 2)) as rig:
+        rig.backends["decode-1"].engine.draw = lambda n: 5 if n == 6 and not loads else 0
         pairs = rig.dispatcher.fleet.pairs
         pairs.loaded("prefill-0", "decode-1", False, rig.now)
         await rig.after(HOLD_S + 4 * TICK_S)
         assert not pairs
+        assert len(rig.probes("decode-1")) == 1
+
+
+async def test_bad_pairs_of_engines_that_are_well_and_idle_engines_are_probed_in_turns() -> None:
+    async with live(Rig(2, 4)) as rig:
+        fleet, due = rig.dispatcher.fleet, rig.dispatcher.prober.due
+        assert due(rig.now) is None
+        for n in range(3):
+            fleet.pairs.loaded("prefill-0", f"decode-{n}", False, rig.now)
+        fleet.engines["decode-0"].score.eject(rig.now + INTERVAL_S)
+        routes = [due(rig.now + INTERVAL_S) for _ in range(4)]
+        names = [route[:2] for route in routes if route is not None]
+        assert [names[0], names[2]] == [("prefill-0", "decode-1"), ("prefill-0", "decode-2")]
+        assert ("prefill-1" in names[1], "decode-3" in names[3]) == (True, True)
 
 
 async def test_a_probe_does_not_end_the_ejection_of_a_crash_loop() -> None:
