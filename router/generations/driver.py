@@ -245,7 +245,7 @@ class Driver:
     def _note_load(self, flow: RequestFlow, reader: str, loaded: Loaded, now: float) -> None:
         """Count the end of a KV load for or against the pair, unless its source is gone, which explains it."""
         source, is_loan = flow.source_of(reader), reader != flow.route.decode
-        is_gone = not self.fleet.is_ready(source) if is_loan else flow.prefill_gone
+        is_gone = not self.fleet.is_ready(source) or (not is_loan and flow.prefill_gone)
         card = self.fleet.engines[reader].card
         may_be_evicted = is_loan or (card is not None and card.kind == "store")
         if not is_gone and not (may_be_evicted and loaded.code in CACHE_MISSES):

@@ -81,7 +81,7 @@ class Recovery:
         if error is not None:
             flow.failure = error
             return flow.give_up()
-        if not flow.can_resume:
+        if not (flow.can_resume and self._fleet.is_ready(flow.route.prefill)):
             return flow.reset()
         sends = flow.resume()
         if flow.prefill == "done":

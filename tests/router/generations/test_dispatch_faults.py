@@ -6,7 +6,7 @@ import logging
 import pytest
 from coroutines import clock
 from dispatch_rig import InProcessBackend, System, check_right, collect, live
-from scripted_engine import make_request
+from scripted_engine import expected_output, make_request
 
 from pdkv.errors import (
     EngineUnavailable,
@@ -251,20 +251,32 @@ async def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_th
         system.backends["decode-0"].release()
 
 
-async def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_pair() -> None:
-    async with live(System(1, 1)) as system:
-        decode = system.backends["decode-0"]
-        decode.held = True
+@pytest.mark.parametrize("is_noticed", [True, False])
+async def test_a_load_that_fails_because_its_prefill_engine_died_tells_nothing_of_the_pair(
+    monkeypatch: pytest.MonkeyPatch, is_noticed: bool
+) -> None:
+    """Whether or not the generation had its turn since; it does not return to that engine."""
+    if not is_noticed:
+        monkeypatch.setattr("pdkv.router.generations.listener.ORPHANS_PER_TURN", 0)
+    async with live(System(2, 2)) as system:
+        for name in ("decode-0", "decode-1"):
+            system.backends[name].held = True
         generation = system.dispatcher.start(make_request())
         await anext(generation)
         while not generation.flow.awaits_kv:
             await asyncio.sleep(0)
-        system.backends["prefill-0"].die()
+        decode = system.backends[generation.flow.route.decode]
+        system.backends[generation.flow.route.prefill].die()
         decode.say(Loaded(generation.request_id, 0, ok=False, code="peer_gone"))
         assert system.dispatcher.counters.load_failures == 1
         assert system.dispatcher.topology()["pairs"] == []
-        decode.release()
-        await collect(generation)
+        decode.engine.tasks.clear()
+        decode.say(Failed(generation.request_id, 0, "peer_gone", "the KV could not be loaded", retryable=True))
+        assert system.dispatcher.fleet.is_ready(generation.flow.route.prefill)
+        monkeypatch.undo()
+        for name in ("decode-0", "decode-1"):
+            system.backends[name].release()
+        assert (await collect(generation))[0] == expected_output(make_request())[1:]
 
 
 @pytest.mark.parametrize(("kind", "code", "is_avoided"), [
