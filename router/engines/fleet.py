@@ -224,6 +224,7 @@ class Fleet:
         self.speeds = Speeds()
         self.sides: dict[Side, Members[EngineState]] = {"prefill": Members("prefill"), "decode": Members("decode")}
         self.doubted: list[EngineState] = []  # suspects at the last tick
+        self._mostly_ejected: set[Side] = set()  # sides more than half of which were ejected at the last tick
         self._are_mixed = False  # whether engines that are ready speak several versions
         self._gaps: dict[tuple[Versions, Versions], str] = {}  # why those of such versions cannot exchange KV
 
@@ -385,7 +386,7 @@ class Fleet:
         other: Side = "decode" if side == "prefill" else "prefill"
         failing = self.pairs.avoided(now)
         unpaired = self._without_partner(side, failing) if failing else ()
-        if near is not None and len(members) > MANY:
+        if near is not None and len(members) > MANY and side not in self._mostly_ejected:
 
             def fits(e: EngineState) -> bool:
                 if e.name in without or not e.is_well(now):
@@ -493,6 +494,8 @@ class Fleet:
         for engine in self.engines.values():
             engine.health.tick(engine.has_work)
         self.doubted = [engine for engine in self.engines.values() if engine.suspicion]
+        held = {s: sum(e.score.is_ejected for e in m.engines.values()) for s, m in self.sides.items()}
+        self._mostly_ejected = {side for side, num in held.items() if 2 * num > len(self.sides[side])}
 
     @property
     def suspects(self) -> dict[str, str]:

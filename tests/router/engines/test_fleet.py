@@ -132,6 +132,17 @@ def test_at_most_half_of_a_role_is_left_out(ejected: str, left: str) -> None:
     assert sorted(name[-1] for name in names(fleet, "prefill", 4.0)) == list(left)
 
 
+def test_at_most_half_of_a_large_role_is_left_out() -> None:
+    fleet = Fleet()
+    for i in range(40):
+        fleet.add(f"any-{i}", "any")
+        fleet.came_up(f"any-{i}", make_card(f"any-{i}", "any"))
+    for i in range(1, 40):
+        fleet.engines[f"any-{i}"].score.eject(0.0)
+    fleet.tick()
+    assert len(names(fleet, "prefill", 1.0, near=())) == 20
+
+
 def test_a_score_outlives_its_engine() -> None:
     """Router 20: an engine came up with a clean record, so that a crash loop never ended it."""
     fleet = make_fleet()
