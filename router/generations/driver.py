@@ -228,19 +228,25 @@ class Driver:
             self._enter(generation)
 
     def _note_handoff(self, generation: Generation, engine: str, message: HandedOff, now: float) -> None:
-        """Note how long the engine took for a prompt, if nothing but computing held it up."""
+        """Note how long the engine took for a prompt, if nothing but computing held it up. Not of a decode engine:
+        its answers are tokens.
+        """
         flow, sources = generation.flow, message.sources
-        if flow.route.offer is None and flow.request.params.grammar is None and not sources.remote + sources.store:
+        is_prompt = self.fleet.engines[engine].role != "decode" and not sources.remote + sources.store
+        if is_prompt and flow.route.offer is None and flow.request.params.grammar is None:
             self.fleet.answered(engine, generation.asked_work, now - generation.asked_at)
         self.fleet.succeeded(engine, now)
 
     def _note_gap(self, engine: str, message: Tokens, now: float) -> None:
-        """Note how long a decode engine took from one token of a stream to the next; one stream stands for its step."""
+        """Note how long an engine took from one token of a stream to the next; one stream stands for its step. Not of a
+        prefill engine: its answers are prompts.
+        """
         generation = self._generations.get(message.request_id)
         if generation is None or engine != generation.flow.route.decode or generation.flow.is_new_on(engine):
             return
-        if generation.flow.accepts(engine, message):
-            self.fleet.answered(engine, self.fleet.engines[engine].books.requests, now - generation.last_token_at)
+        state = self.fleet.engines[engine]
+        if state.role != "prefill" and generation.flow.accepts(engine, message):
+            self.fleet.answered(engine, state.books.requests, now - generation.last_token_at)
 
     def _note_load(self, flow: RequestFlow, reader: str, loaded: Loaded, now: float) -> None:
         """Count the end of a KV load for or against the pair, unless its source is gone, which explains it."""

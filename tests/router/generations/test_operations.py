@@ -155,6 +155,15 @@ async def test_a_role_is_changed_under_requests_without_a_restart() -> None:
         used = [await check_right(system, make_request(30 + i)) for i in range(4)]
         assert {g.decode_engine for g in used} == {"decode-0"}
         assert {g.prefill_engine for g in used} == {"prefill-0", "decode-1"}
+        system.backends["prefill-0"].held = True
+        late = [system.dispatcher.start(make_request(41 + i, 2)) for i in range(2)]
+        score = system.dispatcher.fleet.engines["prefill-0"].score
+        num_paces = score.num_paces
+        ops.set_role("prefill-0", "decode")
+        system.backends["prefill-0"].release()
+        for generation in late:
+            await collect(generation)
+        assert score.num_paces == num_paces, "its prompts are not compared with tokens"
         system.backends["decode-1"].die()
         system.backends["decode-1"].start(system.card("decode-1", epoch="e1"))
         assert ops.describe("decode-1")["role"] == "prefill", "its card says decode"

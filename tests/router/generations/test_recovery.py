@@ -462,6 +462,8 @@ async def test_engines_of_the_other_role_take_over_where_that_is_asked_for(gone:
         assert gone not in generation.decode_engine
         assert generation.prefill_engine == generation.decode_engine
         assert (await collect(running))[0] == expected_output(running.flow.request)
+        num_paces = system.dispatcher.fleet.engines["prefill-0"].score.num_paces
+        assert num_paces == 1, "its tokens are not compared with prompts"
 
 
 async def test_a_prefill_engine_decodes_what_it_has_handed_off_where_it_takes_over() -> None:
