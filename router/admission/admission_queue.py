@@ -17,7 +17,7 @@ from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC
 from pdkv.config import AdmissionConfig
 from pdkv.errors import Draining, PdkvError, RequestAborted, RequestTimeout, TooManyRequests
-from pdkv.router.admission.fair_queue import FairQueue, Turns, Waiting
+from pdkv.router.admission.fair_queue import FairQueue, Flow, Turns, Waiting
 from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
 from pdkv.router.engines.books import EXPECTED_OUTPUT, expected_output
 from pdkv.router.request import GenerateRequest
@@ -212,7 +212,7 @@ class Admission:
             deadline=waiter.began + request.slo_ttft_s if request.slo_ttft_s and tenant.digest else None,
         )
         timer = asyncio.get_running_loop().call_later(request.patience_s, _expire, waiter)
-        visit.waiters[waiter] = waiting
+        visit.waiters[waiter], visit.flow = waiting, waiting.flow
         try:
             result = await waiter.future
         finally:
@@ -230,7 +230,7 @@ class Admission:
         nothing; but others may since have waited for the tokens that it used beyond its expected cost.
         """
         tenant = visit.tenant
-        self._queue.settle(visit.turns, num_tokens * share, tenant.grant.weight)
+        self._queue.settle(visit.flow, num_tokens * share, tenant.grant.weight)
         if share < 1.0 and num_tokens > 0:
             self._queue.charge(tenant.digest, visit.priority, num_tokens * (1.0 - share), tenant.grant.weight)
 
@@ -276,6 +276,7 @@ class Visit:
     def __init__(self, admission: Admission, tenant: Tenant) -> None:
         self.tenant = tenant
         self.turns = Turns()
+        self.flow: Flow | None = None  # its key's, in which its generations waited
         self.priority = 0  # of its generations
         self.waiters: dict[_Waiter, Waiting[_Waiter]] = {}
         self.num_charged = 0  # tokens that its queued generations are expected to cost

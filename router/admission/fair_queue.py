@@ -42,7 +42,7 @@ class Turns:
 class Waiting(Generic[T]):
     """An item that waits; `item` is None once it has been taken or removed."""
 
-    __slots__ = ("cost", "deadline", "flow", "item", "place", "priority", "weight")
+    __slots__ = ("cost", "deadline", "flow", "item", "place", "priority", "turns", "weight")
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class Waiting(Generic[T]):
         cost: float,
         weight: float,
         flow: Flow,
+        turns: Turns,
         place: tuple[float, int],
         deadline: float | None,
     ) -> None:
@@ -59,6 +60,7 @@ class Waiting(Generic[T]):
         self.cost = cost
         self.weight = weight
         self.flow = flow
+        self.turns = turns
         self.place = place  # its tag, and a number that orders equal ones
         self.deadline = deadline
 
@@ -119,7 +121,7 @@ class FairQueue(Generic[T]):
         began = turns.tag if turns.flow is flow else 0.0
         turns.flow, turns.tag = flow, max(flow.clock, began) + cost
         number = next(self._numbers)
-        waiting = Waiting(item, priority, cost, weight, flow, (turns.tag, number), deadline)
+        waiting = Waiting(item, priority, cost, weight, flow, turns, (turns.tag, number), deadline)
         heapq.heappush(flow.heap, (waiting.place, number, waiting))  # type: ignore[misc]
         if deadline is not None:
             heapq.heappush(flow.deadlines, (deadline, number, waiting))  # type: ignore[misc]
@@ -167,12 +169,14 @@ class FairQueue(Generic[T]):
     def remove(self, waiting: Waiting[T]) -> None:
         """Remove an item that no longer waits. Idempotent, and harmless once the item has been taken."""
         if waiting.item is not None:
+            if waiting.turns.flow is waiting.flow:
+                waiting.turns.tag -= waiting.cost
             self._left(waiting)
 
-    def settle(self, turns: Turns, num_tokens: float, weight: float) -> None:
-        """Correct a request's cost by the difference between actual and expected tokens."""
-        if turns.flow is not None:
-            turns.flow.virtual += num_tokens / weight
+    def settle(self, flow: Flow | None, num_tokens: float, weight: float) -> None:
+        """Correct a request's cost, in the flow of its items, by the difference between actual and expected tokens."""
+        if flow is not None:
+            flow.virtual += num_tokens / weight
 
     def charge(self, tenant: str, priority: int, num_tokens: float, weight: float) -> None:
         """Charge a tenant for tokens that did not pass through this queue. If nothing waits, it costs nothing."""

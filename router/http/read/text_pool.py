@@ -56,7 +56,7 @@ class _Lane:
             except BaseException as error:
                 future.set_exception(error)
         with self._lock:
-            self._queue.settle(turns, time.thread_time() - began - seconds, 1.0)
+            self._queue.settle(turns.flow, time.thread_time() - began - seconds, 1.0)
         del future, work  # a failure's traceback holds this frame, which must not hold the failure and the body
 
     def close(self) -> None:

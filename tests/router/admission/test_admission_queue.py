@@ -406,6 +406,36 @@ async def test_a_key_pays_for_long_outputs_of_what_began_before_anybody_waited()
             await rig.end(number)
 
 
+async def test_a_request_is_settled_in_its_own_priority_though_another_one_of_its_fairness_id_waits_in_a_lower() -> (
+    None
+):
+    rig = Rig()
+    async with case(rig):
+        long, other = rig.tenant("long"), rig.tenant("other")
+        first, second = visits = [rig.visit(long), rig.visit(long)]
+        first.turns = second.turns = long.turns_of("user")
+        tasks = [rig.start(first)]
+        visits += [rig.visit(tenant) for tenant in (long, long, other, other)]
+        tasks += [rig.start(visit) for visit in visits[2:]]
+        await settle()
+        rig.dispatcher.give_room(1)
+        await settle()
+        rig.dispatcher.num_slots = 0
+        tasks.append(rig.start(second, priority=1))
+        await rig.end(0)
+        first.used(5000)
+        first.close()
+        rig.dispatcher.num_slots = 0
+        rig.dispatcher.give_room(2)
+        await settle()
+        assert [task.done() for task in tasks] == [True, False, False, True, True, False]
+        for visit in visits:
+            visit.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for number in (1, 2):
+            await rig.end(number)
+
+
 async def test_others_do_not_wait_for_128_choices_of_one_request() -> None:
     """One anonymous client's n=128 of long prompts, and then short requests of others."""
     rig = Rig()
