@@ -46,6 +46,7 @@ class Exchange:
         self._send_body = send_body
         self._label = label or None
         self._encode_failure: Callable[[PdkvError], bytes] | None = None  # of a stream that has begun
+        self._sends_head = False  # of a stream
         self._is_silent = True  # no events were sent since the last ping was due
         self.body_is_here = False
         """False if the connection must end with the response, since what is still to come is not a next request."""
@@ -90,8 +91,12 @@ class Exchange:
             return
         headers = self._headers(b"text/event-stream; charset=utf-8", engines)
         headers.append((b"cache-control", b"no-cache"))
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        self.status, self._encode_failure = 200, fail
+        self._sends_head = True
+        try:
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+            self.status, self._encode_failure = 200, fail
+        finally:
+            self._sends_head = False
 
     @contextlib.contextmanager
     def pinging(self, ping_s: float, fail: Callable[[PdkvError], bytes]) -> Iterator[None]:
@@ -115,6 +120,8 @@ class Exchange:
             timer.cancel()
 
     async def _ping(self, fail: Callable[[PdkvError], bytes]) -> None:
+        if self._sends_head:
+            return  # it waits for its client
         await self.begin_events(self.fanout.engines if self.fanout is not None else ("", ""), fail)
         await self.send_events(_PING)
 

@@ -1,5 +1,6 @@
 """Streams: what each event holds, one write per step, and how a stream ends when something fails."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -7,7 +8,9 @@ from asgi_client import Exchange, begin, call, run
 from fake_dispatcher import FakeDispatcher, logprob, say, tokens
 from small_app import MODEL, eos, ids, make_app, tokenizer
 
+from pdkv.base.trace_context import new_trace
 from pdkv.errors import EngineDied, RequestTimeout
+from pdkv.router.http.answer import exchange as exchanges
 
 
 def stream(dispatcher: FakeDispatcher, **fields: Any) -> Exchange:
@@ -202,3 +205,22 @@ async def test_a_failure_behind_the_first_token_is_an_event_and_no_done(fields: 
     assert "decode-1" in last["error"]["message"]
     assert exchange.complete
     assert all(other.aborted for other in dispatcher.generations[1:])
+
+
+async def test_a_ping_does_not_overtake_a_head_that_waits_to_be_sent() -> None:
+    kinds, can_go_on = [], asyncio.Event()
+    waits = [can_go_on.wait()]
+
+    async def send(message: Any) -> None:
+        if waits:
+            await waits.pop()
+        kinds.append(message["type"])
+
+    exchange = exchanges.Exchange(send, send, None, new_trace())
+    with exchange.pinging(0.0, lambda error: b""):
+        head = asyncio.ensure_future(exchange.begin_events(("", ""), lambda error: b""))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        can_go_on.set()
+        await head
+    assert kinds.count("http.response.start") == 1
