@@ -447,7 +447,7 @@ class Fleet:
         if (engine := self.engines.get(name)) is None:
             return
         engine.score.failed(now)
-        if engine.score.value(now, self._usual[engine.role].pace) >= 1.0:
+        if not engine.score.is_ejected and engine.score.value(now, self._usual[engine.role].pace) >= 1.0:
             self._compare(engine.role, now)
 
     def succeeded(self, name: str, now: float) -> None:

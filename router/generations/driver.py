@@ -351,7 +351,7 @@ class Driver:
             evident = self.fleet.engines[name].health.explains_timeout()
             if evident or generation.is_overdue(now, TELLING_TIMEOUT_S):
                 fault = "pair" if flow.awaits_kv and not evident else "engine"
-            if fault == "pair":  # which of the two was too slow?
+            if fault == "pair" and self.fleet.is_ready(flow.route.prefill):  # which of the two was too slow?
                 self.fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
         elif fault == "engine" and is_final(flow.failure):
             is_second = failures is not None and failures.doubted

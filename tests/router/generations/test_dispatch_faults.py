@@ -239,14 +239,19 @@ async def test_short_deadlines_eject_an_engine_only_where_the_engine_does_nothin
         system.backends["any-1"].release()
 
 
+@pytest.mark.parametrize("dies", [False, True])
 async def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_the_pair(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
+    """Unless its prefill engine is gone."""
     monkeypatch.setattr("pdkv.router.generations.driver.TELLING_TIMEOUT_S", 0.0)
     async with live(System(1, 1)) as system:
         system.backends["decode-0"].held = True
+        if dies:
+            asyncio.get_running_loop().call_later(0.1, system.backends["prefill-0"].die)
         await time_out(system, 1, 0.5)
-        assert system.dispatcher.topology()["pairs"] == [{"prefill": "prefill-0", "decode": "decode-0"}]
+        pairs = [] if dies else [{"prefill": "prefill-0", "decode": "decode-0"}]
+        assert system.dispatcher.topology()["pairs"] == pairs
         assert not any(e["ejected"] for e in system.dispatcher.topology()["engines"])
         system.backends["decode-0"].release()
 
