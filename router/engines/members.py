@@ -49,7 +49,7 @@ class Members(Generic[E]):
         self.kv_tokens = 0  # KV that their pools hold
         self.with_slack: set[str] = set()  # those of them that report that they can take more than that
         self._side = side
-        self._order: list[tuple[int, int, str]] = []  # (load, number of its last change, name)
+        self._order: list[tuple[int, int, str]] = []  # (load, number of its last change, name), not draining
         self._kept: dict[str, tuple[tuple[int, int, str], Versions, int, int]] = {}
         self._with_room: set[str] = set()
         self._numbers = count()
@@ -81,7 +81,7 @@ class Members(Generic[E]):
         if self.engines.pop(name, None) is None:
             return
         place, versions, num_seqs, kv_tokens = self._kept.pop(name)
-        del self._order[bisect_left(self._order, place)]
+        self._unplace(place)
         self.versions[versions] -= 1
         if not self.versions[versions]:
             del self.versions[versions]
@@ -97,7 +97,7 @@ class Members(Generic[E]):
         return self._with_room
 
     def by_load(self) -> Iterator[E]:
-        """The least loaded first; among equals those whose work changed longest ago."""
+        """Those that are not draining, the least loaded first; among equals those whose work changed longest ago."""
         self._sort()
         return (self.engines[name] for _, _, name in self._order)
 
@@ -105,15 +105,21 @@ class Members(Generic[E]):
         """Put the engines whose work has changed into their places."""
         for name in self._changed & self.engines.keys():
             old, versions, num_seqs, kv_tokens = self._kept[name]
-            del self._order[bisect_left(self._order, old)]
+            self._unplace(old)
             self._kept[name] = self._place(self.engines[name]), versions, num_seqs, kv_tokens
         self._changed.clear()
 
     def _place(self, engine: E) -> tuple[int, int, str]:
         place = (engine.view(self._side).load, next(self._numbers), engine.name)
-        insort(self._order, place)
+        if not engine.draining:
+            insort(self._order, place)
         (self._with_room.add if engine.has_room else self._with_room.discard)(engine.name)
         return place
+
+    def _unplace(self, place: tuple[int, int, str]) -> None:
+        at = bisect_left(self._order, place)
+        if self._order[at : at + 1] == [place]:
+            del self._order[at]
 
     def few(self, near: Collection[str], fits: Callable[[E], bool]) -> list[E]:
         """FEW of the least loaded that fit, and those of `near` that do."""

@@ -146,6 +146,15 @@ def test_at_most_half_of_a_large_role_is_left_out() -> None:
     assert len(names(fleet, "prefill", 1.0, near=())) == 20
 
 
+def test_draining_engines_have_no_place_among_those_with_little_load() -> None:
+    fleet = make_fleet()
+    engine = fleet.engines["prefill-0"]
+    for engine.draining, left in ((True, ["prefill-1"]), (False, ["prefill-1", "prefill-0"])):
+        fleet.look_at(engine)
+        fleet.sides["prefill"].noticed("prefill-0")
+        assert [e.name for e in fleet.sides["prefill"].by_load()] == left
+
+
 def test_a_score_outlives_its_engine() -> None:
     """Router 20: an engine came up with a clean record, so that a crash loop never ended it."""
     fleet = make_fleet()
