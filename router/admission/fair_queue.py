@@ -26,23 +26,26 @@ class Flow:
         self.clock = 0.0  # cost of everything taken
         self.num_waiting = 0
         self.heap: list[tuple[tuple[float, int], int, Waiting[object]]] = []  # by place
-        self.deadlines: list[tuple[float, int, Waiting[object]]] = []  # those that have one
+        self.deadlines: list[tuple[float, int, Waiting[object]]] = []  # of items without a fairness id that have one
 
 
 class Turns:
     """The share of one request, or of one fairness id, in its tenant's flow; its items wait one behind the other."""
 
-    __slots__ = ("__weakref__", "flow", "tag")
+    __slots__ = ("__weakref__", "deadlines", "flow", "is_shared", "tag")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_shared: bool = False) -> None:
+        """`is_shared`: of a fairness id."""
+        self.is_shared = is_shared
         self.flow: Flow | None = None
         self.tag = 0.0
+        self.deadlines: list[tuple[float, int, Waiting[object]]] = []  # of the items in its flow that have one
 
 
 class Waiting(Generic[T]):
     """An item that waits; `item` is None once it has been taken or removed."""
 
-    __slots__ = ("cost", "deadline", "flow", "item", "place", "priority", "turns", "weight")
+    __slots__ = ("cost", "deadline", "deadlines", "flow", "item", "place", "priority", "turns", "weight")
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class Waiting(Generic[T]):
         self.weight = weight
         self.flow = flow
         self.turns = turns
+        self.deadlines = turns.deadlines  # with which it shares its place
         self.place = place  # its tag, and a number that orders equal ones
         self.deadline = deadline
 
@@ -105,8 +109,8 @@ class FairQueue(Generic[T]):
         weight: float = 1.0,
         deadline: float | None = None,
     ) -> Waiting[T]:
-        """Add an item. `cost` is in tokens; `turns` belong to its request. Items of a tenant that have a deadline share
-        their places by it: they never pass those without.
+        """Add an item. `cost` is in tokens; `turns` belong to its request. Items of one fairness id, or of a tenant's
+        requests without any, that have a deadline share their places by it: they never pass those without.
         """
         assert cost > 0
         level = self._classes.get(priority)
@@ -119,12 +123,14 @@ class FairQueue(Generic[T]):
         elif not flow.num_waiting:
             flow.virtual = max(flow.virtual, level.virtual)
         began = turns.tag if turns.flow is flow else 0.0
+        if turns.flow is not flow:
+            turns.deadlines = [] if turns.is_shared else flow.deadlines
         turns.flow, turns.tag = flow, max(flow.clock, began) + cost
         number = next(self._numbers)
         waiting = Waiting(item, priority, cost, weight, flow, turns, (turns.tag, number), deadline)
         heapq.heappush(flow.heap, (waiting.place, number, waiting))  # type: ignore[misc]
         if deadline is not None:
-            heapq.heappush(flow.deadlines, (deadline, number, waiting))  # type: ignore[misc]
+            heapq.heappush(turns.deadlines, (deadline, number, waiting))  # type: ignore[misc]
         flow.num_waiting += 1
         level.num_waiting += 1
         self._num_waiting += 1
@@ -158,9 +164,9 @@ class FairQueue(Generic[T]):
                 break
         if waiting.deadline is None:
             return waiting
-        while flow.deadlines[0][2].item is None:
-            heapq.heappop(flow.deadlines)
-        urgent = heapq.heappop(flow.deadlines)[2]
+        while waiting.deadlines[0][2].item is None:
+            heapq.heappop(waiting.deadlines)
+        urgent = heapq.heappop(waiting.deadlines)[2]
         if urgent is not waiting:  # the two change places
             waiting.place = urgent.place
             heapq.heappush(flow.heap, (waiting.place, next(self._numbers), waiting))
@@ -187,6 +193,7 @@ class FairQueue(Generic[T]):
 
     def _left(self, waiting: Waiting[T]) -> None:
         waiting.item = None
+        del waiting.turns  # whose deadlines may still name it
         flow, level = waiting.flow, self._classes[waiting.priority]
         flow.num_waiting -= 1
         level.num_waiting -= 1
@@ -194,11 +201,11 @@ class FairQueue(Generic[T]):
         assert flow.num_waiting >= 0, "more items left a flow than were waiting in it"
         if not level.num_waiting:
             self._drop_class(waiting.priority)
-        elif max(len(flow.heap), len(flow.deadlines)) > 2 * flow.num_waiting + 16:  # removed items must not pile up
+        elif max(len(flow.heap), len(waiting.deadlines)) > 2 * flow.num_waiting + 16:  # removed items must not pile up
             flow.heap = [entry for entry in flow.heap if entry[2].item is not None]
-            flow.deadlines = [entry for entry in flow.deadlines if entry[2].item is not None]
+            waiting.deadlines[:] = [entry for entry in waiting.deadlines if entry[2].item is not None]
             heapq.heapify(flow.heap)
-            heapq.heapify(flow.deadlines)
+            heapq.heapify(waiting.deadlines)
 
     def _drop_class(self, priority: int) -> None:
         del self._classes[priority]

@@ -173,7 +173,7 @@ class Tenant:
 
     def turns_of(self, fairness_id: str) -> Turns:
         """The turns of a request; requests of one fairness id share them."""
-        return self._turns.setdefault(fairness_id, Turns()) if fairness_id else Turns()
+        return self._turns.setdefault(fairness_id, Turns(is_shared=True)) if fairness_id else Turns()
 
     def check_priority(self, priority: int, param: str = "priority") -> None:
         """Raise InvalidRequest for a priority more urgent than the tenant may ask for; `param` names it."""

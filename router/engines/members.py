@@ -97,7 +97,7 @@ class Members(Generic[E]):
         return self._with_room
 
     def by_load(self) -> Iterator[E]:
-        """Those that are not draining, the least loaded first; among equals those whose work changed longest ago."""
+        """The least loaded first; among equals those whose work changed longest ago. Draining ones are left out."""
         self._sort()
         return (self.engines[name] for _, _, name in self._order)
 

@@ -233,14 +233,24 @@ def test_requests_of_one_fairness_id_take_turns_as_one() -> None:
     assert drain(queue) == ["first", "many", "one", "many", "many", "many"]
 
 
+def test_deadlines_of_one_fairness_id_pass_no_other_s() -> None:
+    queue: FairQueue[str] = FairQueue()
+    user = Turns(is_shared=True)
+    push(queue, "other", deadline=9.0)
+    for number in range(3):
+        push(queue, f"user's {number}", turns=user, deadline=3.0 - number)
+    assert drain(queue) == ["other", "user's 2", "user's 1", "user's 0"]
+
+
 def test_deadlines_that_are_taken_or_removed_do_not_pile_up() -> None:
     queue: FairQueue[int] = FairQueue()
-    rng, live = random.Random(0), {}
+    rng, live, shared = random.Random(0), {}, Turns(is_shared=True)
     for i in range(3000):
-        live[i] = push(queue, i, deadline=rng.choice([None, rng.random()]))
+        turns = rng.choice([shared, Turns()])
+        live[i] = push(queue, i, turns=turns, deadline=rng.choice([None, rng.random()]))
         if len(live) > 20:
             queue.remove(live.pop(rng.choice(list(live)))) if rng.random() < 0.5 else live.pop(queue.pop())
     [flow] = queue._classes[0].flows.values()
     assert len(queue) == len(live)
-    assert max(len(flow.heap), len(flow.deadlines)) <= 2 * len(live) + 18
+    assert max(len(flow.heap), len(flow.deadlines), len(shared.deadlines)) <= 2 * len(live) + 18
     assert set(drain(queue)) == set(live)
