@@ -152,7 +152,7 @@ def test_a_wrong_completions_field_is_named(fields: dict[str, Any], param: str, 
         (
             {"continue_final_message": True, "messages": [{"role": "assistant", "content": None}]},
             "continue_final_message",
-            "text",
+            "string",
         ),
         ({"response_format": {"type": "xml"}}, "response_format.type", "allowed: 'json_object', 'json_schema'"),
         ({"top_logprobs": 2}, "top_logprobs", "logprobs"),
