@@ -52,7 +52,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     num_prefixes: int = 1
     turns: int = 5
     pause_s: float = 0.0
-    max_context: int = 0  # tokens of a session; 0: no bound
+    max_context: int = 0  # to which an agent's session grows; 0: AGENT_CONTEXT
     vocabulary: int = LAST_ID
 
 
@@ -112,7 +112,7 @@ def conversations(shape: Shape, make: Maker) -> Iterator[Session]:
         yield Session(tuple(turns))
 
 
-AGENT_TURNS = 33
+AGENT_TURNS, AGENT_CONTEXT = 33, 16_384
 AGENT_RATIO = 131
 """Prompt tokens per answer token, over all turns of a session: the median of 610 traces of coding agents."""
 
@@ -122,11 +122,10 @@ def agents(shape: Shape, make: Maker) -> Iterator[Session]:
 
     Each turn adds as many tokens as the system prompt has; over a session 94 % of the prompt tokens were there before.
     """
-    context = shape.max_context or 16_384
+    context = shape.max_context or AGENT_CONTEXT
     step = max(context // (AGENT_TURNS + 1), 2)
-    answer = shape.output_len or max(
-        round(step * (AGENT_TURNS + 3) / 2 / AGENT_RATIO), 1
-    )  # the mean prompt has as many steps
+    mean_steps = (AGENT_TURNS + 3) / 2  # of a prompt
+    answer = shape.output_len or max(round(step * mean_steps / AGENT_RATIO), 1)
     system = make.prompt(step)
     for _ in range(-(-shape.num_prompts // AGENT_TURNS)):
         turns = [Turn(make.joined(system, make.prompt(step)), answer)]
