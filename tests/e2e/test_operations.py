@@ -142,12 +142,17 @@ def test_a_stop_under_load_answers_what_has_begun(fleet: Running) -> None:
     async def stop_under_load() -> tuple[list[Answer], Answer]:
         async with client_of(fleet) as client:
             answers = [asyncio.create_task(send(client, ask)) for ask in asks]
-            async with asyncio.timeout(60):
-                while num_decoding((await client.get("/topology")).json()["engines"]) < len(asks):
-                    await asyncio.sleep(0)
+
+            async def until_decoding(num: int) -> None:
+                async with asyncio.timeout(60):
+                    while num_decoding((await client.get("/topology")).json()["engines"]) < num:
+                        await asyncio.sleep(0)
+
+            await until_decoding(1)
             with contextlib.ExitStack() as stack:  # none of them ends meanwhile
                 for pid in decodes:
                     stack.enter_context(stopped(pid))
+                await until_decoding(len(asks))
                 await asyncio.to_thread(pd, fleet, "stop", "--wait-s", "0", status=1)
                 line = await asyncio.to_thread(
                     fleet.wait_for_line, r"router: stopping: (\d+) requests still run, at most 60 s"

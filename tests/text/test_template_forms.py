@@ -124,7 +124,7 @@ def test_a_message_that_is_none_is_named(message: dict[str, Any], expected: str)
 
 
 def test_a_final_message_that_is_continued_is_a_text() -> None:
-    with pytest.raises(InvalidRequest, match="needs a text"):
+    with pytest.raises(InvalidRequest, match="requires the content of the final message to be a string"):
         ChatTemplate(TEXT, {}).render([{"role": "assistant", "content": [part("a")]}], continue_final_message=True)
 
 

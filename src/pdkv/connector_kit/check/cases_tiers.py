@@ -15,9 +15,7 @@ from pdkv.wire.tiers import TierEvents
 
 @case("lower_tiers")
 def lower_tiers(setting: Setting) -> None:
-    """Whatever is reported as stored can be found by any request; the beginning of a prompt is reported first; a
-    partial tail is never reported.
-    """
+    """Any request finds what is reported as stored, a prompt's beginning first; a partial tail is never reported."""
     with World(setting) as world:
         tiers = {events.medium: events for events in _take(world.producer)}
         if not tiers:
