@@ -1,11 +1,10 @@
 """Finds the highest rate at which a server keeps its SLO, and draws what it costs on the way."""
 
 from collections.abc import Callable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
-from pdkv.errors import ConfigError
+from pdkv.bench.plot_file import PlotFile
 
 MAX_DOUBLINGS = 12
 
@@ -94,25 +93,16 @@ def _ms(report: Report, name: str) -> str:
     return "-" if value is None else f"{value:.1f} ms"
 
 
-class Plot:
-    """A plot file, written once the measurements are done."""
+class Plot(PlotFile):
+    """Latency over rate, and throughput over the speed that one user sees."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError before anything is measured: matplotlib, the format or the folder is missing."""
-        try:
-            self._figure: Any = import_module("matplotlib.figure").Figure(figsize=(11, 4.5), layout="constrained")
-        except ImportError:
-            raise ConfigError("--plot needs matplotlib: pip install 'pdkv[plot]'") from None
-        known = self._figure.canvas.get_supported_filetypes()
-        if path.suffix[1:].lower() not in known:
-            raise ConfigError(f"--plot: a file that ends in one of {', '.join(sorted(known))} was expected, got {path}")
-        if not path.parent.is_dir():
-            raise ConfigError(f"--plot: there is no folder {path.parent}")
-        self._path = path
+        """Raises ConfigError as `PlotFile`."""
+        super().__init__(path, 11, 4.5)
 
     def save(self, reports: Sequence[Report]) -> None:
         """Draw latency over rate, and throughput over the speed that one user sees. Raises ConfigError."""
-        latency, pareto = self._figure.subplots(1, 2)
+        latency, pareto = self.figure.subplots(1, 2)
         rates = [report["request_rate"] for report in reports]
         for name in ("ttft", "tpot"):
             for prefix, style in (("median_", "o-"), ("p99_", "s--")):
@@ -127,7 +117,4 @@ class Plot:
         pareto.set(
             xlabel="tokens/s for one user", ylabel="tokens/s of the server", title="throughput over interactivity"
         )
-        try:
-            self._figure.savefig(self._path)
-        except OSError as error:
-            raise ConfigError(f"--plot: {self._path}: {error.strerror}") from error
+        self.write()

@@ -1,13 +1,12 @@
 """Draws bandwidth by request length. Needs matplotlib."""
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from pdkv.bench.plot_file import PlotFile
 from pdkv.connector_kit.bench.measure import Row
 from pdkv.connector_kit.bench.turns import Spread
-from pdkv.errors import ConfigError
 
 _YARDSTICKS: Sequence[tuple[str, str, Callable[[Row], Spread | None]]] = (
     ("memcpy", "k--", lambda row: row.memcpy_gb_s),
@@ -16,21 +15,12 @@ _YARDSTICKS: Sequence[tuple[str, str, Callable[[Row], Spread | None]]] = (
 )
 
 
-class Plot:
-    """A plot file, written once the measurements are done."""
+class Plot(PlotFile):
+    """Bandwidth by request length."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError before anything is measured: matplotlib, the format or the folder is missing."""
-        try:
-            self._figure: Any = import_module("matplotlib.figure").Figure(figsize=(9, 5.5), layout="constrained")
-        except ImportError:
-            raise ConfigError("--plot needs matplotlib: pip install 'pdkv[plot]'") from None
-        known = self._figure.canvas.get_supported_filetypes()
-        if path.suffix[1:].lower() not in known:
-            raise ConfigError(f"--plot: a file that ends in one of {', '.join(sorted(known))} was expected, got {path}")
-        if not path.parent.is_dir():
-            raise ConfigError(f"--plot: there is no folder {path.parent}")
-        self._path = path
+        """Raises ConfigError as `PlotFile`."""
+        super().__init__(path, 9, 5.5)
 
     def save(self, rows: Sequence[Row]) -> None:
         """Draw GB/s by length: a line for each pattern with its quartiles, and lines for the yardsticks.
@@ -38,7 +28,7 @@ class Plot:
         Raises:
             ConfigError: the file cannot be written.
         """
-        axes = self._figure.subplots()
+        axes = self.figure.subplots()
         for pattern in dict.fromkeys(row.pattern for row in rows):
             chosen = [row for row in rows if row.pattern == pattern]
             _draw(axes, chosen, lambda row: row.gb_s, f"{rows[0].connector}, {pattern}", "o-")
@@ -53,10 +43,7 @@ class Plot:
         axes.set_xticks([row.tokens for row in by_length], [str(row.tokens) for row in by_length])
         axes.minorticks_off()
         axes.legend()
-        try:
-            self._figure.savefig(self._path)
-        except OSError as error:
-            raise ConfigError(f"--plot: {self._path}: {error.strerror}") from error
+        self.write()
 
 
 def _draw(axes: Any, rows: Sequence[Row], rate: Callable[[Row], Spread | None], label: str, style: str) -> None:
