@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.bench.workload import Prompt, Session, Turn, one_turn
+from pdkv.bench.workload import Prompt, Session, Turn, one_turn, units
 from pdkv.errors import ConfigError
 
 FIRST_ID, LAST_ID = 10, 500
@@ -79,11 +79,15 @@ class Maker:
 
     def joined(self, *parts: Prompt) -> Prompt:
         """Prompts one behind the other."""
-        return self.as_prompt([unit for part in parts for unit in (part.split() if isinstance(part, str) else part)])
+        return self.as_prompt([unit for part in parts for unit in units(part)])
 
     def around(self, length: int, ratio: float) -> int:
         """A length within `ratio` of the given one, at least 1."""
         return max(1, self.rng.randint(int(length * (1 - ratio)), int(length * (1 + ratio))))
+
+    def pause_s(self, mean_s: float) -> float:
+        """Seconds of a pause, exponentially distributed; 0 if its mean is."""
+        return self.rng.expovariate(1 / mean_s) if mean_s else 0.0
 
 
 def random_requests(shape: Shape, make: Maker) -> Iterator[Session]:
@@ -107,8 +111,7 @@ def conversations(shape: Shape, make: Maker) -> Iterator[Session]:
         turns = [Turn(first, make.around(output_len, shape.range_ratio))]
         for _ in range(shape.turns - 1):
             more = make.prompt(make.around(shape.input_len, shape.range_ratio))
-            pause_s = make.rng.expovariate(1 / shape.pause_s) if shape.pause_s else 0.0
-            turns.append(Turn(more, make.around(output_len, shape.range_ratio), pause_s))
+            turns.append(Turn(more, make.around(output_len, shape.range_ratio), make.pause_s(shape.pause_s)))
         yield Session(tuple(turns))
 
 
@@ -130,8 +133,7 @@ def agents(shape: Shape, make: Maker) -> Iterator[Session]:
     for _ in range(-(-shape.num_prompts // AGENT_TURNS)):
         turns = [Turn(make.joined(system, make.prompt(step)), answer)]
         for _ in range(AGENT_TURNS - 1):
-            pause_s = make.rng.expovariate(1 / shape.pause_s) if shape.pause_s else 0.0
-            turns.append(Turn(make.prompt(max(step - answer, 1)), answer, pause_s))
+            turns.append(Turn(make.prompt(max(step - answer, 1)), answer, make.pause_s(shape.pause_s)))
         yield Session(tuple(turns))
 
 

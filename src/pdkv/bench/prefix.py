@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from pdkv.bench.workload import Prompt, Session
+from pdkv.bench.workload import Session, units
 
 _Node = dict[Any, "_Node"]
 
@@ -42,11 +42,6 @@ def repeats(sessions: Sequence[Session], *, block: int, threshold: float, min_le
         "share_of_prompts": totals["repeated_prompts"] / max(totals["prompts"], 1),
         "shared_prefixes": [{"repeats": count, "length": length} for count, length in shared],
     }
-
-
-def units(prompt: Prompt) -> list[Any]:
-    """What a prompt is counted in: token ids, or the words of a text."""
-    return prompt if isinstance(prompt, list) else prompt.split()
 
 
 def _walk(root: _Node, parts: Sequence[Any], block: int) -> tuple[int, _Node]:

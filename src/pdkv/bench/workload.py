@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -9,6 +10,11 @@ from pdkv.errors import ConfigError
 
 Prompt = list[int] | str
 """Token ids or text."""
+
+
+def units(prompt: Prompt) -> list[Any]:
+    """What a prompt is counted in: token ids, or the words of a text."""
+    return prompt if isinstance(prompt, list) else prompt.split()
 
 
 class Turn(msgspec.Struct, frozen=True):

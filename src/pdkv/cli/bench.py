@@ -266,9 +266,8 @@ def _warm_up(target: "Target", sessions: "Sequence[Session]", arguments: argpars
         StartupError: one failed.
     """
     from pdkv.bench.datasets import Maker
-    from pdkv.bench.prefix import units
     from pdkv.bench.serve import Pace
-    from pdkv.bench.workload import one_turn
+    from pdkv.bench.workload import one_turn, units
 
     first = sessions[0].turns[0].prompt
     make = Maker("warm-up", as_text=isinstance(first, str), vocabulary=_shape(arguments).vocabulary)
