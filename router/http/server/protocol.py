@@ -441,7 +441,9 @@ class LimitedProtocol(HttpToolsProtocol):
         if cycle.scope["path"] in _URGENT_PATHS:
             start()
         else:
-            self._turnstile.enter(start)
+            key = next((value for name, value in cycle.scope["headers"] if name == b"authorization"), b"")
+            host, _ = cycle.scope["client"] or ("", 0)
+            self._turnstile.enter(start, key or host.encode())
 
     def on_body(self, body: bytes) -> None:
         self._size.add_body(len(body))

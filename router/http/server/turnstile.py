@@ -1,4 +1,4 @@
-"""Limits the requests that begin in one turn of the event loop.
+"""Limits the requests that begin in one turn of the event loop, and lets clients take turns.
 
 A hundred requests that arrive at the same moment would all begin in the same turn. Reading, checking and tokenizing
 each takes half a millisecond, and everything else would wait for all of it.
@@ -14,7 +14,7 @@ Start = Callable[[], None]
 
 
 class Turnstile:
-    """Lets requests begin in order of arrival: some at once, the others in the next turns.
+    """Lets requests begin: some at once, the others in the next turns, where clients take turns.
 
     Between two turns the loop reads input and runs what is due. Belongs to one event loop.
     """
@@ -22,18 +22,18 @@ class Turnstile:
     def __init__(self, per_turn: int = STARTS_PER_TURN) -> None:
         self._per_turn = per_turn
         self._num_begun = 0  # in this turn
-        self._waiting: deque[Start] = deque()
+        self._waiting: dict[bytes, deque[Start]] = {}  # by client, the one whose turn is next first
         self._is_due = False  # the next turn is scheduled
 
     @property
     def num_waiting(self) -> int:
         """Requests that have arrived but not begun."""
-        return len(self._waiting)
+        return sum(map(len, self._waiting.values()))
 
-    def enter(self, start: Start) -> None:
+    def enter(self, start: Start, client: bytes = b"") -> None:
         """Call `start`, in this turn of the loop or in a later one. It must not raise."""
         if self._waiting or self._num_begun >= self._per_turn:
-            self._waiting.append(start)
+            self._waiting.setdefault(client, deque()).append(start)
         else:
             self._begin(start)
 
@@ -48,4 +48,9 @@ class Turnstile:
         """Begin the next turn."""
         self._num_begun, self._is_due = 0, False
         while self._waiting and self._num_begun < self._per_turn:
-            self._begin(self._waiting.popleft())
+            client, starts = next(iter(self._waiting.items()))
+            start = starts.popleft()
+            del self._waiting[client]
+            if starts:
+                self._waiting[client] = starts  # behind the others
+            self._begin(start)

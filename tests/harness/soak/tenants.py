@@ -48,6 +48,7 @@ class Result(msgspec.Struct, kw_only=True):
     victim: dict[str, Any] = {}  # beside the hostile tenant
     victim_before: dict[str, Any] = {}  # beside the polite one
     health: dict[str, Any] = {}
+    health_before: dict[str, Any] = {}  # beside the polite one
     late_s: float = 0.0  # how long an engine was a suspect at the longest
     violations: list[str] = []
     slow: list[str] = []  # of what must hold on an otherwise idle machine
@@ -77,6 +78,7 @@ class _Suspects:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
+        self._stop.clear()
         thread = threading.Thread(target=self._run)
         thread.start()
         try:
@@ -120,6 +122,8 @@ def disturb(deployment: Running, keys: dict[str, str], seconds: float) -> Result
     rate = f"{max(result.tokens['hostile'] / seconds, 1.0):.1f}"
     filler: dict[str, Any] = {}
     with (
+        beside("http_health", deployment, result.health_before, str(router)),
+        suspects.watched(),
         beside("polite_tenant", deployment, result.victim_before, keys["victim"], "0"),
         beside("polite_tenant", deployment, filler, keys["polite"], rate),
     ):
@@ -185,7 +189,11 @@ def summary(result: Result) -> str:
             f"worst; beside the polite tenant {before[f'{name}_median_ms']}, {before[f'{name}_p99_ms']} and "
             f"{before[f'{name}_worst_ms']}: p99 {result.factor(name):.2f} times"
         )
-    lines += [f"  {describe(result.health)}", f"  an engine was late by at most {result.late_s} s"]
+    lines += [
+        f"  {describe(result.health)}",
+        f"  beside the polite tenant {describe(result.health_before)}",
+        f"  an engine was late by at most {result.late_s} s",
+    ]
     return "\n".join([*lines, *(f"  VIOLATION {text[:3000]}" for text in [*result.violations, *result.slow])])
 
 

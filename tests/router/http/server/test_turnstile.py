@@ -35,6 +35,26 @@ async def test_so_many_begin_in_a_turn_and_in_order() -> None:
     assert begun == list(range(10))
 
 
+async def test_clients_take_turns() -> None:
+    begun: list[str] = []
+    turnstile = Turnstile(per_turn=2)
+    for client, count in (("crowd", 7), ("one", 1), ("two", 2)):
+        for i in range(count):
+            turnstile.enter(lambda name=f"{client}-{i}": begun.append(name), client.encode())
+    for _ in range(4):
+        await turn()
+    assert begun == [
+        "crowd-0",
+        "crowd-1",
+        "crowd-2",
+        "one-0",
+        "two-0",
+        "crowd-3",
+        "two-1",
+        *map("crowd-{}".format, (4, 5, 6)),
+    ]
+
+
 async def test_what_begins_may_let_more_begin() -> None:
     begun: list[int] = []
     turnstile = Turnstile(per_turn=2)
