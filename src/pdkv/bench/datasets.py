@@ -10,11 +10,8 @@ from typing import Any
 
 import msgspec
 
-from pdkv.bench.workload import Prompt, Session, Turn, one_turn, units
+from pdkv.bench.workload import FIRST_ID, LAST_ID, Prompt, Session, Turn, one_turn, units
 from pdkv.errors import ConfigError
-
-FIRST_ID, LAST_ID = 10, 500
-"""Random token ids lie in [FIRST_ID, LAST_ID), which every vocabulary has."""
 
 DEFAULT_OUTPUT_LEN = 128
 

@@ -11,6 +11,9 @@ from pdkv.errors import ConfigError
 Prompt = list[int] | str
 """Token ids or text."""
 
+FIRST_ID, LAST_ID = 10, 500
+"""Random token ids lie in [FIRST_ID, LAST_ID), which every vocabulary has."""
+
 
 def units(prompt: Prompt) -> list[Any]:
     """What a prompt is counted in: token ids, or the words of a text."""
