@@ -38,6 +38,7 @@ from pdkv.router.http.server.protocol import LimitedProtocol
 from pdkv.router.http.server.tls import TlsGate
 from pdkv.router.http.server.turnstile import Turnstile
 from pdkv.router.metrics.loop_watchdog import LoopWatchdog
+from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.tracing import Tracer
 from pdkv.router.spec import RouterSpec
 from pdkv.text import load_tokenizer
@@ -124,6 +125,9 @@ def run_router(
     seen = config.observability
     tracer = Tracer(seen.otlp_endpoint) if seen.otlp_endpoint is not None else None
     watchdog = LoopWatchdog(seen.loop_watchdog_ms / 1e3) if seen.loop_watchdog_ms else None
+    recorder = None
+    if seen.record_trace is not None:
+        recorder = Recorder(seen.record_trace, seen.record_trace_bytes, spec.served_model_names[0])
     app = create_app(
         dispatcher,
         load_tokenizer(model),
@@ -136,6 +140,7 @@ def run_router(
         operations=operations,
         tracer=tracer,
         watchdog=watchdog,
+        recorder=recorder,
     )
     room = Connections(max_connections)
     server = _Server(server_config(app, limits, app.state.bodies, room, tls))
@@ -150,7 +155,7 @@ def run_router(
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, reloads, watchdog))
     finally:
-        for instrument in (watchdog, tracer):
+        for instrument in (watchdog, tracer, recorder):
             if instrument is not None:
                 instrument.close()
         context.term()

@@ -29,12 +29,12 @@ from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.flow_state import FlowMessage, LenderMessage
 from pdkv.router.generations.generation import Generation
+from pdkv.router.generations.generation_records import GenerationRecords
 from pdkv.router.generations.given_up_grammars import GivenUpGrammars
 from pdkv.router.generations.loan import LOAN_TIMEOUT_S
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.probes import Prober
 from pdkv.router.generations.recovery import Recovery
-from pdkv.router.generations.request_log import RequestLog
 from pdkv.router.generations.timeline import Delays
 from pdkv.wire.frames import key_of
 from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, Release, RouterToEngine, Submit, Tokens
@@ -92,7 +92,7 @@ class Driver:
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
         self._loans: dict[str, Generation] = {}  # by loan_id
-        self._request_log = RequestLog()
+        self._records = GenerationRecords()
         self._cut: deque[str] = deque(
             maxlen=512
         )  # ids of generations that readers recently finished: engines may still report on them
@@ -119,7 +119,7 @@ class Driver:
 
     def find_requests(self, name: str) -> list[dict[str, Any]]:
         """Descriptions of the generations with a client's, a generation's or a trace's id, as JSON-ready data."""
-        return self._request_log.find(name, self._generations.values(), self._clock())
+        return self._records.find(name, self._generations.values(), self._clock())
 
     def engines_changed(self) -> None:
         """Note that the set of usable engines has changed."""
@@ -380,7 +380,7 @@ class Driver:
             return
         counters.duplicate_tokens += flow.num_duplicates
         generation.timeline.close(self._clock())
-        self._request_log.ended(generation)
+        self._records.ended(generation)
         if flow.failure is None:
             counters.finished += 1
             if flow.is_cut:

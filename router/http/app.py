@@ -49,6 +49,7 @@ from pdkv.router.http.server.drain import Drain
 from pdkv.router.metrics.exposition import gauge
 from pdkv.router.metrics.keys import key_metrics
 from pdkv.router.metrics.loop_watchdog import LoopWatchdog
+from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import Metrics
 from pdkv.router.metrics.tracing import Tracer
 from pdkv.text import Tokenizer
@@ -73,6 +74,7 @@ def create_app(
     operations: Operations | None = None,
     tracer: Tracer | None = None,
     watchdog: LoopWatchdog | None = None,
+    recorder: Recorder | None = None,
 ) -> FastAPI:
     """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state` has the `caches`
     and `figures` that `LauncherPages` take, the `bodies` and the `drain`.
@@ -87,7 +89,7 @@ def create_app(
         sampling_defaults: fields of SamplingParams for parameters that requests leave out (`read_sampling_defaults`).
         logits_processors: names of the engines' logits processors.
         operations: the operations that keys with `admin` may request, if there are `keys`.
-        tracer, watchdog: observers, which the caller starts and closes.
+        tracer, watchdog, recorder: observers, which the caller starts and closes.
     """
     config = config or RouterConfig()
     api, limits = config.api, config.http
@@ -98,6 +100,8 @@ def create_app(
     metrics = Metrics(dispatcher, names[0], tracer=tracer, watchdog=watchdog, admission=admission)
     if keys is not None:
         metrics.register(lambda: key_metrics(keys.tenants))
+    if recorder is not None:
+        metrics.register(recorder.metrics)
     served = ServedModel(
         names=names,
         tokenizer=tokenizer,
@@ -117,7 +121,7 @@ def create_app(
     metrics.register(functools.partial(_held, dispatcher, drain, bodies, pool))
     answers = ByteBudget(limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     intake = Intake(limits, bodies, pool)
-    shared = Shared(admission, model, metrics, limits, api, intake, pool, answers, drain, tracer)
+    shared = Shared(admission, model, metrics, limits, api, intake, pool, answers, drain, tracer, recorder)
     pages = [*StatusPages(dispatcher, model, metrics, drain).routes(), *docs_routes()]
     if keys is not None and operations is not None:
         pages += AdminPages(dispatcher, operations, caches).routes()

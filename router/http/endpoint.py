@@ -22,7 +22,7 @@ from pdkv.router.admission.tenants import TENANT, Tenant, payer
 from pdkv.router.http.answer.exchange import Exchange
 from pdkv.router.http.answer.fanout import Fanout
 from pdkv.router.http.answer.replies import ReplyForms, bytes_per_token, send_reply
-from pdkv.router.http.answer.request_report import RequestReport
+from pdkv.router.http.answer.request_report import RequestReport, record
 from pdkv.router.http.read.intake import Shared
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
@@ -86,6 +86,9 @@ class GenerateEndpoint:
             raise
         finally:
             metrics.ended(outcome)
+            if (recorder := self._shared.recorder) is not None:
+                payer_digest = tenant.digest if tenant is not None else ""
+                record(recorder, exchange.job, exchange.fanout, metrics, outcome, payer_digest)
             if span is not None or wants_access_lines():
                 names = {"request_id": exchange.request_id, "trace_id": exchange.trace.trace_id}
                 if param is not None:
@@ -107,7 +110,10 @@ class GenerateEndpoint:
         job, gone = await self._receive_job(scope, receive, exchange, model, deadline, visit)
         try:
             self._check_answer(job)
-            job = self._admit(job, visit, wishes)
+            job = exchange.job = self._permit(job, visit.tenant, wishes)
+            visit.hold(
+                [len(prompt.token_ids) for prompt in job.prompts], job.n, job.params.max_tokens, stream=job.stream
+            )
         except BaseException:
             gone.cancel()
             raise
@@ -164,9 +170,8 @@ class GenerateEndpoint:
         visit.turns = visit.tenant.turns_of(wishes.fairness_id)
         return wishes
 
-    def _admit(self, job: Job, visit: Visit, wishes: Wishes) -> Job:
-        """The request within its tenant's limits. Raises InvalidRequest and TooManyRequests."""
-        tenant = visit.tenant
+    def _permit(self, job: Job, tenant: Tenant, wishes: Wishes) -> Job:
+        """The request as its tenant may make it. Raises InvalidRequest."""
         tenant.check_priority(job.priority)
         if wishes.priority is not None:
             if job.priority not in (0, wishes.priority):
@@ -182,8 +187,6 @@ class GenerateEndpoint:
                 "cache, such as a random text per user",
                 param="cache_salt",
             )
-        lengths = [len(prompt.token_ids) for prompt in job.prompts]
-        visit.hold(lengths, job.n, job.params.max_tokens, stream=job.stream)
         salt, terms = tenant.salted(job.cache_salt), tenant.grant.kv_terms
         if not tenant.digest:
             return job

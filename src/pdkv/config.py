@@ -531,6 +531,13 @@ class ObservabilityConfig(Options):
     otlp_endpoint: str | None = option(
         None, "send request spans to this OpenTelemetry collector (OTLP over HTTP); needs pdkv[otel]", metavar="URL"
     )
+    record_trace: Path | None = option(
+        None,
+        "record arrivals, lengths and keyed hashes of prompts, never what they say, to this file or, if it is there, "
+        "to FILE.1 and so on; pd replay sends them again",
+        metavar="FILE",
+    )
+    record_trace_bytes: Size = option(1 << 30, "size at which a recording ends")
     loop_watchdog_ms: Annotated[float, Meta(ge=0)] = option(
         0.0,
         "count and log whatever blocks the router's event loop for longer than this; costs one busy watcher thread; "

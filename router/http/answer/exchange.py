@@ -16,6 +16,7 @@ from pdkv.base.trace_context import TraceContext
 from pdkv.errors import InvalidRequest, PdkvError
 from pdkv.router.admission.tenants import Tenant
 from pdkv.router.http.answer.fanout import Fanout
+from pdkv.router.http.read.job import Job
 from pdkv.router.http.server.errors import describe_error
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -40,6 +41,7 @@ class Exchange:
         self.trace = trace
         self.status = 0
         """Status of the response; 0: nothing was sent."""
+        self.job: Job | None = None
         self.fanout: Fanout | None = None
         self._tenant = tenant
         self._send = send

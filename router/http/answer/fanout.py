@@ -106,6 +106,10 @@ class Fanout:
         """All generations that were started."""
         return self._generations.values()
 
+    def generation_of(self, index: int) -> "Generation | None":
+        """The generation of a choice; None: it has not begun."""
+        return self._generations.get(index)
+
     @property
     def num_attempts(self) -> int:
         """The most attempts that one choice took; 0: none has begun."""

@@ -1,11 +1,16 @@
-"""Reports on a request that has ended: its access line, and its spans."""
+"""Reports on a request that has ended: its access line, its spans, and its lines in a recording."""
 
 from typing import Any
 
 from starlette.types import Scope
 
+from pdkv.base.trace_format import TraceRequest
+from pdkv.errors import RequestAborted
+from pdkv.router.generations.generation import Generation
 from pdkv.router.http.answer.fanout import Fanout
+from pdkv.router.http.read.job import Job
 from pdkv.router.http.server.access_log import CLIENT_GONE, AccessLine, key_name
+from pdkv.router.metrics.recorder import Ended, Recorder, shown_code
 from pdkv.router.metrics.requests import RequestMetrics
 from pdkv.router.metrics.tracing import Served
 
@@ -95,3 +100,49 @@ def _work(fanout: Fanout, metrics: RequestMetrics) -> dict[str, Any]:
         "queue_s": metrics.queue_s,
         "ttft_s": metrics.ttft_s,
     }
+
+
+def record(
+    recorder: Recorder, job: Job | None, fanout: Fanout | None, metrics: RequestMetrics, outcome: str, tenant: str
+) -> None:
+    """Record each choice of a request. `job` is None if it was refused before it was read."""
+    began = metrics.began
+    for index in range(1 if job is None else len(job.prompts) * job.n):
+        generation = None if fanout is None else fanout.generation_of(index)
+        prompt = () if job is None else job.prompts[index // job.n].token_ids
+        first = ended = None
+        if generation is not None:
+            first, ended = generation.timeline.first_token, generation.timeline.ended
+        line = TraceRequest(
+            t=round(began - recorder.began, 6),
+            session=0,
+            key=0,
+            prompt_tokens=len(prompt),
+            output_tokens=0 if generation is None else len(generation.flow.output_token_ids),
+            outcome=_outcome(generation, outcome),
+            ttft_s=None if first is None else round(first - began, 6),
+            e2e_s=round((metrics.ended_at if ended is None else ended) - began, 6),
+            **({} if job is None else _asked(job)),
+        )
+        salt, affinity = ("", "") if job is None else (job.cache_salt, job.affinity)
+        recorder.add(Ended(line, prompt, salt, affinity, tenant))
+
+
+def _asked(job: Job) -> dict[str, Any]:
+    return {
+        "max_tokens": job.params.max_tokens,
+        "priority": job.priority,
+        "slo_ttft_ms": 1e3 * job.slo_ttft_s or None,
+        "slo_tpot_ms": 1e3 * job.slo_tpot_s or None,
+        "stream": job.stream,
+    }
+
+
+def _outcome(generation: Generation | None, of_request: str) -> str:
+    """How a choice ended; one that did not begin ended as its request did."""
+    failure = generation.flow.failure if generation is not None else None
+    if isinstance(failure, RequestAborted) or (failure is None and of_request == "disconnected"):
+        return "abort"
+    if failure is None and generation is not None and generation.flow.finish_reason is not None:
+        return generation.flow.finish_reason
+    return f"error:{shown_code(of_request if failure is None else failure.code)}"

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from pdkv.base.limits import MAX_WAIT_S, clip
+from pdkv.router.generations.generation_records import NUM_ENDED
 from pdkv.router.generations.operations import Operations
-from pdkv.router.generations.request_log import NUM_ENDED
 from pdkv.router.http.pages.cache_pages import MAX_BODY_BYTES as MAX_CACHE_BODY_BYTES
 from pdkv.router.http.pages.cache_pages import POOL, CachePages
 from pdkv.router.http.pages.page import ERROR_HANDLERS, Flag, Page, freshened, read_body

@@ -20,6 +20,7 @@ from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.http.server.request_body import BodyReader, Disconnected
+from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import Metrics
 from pdkv.router.metrics.tracing import Tracer
 
@@ -107,6 +108,7 @@ class Shared(NamedTuple):
     answers: ByteBudget  # answers that are held
     drain: Drain
     tracer: Tracer | None
+    recorder: Recorder | None
 
 
 def _prepare_inline(body: bytes | bytearray, prepare: Callable[[bytes | bytearray, Cancelled], T]) -> T | None:

@@ -1,7 +1,6 @@
-"""A recorded load, version 1: what a router writes with `--record-trace`, without a word of what was said.
+"""Reads a recorded load, which a router writes with `--record-trace`, and makes prompts of it.
 
-JSON lines. The first is {"pdkv_trace": 1, "block_size": tokens per block, "model": name}, each further one a
-`TraceRequest`; fields that a reader does not know are skipped, and so is a last line without its end.
+A last line without its end, where a recording was cut off, is skipped.
 """
 
 import hashlib
@@ -9,53 +8,20 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from sys import intern
-from typing import Annotated, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
-from msgspec import Meta
 
-from pdkv.base.limits import MAX_TOTAL_PROMPT_TOKENS
+from pdkv.base.trace_format import VERSION, Head, TraceRequest
 from pdkv.bench.workload import FIRST_ID
 from pdkv.errors import ConfigError
 
-VERSION = 1
+__all__ = ["Trace", "TraceRequest", "prompts", "read_trace"]
 
 MAX_LINE_BYTES = 8 << 20
 """More than the blocks of the longest prompt."""
 
 T = TypeVar("T")
-
-_Ordinal = Annotated[int, Meta(ge=0, lt=2**31)]
-_Tokens = Annotated[int, Meta(ge=0, le=MAX_TOTAL_PROMPT_TOKENS)]
-_Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-_Block = Annotated[str, Meta(pattern="^[0-9a-f]{16}\\Z")]
-
-
-class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One choice of a request, written when it had ended."""
-
-    t: _Seconds  # when it came, since the recording began
-    session: _Ordinal  # equal in the turns of one conversation
-    key: _Ordinal  # the API key
-    prompt_tokens: _Tokens  # 0: it was refused before they were counted
-    output_tokens: _Tokens
-    max_tokens: _Tokens | None = None  # None: as many as fit
-    blocks: tuple[_Block, ...] = ()  # one per full block of its prompt; equal ones have equal tokens up to their ends
-    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
-    slo_ttft_ms: _Seconds | None = None
-    slo_tpot_ms: _Seconds | None = None
-    stream: bool = True
-    outcome: Annotated[str, Meta(pattern="^(stop|length|abort|error:[a-z0-9_]{1,64})\\Z")]
-    ttft_s: _Seconds | None = None  # None: no token came
-    e2e_s: _Seconds
-
-
-class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """The first line."""
-
-    pdkv_trace: int
-    block_size: Annotated[int, Meta(ge=1, le=65536)]
-    model: str
 
 
 class Trace(msgspec.Struct, frozen=True):

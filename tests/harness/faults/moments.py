@@ -51,7 +51,7 @@ async def requests_of(admin: httpx.AsyncClient, label: str) -> list[dict[str, An
 
 
 def is_there(request: dict[str, Any], cell: Cell) -> bool:
-    """Whether a request is where the cell wants it; its state is that of request_log.py."""
+    """Whether a request is where the cell wants it; its state is that of generation_records.py."""
     if request["state"] != "running":
         return False
     prefill, decode = request["prefill"], request["decode"]

@@ -10,7 +10,7 @@ from dispatch_rig import System, check_right, collect, live
 from scripted_engine import make_request
 
 from pdkv.errors import RequestFailed
-from pdkv.router.generations.request_log import NUM_ENDED
+from pdkv.router.generations.generation_records import NUM_ENDED
 from pdkv.router.http.pages.admin import LauncherPages
 from pdkv.wire.messages import Failed
 

@@ -17,7 +17,7 @@ MAX_SHOWN = 64
 """The most generations in one answer: a client may give all of its requests one id."""
 
 
-class RequestLog:
+class GenerationRecords:
     """The generations of one router by the client's id, the router's, or the trace's. Nothing of a prompt is kept."""
 
     def __init__(self) -> None:
