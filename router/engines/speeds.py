@@ -119,6 +119,11 @@ class Speeds:
         """Record the average time between two tokens of a request that has ended, among so many."""
         self._steps.setdefault(engine, Line()).add(num_requests, seconds)
 
+    def step_line(self, engine: str) -> tuple[float, float]:
+        """(fixed seconds, seconds per request) of the time between two tokens; 0: not known."""
+        line = self._steps.get(engine)
+        return (0.0, 0.0) if line is None else line.fit()
+
     def step_s(self, engine: str, num_requests: int) -> float | None:
         """Seconds between two tokens of each of so many requests; None: not known."""
         line = self._steps.get(engine)

@@ -29,6 +29,15 @@ def describe_fleet(fleet: Fleet, num_requests: Mapping[str, int], now: float) ->
     engine.
     """
     return {
-        "engines": [describe_engine(e, num_requests.get(e.name, 0), now) for e in fleet.engines.values()],
+        "engines": [
+            describe_engine(e, num_requests.get(e.name, 0), now) | _decode_step(fleet, e.name)
+            for e in fleet.engines.values()
+        ],
         "pairs": [{"prefill": prefill, "decode": decode} for prefill, decode in fleet.pairs],
     }
+
+
+def _decode_step(fleet: Fleet, name: str) -> dict[str, Any]:
+    """The time between two tokens, as a line over the requests that decode together; measured on recent requests."""
+    fixed_s, request_s = fleet.speeds.step_line(name)
+    return {"decode_step": {"fixed_s": fixed_s, "request_s": request_s}} if fixed_s and request_s else {}

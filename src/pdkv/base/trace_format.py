@@ -39,6 +39,14 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ttft_s: _Seconds | None = None  # None: no token came
     e2e_s: _Seconds
 
+    def follows(self, other: "TraceRequest") -> bool:
+        """Whether it may be the turn after `other`: it came after that one's end, and its prompt begins with that one's
+        and is longer by its answer at least.
+        """
+        length = other.prompt_tokens + other.output_tokens
+        is_later = other.t + other.e2e_s <= self.t and length <= self.prompt_tokens
+        return is_later and self.blocks[: len(other.blocks)] == other.blocks
+
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
     """The first line."""

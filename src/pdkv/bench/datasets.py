@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from pdkv.bench.trace import Trace, TraceRequest, prompts, read_trace
 from pdkv.bench.workload import FIRST_ID, LAST_ID, Prompt, Session, Turn, one_turn, units
 from pdkv.errors import ConfigError
 
@@ -187,6 +188,37 @@ def custom(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
         yield one_turn(prompt, shape.output_len or int(row.get("output_tokens", DEFAULT_OUTPUT_LEN)), at_s)
 
 
+def recorded(path: Path, shape: Shape, make: Maker) -> Iterator[Session]:
+    """A router's recording: equal blocks have equal tokens. A prompt that goes on from the one before it in its session
+    waits for that one's answer, as it did, and all others begin at their own times.
+    """
+    return iter(recorded_sessions(read_trace(path), shape, make))
+
+
+def recorded_sessions(trace: Trace, shape: Shape, make: Maker) -> list[Session]:
+    """The sessions of a recording that was read; requests that were refused before they were read are not in them."""
+    talks: list[list[Turn]] = []
+    begins: list[float] = []
+    latest: dict[int, tuple[TraceRequest, list[Turn]]] = {}  # by session
+    vocabulary = FIRST_ID + len(_WORDS) if make.as_text else shape.vocabulary
+    for request, ids in islice(zip(trace.requests, prompts(trace, vocabulary), strict=True), shape.num_prompts):
+        if not ids:
+            continue
+        prompt = make.as_prompt([_WORDS[token - FIRST_ID] for token in ids] if make.as_text else ids)
+        num_out = shape.output_len or request.output_tokens or request.max_tokens or DEFAULT_OUTPUT_LEN
+        before, turns = latest.get(request.session, (None, []))
+        pause_s = 0.0
+        if before is not None and request.follows(before):
+            pause_s = request.t - before.t - before.e2e_s
+        else:
+            turns = []
+            talks.append(turns)
+            begins.append(request.t)
+        turns.append(Turn(prompt, num_out, pause_s, is_whole=True, priority=request.priority))
+        latest[request.session] = request, turns
+    return [Session(turns, at_s) for turns, at_s in zip(talks, begins, strict=True)]
+
+
 SYNTHETIC: Mapping[str, Callable[[Shape, Maker], Iterator[Session]]] = {
     "random": random_requests,
     "conversations": conversations,
@@ -197,6 +229,7 @@ FILES: Mapping[str, Callable[[Path, Shape, Maker], Iterator[Session]]] = {
     "burstgpt": burstgpt,
     "mooncake": mooncake,
     "custom": custom,
+    "trace": recorded,
 }
 
 

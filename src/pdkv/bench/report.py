@@ -19,6 +19,11 @@ TITLES = {
 MAX_BUSY = 0.85
 """The share of a core above which the client's own work may show in the figures."""
 
+MAX_CPU_US, SOME_BUSY = 15.0, 0.25
+"""Microseconds of the client's processor per token above which it may be what is measured, if it was busy for that
+share of a core at least.
+"""
+
 MAX_LATE_MS = 10.0
 """Milliseconds by which requests may be sent late."""
 
@@ -45,6 +50,12 @@ class Run(NamedTuple):
     requests: Sequence[Sent]
     wall_s: float  # from the first send to the last token
     cpu_s: float  # processor time of this process
+    num_unsent: int = 0  # turns behind a failed request of their session
+
+    @property
+    def replies(self) -> list[Reply]:
+        """All of them, in the order of their ends."""
+        return [sent.reply for sent in self.requests]
 
 
 class Slo(NamedTuple):
@@ -97,6 +108,7 @@ def summarize(run: Run, percents: Sequence[float], slo: Slo) -> dict[str, Any]:
     report: dict[str, Any] = {
         "completed": len(good),
         "failed": len(failed),
+        "unsent": run.num_unsent,
         "duration": run.wall_s,
         "total_input_tokens": prompt,
         "total_output_tokens": output,
@@ -110,15 +122,9 @@ def summarize(run: Run, percents: Sequence[float], slo: Slo) -> dict[str, Any]:
     }
     if slo.bounds:
         report["goodput"] = sum(map(slo.is_met, run.requests)) / wall
-        report["slo_attainment"] = sum(map(slo.is_met, run.requests)) / max(len(run.requests), 1)
+        report["slo_attainment"] = sum(map(slo.is_met, run.requests)) / max(len(run.requests) + run.num_unsent, 1)
         report["slo_ms"] = dict(slo.bounds)
-    series = {
-        "ttft": [sent.reply.ttft for sent in good],
-        "tpot": [tpot for sent in good if (tpot := sent.tpot) is not None],
-        "itl": [gap for sent in good for gap in sent.reply.gaps],
-        "e2el": [sent.reply.latency for sent in good],
-    }
-    for name, values in series.items():
+    for name, values in series(run).items():
         report |= _spread(name, [1e3 * value for value in values], percents)
     if failed:
         report["errors"] = _counted([str(sent.reply.error) for sent in failed])
@@ -128,6 +134,17 @@ def summarize(run: Run, percents: Sequence[float], slo: Slo) -> dict[str, Any]:
         "p99_late_ms": 1e3 * percentile([sent.late_s for sent in run.requests] or [0.0], 99),
     }
     return report
+
+
+def series(run: Run) -> dict[str, list[float]]:
+    """Seconds of the latencies of all requests that are complete, by name."""
+    good = [sent for sent in run.requests if sent.reply.ok]
+    return {
+        "ttft": [sent.reply.ttft for sent in good],
+        "tpot": [tpot for sent in good if (tpot := sent.tpot) is not None],
+        "itl": [gap for sent in good for gap in sent.reply.gaps],
+        "e2el": [sent.reply.latency for sent in good],
+    }
 
 
 def _spread(name: str, values: Sequence[float], percents: Sequence[float]) -> dict[str, float]:
@@ -153,6 +170,12 @@ def doubts(report: Mapping[str, Any], *, is_open_loop: bool) -> list[str]:
             f"the client was busy for {report['client_busy']:.0%} of a core: its own work shows in these figures; "
             "send less, or divide the load between several clients"
         )
+    elif report["client_cpu_us_per_token"] > MAX_CPU_US and report["client_busy"] > SOME_BUSY:
+        found.append(
+            f"the client took {report['client_cpu_us_per_token']:.1f} us of a processor per token, above {MAX_CPU_US:g}"
+        )
+    if report["unsent"]:
+        found.append(f"{report['unsent']} turns were not sent, since one before them failed: none is within the SLO")
     if is_open_loop and report["p99_late_ms"] > MAX_LATE_MS:
         found.append(f"requests were sent up to {report['p99_late_ms']:.1f} ms late (P99): the machine was too busy")
     if report["answers_without_usage"]:
@@ -162,44 +185,64 @@ def doubts(report: Mapping[str, Any], *, is_open_loop: bool) -> list[str]:
     return found
 
 
-def print_report(report: Mapping[str, Any], percents: Sequence[float], out: TextIO) -> None:
-    """Print the report as `vllm bench serve` does."""
+_ROWS = (
+    ("Successful requests", "completed"),
+    ("Failed requests", "failed"),
+    ("Turns not sent", "unsent"),
+    ("Benchmark duration (s)", "duration"),
+    ("Total input tokens", "total_input_tokens"),
+    ("  of them cached", "cached_input_tokens"),
+    ("Total generated tokens", "total_output_tokens"),
+    ("  retokenized", "total_output_tokens_retokenized"),
+    ("Request throughput (req/s)", "request_throughput"),
+    ("Request goodput (req/s)", "goodput"),
+    ("Requests within the SLO (share)", "slo_attainment"),
+    ("Output token throughput (tok/s)", "output_throughput"),
+    ("Total token throughput (tok/s)", "total_token_throughput"),
+    ("Mean concurrency", "mean_concurrency"),
+    ("Client CPU per token (us)", "client_cpu_us_per_token"),
+    ("Roofline B_sat (requests)", "b_sat"),
+)
+
+
+def print_report(
+    report: Mapping[str, Any], percents: Sequence[float], out: TextIO, recorded: Mapping[str, Any] | None = None
+) -> None:
+    """Print the report as `vllm bench serve` does, with those figures of `recorded` that there are before it."""
+    reports = [report] if recorded is None else [recorded, report]
     _title("Serving benchmark result", "=", out)
-    _line("Successful requests", report["completed"], out)
-    _line("Failed requests", report["failed"], out)
-    _line("Benchmark duration (s)", report["duration"], out)
-    _line("Total input tokens", report["total_input_tokens"], out)
-    _line("  of them cached", report["cached_input_tokens"], out)
-    _line("Total generated tokens", report["total_output_tokens"], out)
-    _line("Request throughput (req/s)", report["request_throughput"], out)
-    if "goodput" in report:
-        _line("Request goodput (req/s)", report["goodput"], out)
-        _line("Requests within the SLO (%)", 100 * report["slo_attainment"], out)
-    _line("Output token throughput (tok/s)", report["output_throughput"], out)
-    _line("Total token throughput (tok/s)", report["total_token_throughput"], out)
-    _line("Mean concurrency", report["mean_concurrency"], out)
-    _line("Client CPU per token (us)", report["client_cpu_us_per_token"], out)
+    if recorded is not None:
+        print(f"{'':<46}{'recorded':>14}{'replayed':>14}", file=out)
+    for label, name in _ROWS:
+        _line(label, name, reports, out)
     for name in LATENCIES:
         if f"mean_{name}_ms" not in report:
             continue
         _title(TITLES[name], "-", out)
         label = name.upper()
-        _line(f"Mean {label} (ms)", report[f"mean_{name}_ms"], out)
-        _line(f"Median {label} (ms)", report[f"median_{name}_ms"], out)
+        _line(f"Mean {label} (ms)", f"mean_{name}_ms", reports, out)
+        _line(f"Median {label} (ms)", f"median_{name}_ms", reports, out)
         for percent in percents:
-            _line(f"P{percent:g} {label} (ms)", report[f"p{percent:g}_{name}_ms"], out)
+            _line(f"P{percent:g} {label} (ms)", f"p{percent:g}_{name}_ms", reports, out)
     print("=" * 60, file=out)
     for error, count in report.get("errors", {}).items():
         print(f"{count} failed: {error}", file=out)
+    for error, count in (recorded or {}).get("errors", {}).items():
+        print(f"{count} failed when recorded: {error}", file=out)
 
 
 def _title(text: str, fill: str, out: TextIO) -> None:
     print(f" {text} ".center(60, fill), file=out)
 
 
-def _line(label: str, value: float, out: TextIO) -> None:
-    shown = str(value) if isinstance(value, int) else f"{value:.2f}"
-    print(f"{label + ':':<46}{shown:>14}", file=out)
+def _line(label: str, name: str, reports: Sequence[Mapping[str, Any]], out: TextIO) -> None:
+    """The line of a figure that the last report has."""
+    if name in reports[-1]:
+        print(f"{label + ':':<46}" + "".join(f"{_shown(report.get(name)):>14}" for report in reports), file=out)
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def request_lines(run: Run) -> bytes:

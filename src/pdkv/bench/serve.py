@@ -5,14 +5,16 @@ import json
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import uvloop
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.bench.client import Client, Reply
 from pdkv.bench.report import Run, Sent
-from pdkv.bench.workload import Prompt, Session, arrivals
+from pdkv.bench.workload import Prompt, Session, Turn, arrivals
+
+T = TypeVar("T")
 
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -27,6 +29,7 @@ class Target(NamedTuple):
     extra: Mapping[str, Any] = {}  # fields of each body
     ignore_eos: bool = True
     timeout_s: float = 600.0  # of one request
+    keep_text: bool = False  # of answers, also where no later turn needs them
 
 
 class Pace(NamedTuple):
@@ -39,7 +42,7 @@ class Pace(NamedTuple):
     seed: int = 0
 
 
-def run_loop(main: Coroutine[Any, Any, Run]) -> Run:
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine on uvloop."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(main)
@@ -63,12 +66,14 @@ async def send(
 
         async def one(number: int, session: Session, at_s: float) -> None:
             async with gate:
-                is_talk = len(session.turns) > 1
+                is_talk = any(not turn.is_whole for turn in session.turns[1:])
                 ahead = Conversation(target.endpoint, is_talk=is_talk)
                 for index, turn in enumerate(session.turns):
+                    if turn.is_whole:
+                        ahead = Conversation(target.endpoint, is_talk=False)
                     ahead.ask(turn.prompt)
-                    reply = Reply(keep_text=is_talk)
-                    await _ask(client, target, ahead.body(target, turn.max_tokens), reply)
+                    reply = Reply(keep_text=is_talk or target.keep_text)
+                    await _ask(client, target, ahead.body(target, turn), reply)
                     late_s = max(reply.sent - start - at_s, 0.0) if reply.sent and not index and due_alone else 0.0
                     sent = Sent(number, index, reply.sent - start - late_s, late_s, reply, turn.max_tokens)
                     found.append(sent)
@@ -77,7 +82,7 @@ async def send(
                         return
                     ahead.answer(reply)
                     if index + 1 < len(session.turns) and (pause_s := session.turns[index + 1].pause_s):
-                        await MONOTONIC.pause(pause_s)
+                        await MONOTONIC.pause(pause_s / (pace.speed or 1.0))
 
         due_alone = not pace.max_concurrency and (pace.rate < float("inf") or bool(pace.speed))
         async with asyncio.TaskGroup() as group:
@@ -87,7 +92,8 @@ async def send(
                 group.create_task(one(number, session, at_s))
         ends = [sent.reply.stamps[-1] for sent in found if sent.reply.stamps]
         wall_s = max(ends, default=MONOTONIC.now()) - start
-        return Run(found, wall_s, time.process_time() - cpu)
+        num_unsent = sum(len(session.turns) for session in sessions) - len(found)
+        return Run(found, wall_s, time.process_time() - cpu, num_unsent)
 
 
 async def _ask(client: Client, target: Target, body: bytes, reply: Reply) -> None:
@@ -128,13 +134,14 @@ class Conversation:
         else:
             self._prompt += "".join(reply.text)
 
-    def body(self, target: Target, max_tokens: int) -> bytes:
+    def body(self, target: Target, turn: Turn) -> bytes:
         """The request's body: greedy, streamed, with a usage at its end."""
         asked: dict[str, Any] = {"messages": self._messages} if self._is_chat else {"prompt": self._prompt}
         return json.dumps({
-            "model": target.model, **asked, "max_tokens": max_tokens, "temperature": 0.0, "stream": True,
+            "model": target.model, **asked, "max_tokens": turn.max_tokens, "temperature": 0.0, "stream": True,
             "stream_options": {"include_usage": True},
             **({"ignore_eos": True} if target.ignore_eos else {}),
             **({"return_token_ids": True} if self._is_talk and isinstance(self._prompt, list) else {}),
+            **({"priority": turn.priority} if turn.priority else {}),
             **target.extra,
         }).encode()  # fmt: skip

@@ -1,5 +1,6 @@
 """Finds the highest rate at which a server keeps its SLO, and draws what it costs on the way."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -12,6 +13,7 @@ BURST_SHARE = 0.6
 """Share of its rate that a run of enough requests reaches: the last answers take longer than the last gap."""
 
 _BAR = 40
+_WIDTH, _HEIGHT = 64, 12  # of a plot in the terminal, in characters
 
 Report = Mapping[str, Any]
 
@@ -75,6 +77,14 @@ def print_sweep(reports: Sequence[Report], attainment: float, out: TextIO) -> No
             f"{bar:<{_BAR}} {share:.1%}",
             file=out,
         )
+    rates = [float(report["request_rate"]) for report in reports]
+    print("\nlatency in ms (P99: F first token, t each further one) over requests/s", file=out)
+    found = [(at, mark, report.get(f"p99_{name}_ms")) for mark, name in (("F", "ttft"), ("t", "tpot"))
+             for at, report in zip(rates, reports, strict=True)]  # fmt: skip
+    draw([(at, float(value), mark) for at, mark, value in found if value is not None], out)
+    print("\ntokens/s of the server over tokens/s for one user", file=out)
+    fast = [r for r in reports if r.get("mean_tpot_ms")]
+    draw([(1e3 / r["mean_tpot_ms"], float(r["output_throughput"]), "o") for r in fast], out)
     best = best_rate(reports, attainment)
     if best is reports[-1]:
         print("no rate that was tried breaks the SLO; send more prompts (--num-prompts) to try higher ones", file=out)
@@ -86,6 +96,28 @@ def print_sweep(reports: Sequence[Report], attainment: float, out: TextIO) -> No
             f"requests/s (goodput {best['goodput']:.3g})",
             file=out,
         )
+
+
+def draw(points: Sequence[tuple[float, float, str]], out: TextIO) -> None:
+    """Print points (x, y, mark), both axes logarithmic where all their values are above 0; later ones cover earlier."""
+    if not points:
+        return
+    axes = [[point[axis] for point in points] for axis in (0, 1)]
+    places = [_places(values, size) for values, size in zip(axes, (_WIDTH, _HEIGHT), strict=True)]
+    rows = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    for column, row, (_, _, mark) in zip(*places, points, strict=True):
+        rows[_HEIGHT - 1 - row][column] = mark
+    labels = {0: max(axes[1]), _HEIGHT - 1: min(axes[1])}
+    for number, cells in enumerate(rows):
+        label = f"{labels[number]:.4g}" if number in labels else ""
+        print(f"{label:>9} |{''.join(cells).rstrip()}", file=out)
+    print(f"{'':>9} +{'-' * _WIDTH}\n{'':>11}{min(axes[0]):<{_WIDTH - 9}.4g}{max(axes[0]):>9.4g}", file=out)
+
+
+def _places(values: Sequence[float], size: int) -> list[int]:
+    scaled = [math.log(value) for value in values] if min(values) > 0 else list(values)
+    low, high = min(scaled), max(scaled)
+    return [round((value - low) / ((high - low) or 1.0) * (size - 1)) for value in scaled]
 
 
 def _ms(report: Report, name: str) -> str:

@@ -27,6 +27,9 @@ class Turn(msgspec.Struct, frozen=True):
     max_tokens: int
     pause_s: float = 0.0
     """Seconds between the end of the answer before it, for example for a tool, and this request."""
+    is_whole: bool = False
+    """Whether the prompt stands alone, also behind the first turn, since it has the turns before it already."""
+    priority: int = 0
 
 
 class Session(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from pdkv.bench.serve import Pace, Target
     from pdkv.bench.workload import Session
 
-DATASETS = ("random", "conversations", "agents", "sharegpt", "burstgpt", "mooncake", "custom")
+DATASETS = ("random", "conversations", "agents", "sharegpt", "burstgpt", "mooncake", "custom", "trace")
 PERCENTILES = "50,90,95,99"
 
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
-    """Add `bench` to the `pd` parser."""
+    """Add `bench` and `replay` to the `pd` parser."""
     summary = "measure servers and engines, and look at data sets"
     parser = commands.add_parser("bench", help=summary, description=f"{capitalized(summary)}.")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -33,6 +33,8 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     _add_target(serve)
     _add_data(serve, num_prompts=1000)
     _add_pace(serve)
+    serve.add_argument("--trace", type=Path, metavar="FILE", help="send what a router has recorded (--record-trace), at "
+        "its own times: --dataset-name trace --dataset-path FILE --trace-speed 1, and all of it")  # fmt: skip
     _add_slo(serve)
     _add_results(serve)
     sweep = _add(subcommands, "sweep", run_sweep, "find the highest request rate at which a server meets an SLO")
@@ -56,6 +58,15 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--min-length", type=int, default=0, metavar="N", help="shorter repeats do not count (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of lines")
     add_offline(subcommands)
+    replay = _add(commands, "replay", run_replay, "send again what a router has recorded, and print both reports")
+    replay.add_argument("file", type=Path, metavar="FILE", help="what `pd launch --record-trace FILE` wrote")
+    _add_target(replay)
+    add = replay.add_argument
+    add("--speed", dest="trace_speed", type=float, default=1.0, metavar="FACTOR", help="so many times as fast: arrivals "
+        "and the pauses of conversations (default: 1)")  # fmt: skip
+    add("--vocabulary", type=int, default=0, metavar="N", help="token ids are below N (default: 500)")
+    _add_slo(replay)
+    _add_results(replay)
 
 
 def _add(subcommands: "argparse._SubParsersAction[Any]", name: str, run: Any, summary: str) -> argparse.ArgumentParser:
@@ -76,6 +87,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
         "API key is read from OPENAI_API_KEY")  # fmt: skip
     add("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields of each request's body")
     add("--no-ignore-eos", dest="ignore_eos", action="store_false", help="let the model end its answers")
+    add("--tokenizer", type=Path, metavar="DIR", help="count the tokens of answers by this model's tokenizer, too")
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit for each request (default: 600)")
 
 
@@ -88,10 +100,10 @@ def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int | None) -> No
     add(
         "--num-prompts",
         type=int,
-        default=num_prompts,
         metavar="N",
-        help=f"requests (default: {num_prompts or '1000, of a file all'})",
+        help=f"requests (default: {num_prompts or '1000, of a file all'}, of a trace all)",
     )
+    parser.set_defaults(default_prompts=num_prompts)
     add("--input-len", "--random-input-len", type=int, default=1024, metavar="N",
         help="tokens per prompt or, in conversations, per turn (default: 1024)")  # fmt: skip
     add("--output-len", "--random-output-len", type=int, metavar="N",
@@ -136,6 +148,9 @@ def _add_results(parser: argparse.ArgumentParser, *, requests: bool = True) -> N
     add("--save-result", type=Path, metavar="FILE", help="write the report there as JSON")
     if requests:
         add("--save-requests", type=Path, metavar="FILE", help="write one JSON line per request there")
+    if requests:
+        add("--report-format", choices=("vllm", "llm-d"), default="vllm", help="fields of --save-result and --json: "
+            "those of vLLM's benchmark, or llm-d's report, version 0.2 (default: vllm)")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead of a table")
     add("--disable-tqdm", "--no-progress", dest="progress", action="store_false", help="show no progress bar on stderr")
 
@@ -145,27 +160,125 @@ def _add_results(parser: argparse.ArgumentParser, *, requests: bool = True) -> N
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """Run `pd bench serve`. The exit code is 1 if a request failed."""
+    if arguments.trace is not None:
+        arguments.dataset_name, arguments.dataset_path = "trace", arguments.trace
+        arguments.trace_speed = arguments.trace_speed or 1.0
+    pace = _pace(arguments)
+    return _run_load(arguments, lambda: _sessions(arguments, arguments.seed), pace)
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Run `pd replay`. The exit code is 1 if a request failed."""
+    from pdkv.bench.datasets import LAST_ID, Maker, Shape, recorded_sessions
+    from pdkv.bench.replay import recorded_run
+    from pdkv.bench.serve import Pace
+    from pdkv.bench.trace import read_trace
+
+    check_numbers(arguments, "trace_speed")
+    check_numbers(arguments, "vocabulary", zero=True)
+    trace = read_trace(arguments.file)
+    if unread := sum(not request.prompt_tokens for request in trace.requests):
+        say(f"{unread} requests had been refused before their prompts were read, and are not sent")
+    shape = Shape(num_prompts=sys.maxsize, vocabulary=arguments.vocabulary or LAST_ID)
+    make = Maker("replay", as_text=arguments.endpoint == "chat")
+    sessions = recorded_sessions(trace, shape, make)
+    if not sessions:
+        raise ConfigError(f"{arguments.file}: no request with a prompt was found in it")
+    arguments.dataset_name = "trace"
+    return _run_load(arguments, lambda: sessions, Pace(speed=arguments.trace_speed), recorded_run(trace))
+
+
+def _run_load(
+    arguments: argparse.Namespace,
+    sessions: "Callable[[], Sequence[Session]]",
+    pace: "Pace",
+    recorded: "Run | None" = None,
+) -> int:
+    """Check options, send the sessions, and report; `recorded` is reported beside it."""
     from pdkv.bench.report import Slo, doubts, print_report, request_lines, summarize
     from pdkv.host.sockets import raise_open_files_limit
 
     percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
-    pace = _pace(arguments)
     _check_folder(arguments.save_result, "--save-result")
     _check_folder(arguments.save_requests, "--save-requests")
+    count_tokens = _token_counter(arguments.tokenizer)
     raise_open_files_limit()
-    sessions, target = _sessions(arguments, arguments.seed), _target(arguments)
-    _warm_up(target, sessions, arguments)
-    run = _measure(target, sessions, pace, progress=arguments.progress)
+    made, target = sessions(), _target(arguments)
+    _warm_up(target, made, arguments)
+    run = _measure(target, made, pace, progress=arguments.progress)
     report = summarize(run, percents, slo)
+    if count_tokens is not None:
+        report["total_output_tokens_retokenized"] = sum(count_tokens("".join(r.text)) for r in run.replies if r.ok)
+    saturations = _saturations(target)
+    report["b_sat"] = saturations or None
+    then = summarize(recorded, percents, slo) if recorded is not None else None
     if not arguments.json:
-        print_report(report, percents, sys.stdout)
+        print_report(report | {"b_sat": _shown_saturation(saturations)}, percents, sys.stdout, then)
     is_open_loop = (pace.rate < float("inf") or pace.speed > 0) and not pace.max_concurrency
     for text in doubts(report, is_open_loop=is_open_loop):
         say(f"WARNING {text}")
-    _show(report | {"request_rate": pace.rate if pace.rate < float("inf") else "inf"}, arguments)
+    _show(_in_format(arguments, run, report, pace, then), arguments)
     if arguments.save_requests:
         _write(arguments.save_requests, request_lines(run), "--save-requests")
     return int(report["failed"] > 0)
+
+
+def _in_format(
+    arguments: argparse.Namespace,
+    run: "Run",
+    report: Mapping[str, Any],
+    pace: "Pace",
+    recorded: Mapping[str, Any] | None,
+) -> Mapping[str, Any]:
+    """The report as `--report-format` has it."""
+    from pdkv.bench.llm_d import llm_d_report
+
+    if arguments.report_format == "llm-d":
+        source = "random" if arguments.dataset_name in ("random", "conversations", "agents") else "sampled"
+        names = (
+            "dataset_name",
+            "endpoint",
+            "num_prompts",
+            "input_len",
+            "output_len",
+            "trace_speed",
+            "burstiness",
+            "seed",
+        )
+        described = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+        return llm_d_report(
+            run, report, source=source, rate=pace.rate, concurrency=pace.max_concurrency, arguments=described
+        )
+    rate = pace.rate if pace.rate < float("inf") else "inf"
+    return {**report, "request_rate": rate, **({} if recorded is None else {"recorded": recorded})}
+
+
+def _token_counter(folder: Path | None) -> "Callable[[str], int] | None":
+    """A function that counts a text's tokens; None without a tokenizer. Raises ModelError."""
+    if folder is None:
+        return None
+    from pdkv.config import ModelFiles
+    from pdkv.text import load_tokenizer
+
+    tokenizer = load_tokenizer(ModelFiles(model=folder))
+    return lambda text: len(tokenizer.encode(text))
+
+
+def _saturations(target: "Target") -> dict[str, float]:
+    """B_sat by engine; empty if the server is not pdkv, or does not say."""
+    from pdkv.bench.roofline import saturation
+
+    try:
+        topology = _get_json(target.url, "/topology", target.headers)
+    except StartupError:
+        return {}
+    return saturation(topology) if isinstance(topology, dict) else {}
+
+
+def _shown_saturation(found: Mapping[str, float]) -> str:
+    from pdkv.bench.roofline import shown
+
+    return shown(found)
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
@@ -236,27 +349,35 @@ def _target(arguments: argparse.Namespace) -> "Target":
         arguments.extra_body,
         ignore_eos=arguments.ignore_eos,
         timeout_s=arguments.timeout,
+        keep_text=arguments.tokenizer is not None,
     )
 
 
 def _first_model(url: str, headers: Mapping[str, str]) -> str:
     """The first model that the server lists. Raises ConfigError and StartupError."""
-    import http.client
-    import urllib.request
-
     from pdkv.bench.client import Client
 
     Client(url)  # refuses what is no URL of a server
-    where = url.rstrip("/").removesuffix("/v1") + "/v1/models"
+    try:
+        return str(_get_json(url, "/v1/models", headers)["data"][0]["id"])
+    except (LookupError, TypeError):
+        raise StartupError(f"{url} lists no model: name one with --model") from None
+
+
+def _get_json(url: str, path: str, headers: Mapping[str, str]) -> Any:
+    """What the server says at a path. Raises StartupError."""
+    import http.client
+    import urllib.request
+
+    where = url.rstrip("/").removesuffix("/v1") + path
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load goes
     try:
         with opener.open(urllib.request.Request(where, headers=dict(headers)), timeout=30) as response:
-            name = json.loads(response.read(1 << 20))["data"][0]["id"]
+            return json.loads(response.read(16 << 20))
     except (OSError, http.client.HTTPException) as error:
         raise StartupError(f"{where}: {error}") from None
-    except (ValueError, LookupError, TypeError):
-        raise StartupError(f"{where} lists no model: name one with --model") from None
-    return str(name)
+    except (ValueError, RecursionError):
+        raise StartupError(f"{where} is no JSON") from None
 
 
 def _warm_up(target: "Target", sessions: "Sequence[Session]", arguments: argparse.Namespace) -> None:
@@ -265,12 +386,12 @@ def _warm_up(target: "Target", sessions: "Sequence[Session]", arguments: argpars
     Raises:
         StartupError: one failed.
     """
-    from pdkv.bench.datasets import Maker
+    from pdkv.bench.datasets import LAST_ID, Maker
     from pdkv.bench.serve import Pace
     from pdkv.bench.workload import one_turn, units
 
     first = sessions[0].turns[0].prompt
-    make = Maker("warm-up", as_text=isinstance(first, str), vocabulary=_shape(arguments).vocabulary)
+    make = Maker("warm-up", as_text=isinstance(first, str), vocabulary=arguments.vocabulary or LAST_ID)
     firsts = [one_turn(make.prompt(len(units(first))), 2) for _ in range(getattr(arguments, "num_warmups", 1))]
     if not firsts:
         return
@@ -336,7 +457,8 @@ def _shape(arguments: argparse.Namespace) -> "Shape":
     from pdkv.bench.datasets import LAST_ID, Shape
 
     if arguments.num_prompts is None:
-        arguments.num_prompts = 1000 if arguments.dataset_path is None else sys.maxsize
+        takes_all = arguments.dataset_path and (not arguments.default_prompts or arguments.dataset_name == "trace")
+        arguments.num_prompts = sys.maxsize if takes_all else arguments.default_prompts or 1000
     check_numbers(arguments, "num_prompts", "input_len", "num_prefixes", "turns")
     check_numbers(arguments, "prefix_len", "pause", "max_context", "vocabulary", zero=True)
     if not 0 <= arguments.range_ratio < 1:
