@@ -33,8 +33,8 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     _add_target(serve)
     _add_data(serve, num_prompts=1000)
     _add_pace(serve)
-    serve.add_argument("--trace", type=Path, metavar="FILE", help="send what a router has recorded (--record-trace), at "
-        "its own times: --dataset-name trace --dataset-path FILE --trace-speed 1, and all of it")  # fmt: skip
+    serve.add_argument("--trace", type=Path, metavar="FILE", help="send what a router has recorded, at its own times: "
+        "--dataset-name trace --dataset-path FILE --trace-speed 1, and all of it")  # fmt: skip
     _add_slo(serve)
     _add_results(serve)
     sweep = _add(subcommands, "sweep", run_sweep, "find the highest request rate at which a server meets an SLO")
@@ -62,8 +62,8 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     replay.add_argument("file", type=Path, metavar="FILE", help="what `pd launch --record-trace FILE` wrote")
     _add_target(replay)
     add = replay.add_argument
-    add("--speed", dest="trace_speed", type=float, default=1.0, metavar="FACTOR", help="so many times as fast: arrivals "
-        "and the pauses of conversations (default: 1)")  # fmt: skip
+    add("--speed", dest="trace_speed", type=float, default=1.0, metavar="FACTOR", help="so many times as fast: "
+        "arrivals, and the pauses of conversations (default: 1)")  # fmt: skip
     add("--vocabulary", type=int, default=0, metavar="N", help="token ids are below N (default: 500)")
     _add_slo(replay)
     _add_results(replay)
@@ -164,7 +164,7 @@ def run_serve(arguments: argparse.Namespace) -> int:
         arguments.dataset_name, arguments.dataset_path = "trace", arguments.trace
         arguments.trace_speed = arguments.trace_speed or 1.0
     pace = _pace(arguments)
-    return _run_load(arguments, lambda: _sessions(arguments, arguments.seed), pace)
+    return _run_load(arguments, _sessions(arguments, arguments.seed), pace)
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
@@ -185,12 +185,12 @@ def run_replay(arguments: argparse.Namespace) -> int:
     if not sessions:
         raise ConfigError(f"{arguments.file}: no request with a prompt was found in it")
     arguments.dataset_name = "trace"
-    return _run_load(arguments, lambda: sessions, Pace(speed=arguments.trace_speed), recorded_run(trace))
+    return _run_load(arguments, sessions, Pace(speed=arguments.trace_speed), recorded_run(trace))
 
 
 def _run_load(
     arguments: argparse.Namespace,
-    sessions: "Callable[[], Sequence[Session]]",
+    sessions: "Sequence[Session]",
     pace: "Pace",
     recorded: "Run | None" = None,
 ) -> int:
@@ -203,9 +203,9 @@ def _run_load(
     _check_folder(arguments.save_requests, "--save-requests")
     count_tokens = _token_counter(arguments.tokenizer)
     raise_open_files_limit()
-    made, target = sessions(), _target(arguments)
-    _warm_up(target, made, arguments)
-    run = _measure(target, made, pace, progress=arguments.progress)
+    target = _target(arguments)
+    _warm_up(target, sessions, arguments)
+    run = _measure(target, sessions, pace, progress=arguments.progress)
     report = summarize(run, percents, slo)
     if count_tokens is not None:
         report["total_output_tokens_retokenized"] = sum(count_tokens("".join(r.text)) for r in run.replies if r.ok)
@@ -235,7 +235,7 @@ def _in_format(
 
     if arguments.report_format == "llm-d":
         source = "random" if arguments.dataset_name in ("random", "conversations", "agents") else "sampled"
-        names = (
+        names = [
             "dataset_name",
             "endpoint",
             "num_prompts",
@@ -244,7 +244,7 @@ def _in_format(
             "trace_speed",
             "burstiness",
             "seed",
-        )
+        ]
         described = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
         return llm_d_report(
             run, report, source=source, rate=pace.rate, concurrency=pace.max_concurrency, arguments=described
