@@ -6,8 +6,8 @@ from statistics import median
 from typing import Any
 
 from benchmarks import layerwise
-from benchmarks.load import Workload, check, send_all
-from benchmarks.load import run as run_loop
+from benchmarks.load import Workload
+from benchmarks.load import measure as measure_load
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import pdkv
@@ -223,7 +223,6 @@ def recompute_seconds(context: Context, tokens: int) -> float:
     with pdkv(model, prefill=0, decode=1, options=options) as server:
         ttfts = []
         for seed in range(2 if context.quick else 4):
-            replies, _ = run_loop(send_all(server.url, server.model, Workload(1, tokens, (2, 2), seed=seed + 1)))
-            check(replies)
-            ttfts.append(replies[0].ttft)
+            [reply] = measure_load(server.url, server.model, Workload(1, tokens, (2, 2), seed=seed + 1)).replies
+            ttfts.append(reply.ttft)
     return median(ttfts[1:])

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from benchmarks.client import Reply, complete
 from benchmarks.load import random_prompt
-from benchmarks.load import run as run_loop
 from benchmarks.servers import Server
+from pdkv.bench.serve import run_loop
 
 QUESTION, ANSWER = (40.0, 0.9), (90.0, 0.7)
 """Tokens of a question and of an answer: the median, and sigma of the logarithm."""

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 from benchmarks.client import Reply, complete
 from benchmarks.engine_link import EngineLink, Timing
-from benchmarks.load import Workload, check, random_prompt, send_all
-from benchmarks.load import run as run_loop
+from benchmarks.load import Workload, check, measure, random_prompt
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.router_alone import Alone, router_alone
 from benchmarks.servers import Server, cpu_seconds, pdkv
 from benchmarks.versus import workload
+from pdkv.bench.serve import run_loop
 from pdkv.connector_kit.bench.turns import take_turns
 from pdkv.host.sockets import raise_open_files_limit
 
@@ -78,8 +78,7 @@ def whole_runs(model: Path, before: Path | None, quick: bool) -> list[Claim]:
 def _run_cpu(server: Server, num_requests: int) -> float:
     """CPU seconds of all processes. Raises RuntimeError if a request failed."""
     began = cpu_seconds(server)
-    replies, _ = run_loop(send_all(server.url, server.model, workload(num_requests, 8)))
-    check(replies)
+    measure(server.url, server.model, workload(num_requests, 8))
     return cpu_seconds(server).since(began).total
 
 
@@ -105,11 +104,10 @@ def _tokens(num_streams: int, quick: bool) -> Claim:
         num_requests, lengths = (num_streams, (8, 8)) if quick else (num_requests, shape.output_len)
         with router_alone(pace_s=pace_s, num_seqs=2 * num_streams) as router:
             load = Workload(num_requests, shape.input_len, lengths, num_streams, seed=num_streams)
-            run_loop(send_all(router.url, router.model, Workload(64, shape.input_len, (20, 20), 64)))  # warm
+            measure(router.url, router.model, Workload(64, shape.input_len, (20, 20), 64))  # warm
             began = router.cpu_seconds()
-            replies, _ = run_loop(send_all(router.url, router.model, load))
+            replies = measure(router.url, router.model, load).replies
             used = router.cpu_seconds() - began
-        check(replies)
         figures[f"us {name}".strip()] = used / sum(reply.num_tokens for reply in replies) * 1e6
     limit = TOKEN_LIMITS_US[num_streams]
     title = f"router CPU a token, {num_streams} streams of 10 in, 20 to 500 out / {limit:g} us"

@@ -10,11 +10,12 @@ import time
 from typing import NamedTuple
 
 from benchmarks.client import Reply, complete
-from benchmarks.load import Workload, check, measure, percentile, random_prompt
-from benchmarks.load import run as run_loop
+from benchmarks.load import Workload, check, measure, random_prompt
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
+from pdkv.bench.report import percentile
+from pdkv.bench.serve import run_loop
 
 NUM_STREAMS = 8
 STREAM_PROMPT_LEN = 16
@@ -60,15 +61,14 @@ def run(context: Context, size: str) -> list[Claim]:
 
 def _seconds_per_prompt(server: Server) -> float:
     """How long prefill takes for one prompt: the inverse of its capacity."""
-    report = measure(server.url, server.model, Workload(4, PROMPT_LEN, (1, 1), seed=1))
-    return float(report["wall_s"]) / 4
+    return measure(server.url, server.model, Workload(4, PROMPT_LEN, (1, 1), seed=1)).wall_s / 4
 
 
 def _all_gaps(server: Server, interval_s: float, seconds: float) -> dict[int, float]:
     """p99 of the gaps in seconds by the load's tokens of output; 0: no load."""
     run_loop(_gaps(server, None, min(seconds, 3.0)))  # warm
     loads = {0: None, 1: Arrivals(interval_s, 1), 64: Arrivals(interval_s, 64)}
-    return {key: percentile(run_loop(_gaps(server, load, seconds)), 0.99) for key, load in loads.items()}
+    return {key: percentile(run_loop(_gaps(server, load, seconds)), 99) for key, load in loads.items()}
 
 
 async def _gaps(server: Server, arrivals: Arrivals | None, seconds: float) -> list[float]:

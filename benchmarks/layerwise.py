@@ -9,10 +9,10 @@ from statistics import median
 
 from benchmarks.client import Reply, complete
 from benchmarks.load import random_prompt
-from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
+from pdkv.bench.serve import run_loop
 from pdkv.connector_kit.bench.plan import make_plan, open_setting
 from pdkv.connector_kit.bench.yardsticks import measure_bare
 
@@ -61,7 +61,7 @@ def claim_of_hits(what: str, stored: Sequence[float], local: Sequence[float], ba
 
 def send_prompt(server: Server, prompt: list[int]) -> Reply:
     """Two tokens behind a prompt. Raises RuntimeError where there are none."""
-    reply: Reply = run_loop(complete(server.url, model=server.model, prompt=prompt, max_tokens=2))
+    reply = run_loop(complete(server.url, model=server.model, prompt=prompt, max_tokens=2))
     if not reply.ok:
         raise RuntimeError(f"a request failed: {reply.error}")
     return reply

@@ -1,7 +1,6 @@
 """64, 256 and 512 concurrent requests of 10 tokens in, 20 to 500 out: no failure, and no token costs more CPU."""
 
 from benchmarks.load import Workload, send_all
-from benchmarks.load import run as run_loop
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import CpuSeconds, Server, cpu_seconds, pdkv
@@ -49,7 +48,7 @@ def run(context: Context) -> list[Claim]:
 def _send(server: Server, load: Workload) -> tuple[int, CpuSeconds]:
     """(requests that failed, CPU seconds per token)."""
     before = cpu_seconds(server)
-    replies, _ = run_loop(send_all(server.url, server.model, load))
+    replies = send_all(server.url, server.model, load).replies
     used = cpu_seconds(server).since(before)
     num_tokens = sum(reply.num_tokens for reply in replies)
     per_token = CpuSeconds({name: s / num_tokens for name, s in used.engines.items()}, used.router / num_tokens)

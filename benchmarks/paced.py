@@ -19,9 +19,9 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.client import Reply, complete
-from benchmarks.load import run as run_loop
 from benchmarks.servers import Server, cpu_seconds, metric, pdkv
 from benchmarks.support import redis_server
+from pdkv.bench.serve import run_loop
 from pdkv.testing.paced import expected, read_profile
 
 MODEL = Path("paced:h100")

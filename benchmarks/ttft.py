@@ -10,8 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.client import Reply
-from benchmarks.load import check, send_all
-from benchmarks.load import run as run_loop
+from benchmarks.load import measure
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
@@ -84,9 +83,7 @@ def run_digests(context: Context) -> list[Claim]:
 def _second_token_s(server: Server, num_requests: int) -> float:
     """Median over some requests, one at a time."""
     load = workload(num_requests, 1)._replace(output_len=(4, 4))
-    replies, _ = run_loop(send_all(server.url, server.model, load))
-    check(replies)
-    return float(median(reply.ttft + reply.gaps[0] for reply in replies))
+    return median(reply.ttft + reply.gaps[0] for reply in measure(server.url, server.model, load).replies)
 
 
 Rounds = Mapping[str, Sequence[Sequence[Reply]]]
@@ -112,10 +109,7 @@ def _gap(size: str, name: str, rounds: Rounds) -> Claim:
 
 
 def _send(server: Server, num_requests: int) -> list[Reply]:
-    replies, _ = run_loop(send_all(server.url, server.model, workload(num_requests, 1)))
-    check(replies)
-    result: list[Reply] = replies
-    return result
+    return measure(server.url, server.model, workload(num_requests, 1)).replies
 
 
 def _copy_seconds(size: str) -> float:

@@ -46,8 +46,8 @@ def workload(num_requests: int, concurrency: int) -> Workload:
 
 def throughput(server: Server, load: Workload) -> float:
     """Output tokens a second. Raises RuntimeError if a request failed."""
-    report = measure(server.url, server.model, load)
-    return float(report["output_tok_s"])
+    run = measure(server.url, server.model, load)
+    return sum(reply.num_tokens for reply in run.replies) / run.wall_s
 
 
 def compare(ours: Server, theirs: Server, *, concurrency: int, num_requests: int, rounds: int) -> Versus:

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 from benchmarks.gpu import overlap
 from benchmarks.load import Workload, measure
@@ -47,10 +48,10 @@ def _compare(
     for number in range(ROUNDS):
         for name, server in (("1P1D", pd), ("aggregated", aggregated)):
             load = Workload(num_requests, num_tokens[0], (num_tokens[1],) * 2, concurrency=8, seed=number + 1)
-            report = measure(server.url, server.model, load)
-            rates[name].append(float(report["output_tok_s"]))
+            run = measure(server.url, server.model, load)
+            rates[name].append(sum(reply.num_tokens for reply in run.replies) / run.wall_s)
             if server is pd:
-                ttfts.append(float(report["ttft_ms"]["p50"]) / 1e3)
+                ttfts.append(median(reply.ttft for reply in run.replies))
     spent = (_transfer_seconds(pd) - before) / (ROUNDS * num_requests)
     medians = {name: sorted(each)[ROUNDS // 2] for name, each in rates.items()}
     ttft = sorted(ttfts)[ROUNDS // 2]

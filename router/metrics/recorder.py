@@ -174,7 +174,7 @@ class Recorder:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._size)
-            self._end(error.strerror, num_choices)
+            self._end(str(error), num_choices)
             return
         self._size += len(data)
         self.counts["written"] += num_choices

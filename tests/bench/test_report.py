@@ -3,12 +3,15 @@
 import io
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
 from pdkv.bench.client import Reply
+from pdkv.bench.llm_d import llm_d_report
 from pdkv.bench.report import Run, Sent, Slo, doubts, percentile, print_report, request_lines, summarize
-from pdkv.bench.sweep import best_rate, find_rate, print_sweep
+from pdkv.bench.roofline import saturation, shown
+from pdkv.bench.sweep import best_rate, draw, find_rate, print_sweep
 from pdkv.errors import ConfigError
 
 
@@ -62,6 +65,51 @@ def test_figures_that_may_be_the_clients_are_doubted() -> None:
     report = summarize(Run([uncounted], 1.0, 0.1), [99], Slo({}))
     assert "the server does not count tokens" in doubts(report, is_open_loop=True)[0]
     assert doubts(late, is_open_loop=False) == doubts(fine, is_open_loop=True) == []
+    dear = summarize(Run([sent([0.1] * 20_000)], 1.0, 0.4), [99], Slo({}))
+    assert "took 20.0 us of a processor per token, above 15" in doubts(dear, is_open_loop=True)[0]
+
+
+def test_turns_that_were_not_sent_are_outside_the_slo() -> None:
+    report = summarize(Run(RUN.requests, 2.0, 0.001, num_unsent=7), [99], Slo({"ttft": 600.0}))
+    assert (report["unsent"], report["slo_attainment"], report["goodput"]) == (7, 0.2, 1.0)
+    assert "7 turns were not sent" in doubts(report, is_open_loop=False)[0]
+
+
+def test_llm_ds_report_has_its_fields_and_units() -> None:
+    report = summarize(RUN, [99], Slo({}))
+    found = llm_d_report(RUN, report, source="random", rate=4.0, concurrency=2, arguments={"seed": 1})
+    aggregate = found["results"]["request_performance"]["aggregate"]
+    latency, load = aggregate["latency"], found["scenario"]["load"]
+    assert (found["version"], load["standardized"]["rate_qps"], load["native"]["args"]) == ("0.2", 4.0, {"seed": 1})
+    assert (aggregate["requests"]["total"], aggregate["requests"]["failures"]) == (3, 1)
+    units = {name: values["units"] for name, values in latency.items()}
+    assert units == {
+        "time_to_first_token": "s",
+        "time_per_output_token": "s/token",
+        "inter_token_latency": "s/token",
+        "request_latency": "s",
+    }
+    assert latency["time_to_first_token"]["p99"] == pytest.approx(report["p99_ttft_ms"] / 1e3)
+    assert aggregate["throughput"]["output_token_rate"] == {"units": "tokens/s", "mean": 2.5}
+    failed = Run([RUN.requests[2]], 1.0, 0.1)
+    empty = llm_d_report(failed, summarize(failed, [99], Slo({})), source="random", rate=0.0, concurrency=0,
+                         arguments={})  # fmt: skip
+    assert empty["results"]["request_performance"]["aggregate"]["latency"] == {}
+
+
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        ({"engines": [{"name": "d", "decode_step": {"fixed_s": 0.02, "request_s": 0.001}}, {"name": "p"}]}, "20"),
+        ({"engines": [{"name": n, "decode_step": {"fixed_s": n, "request_s": 0.1}} for n in (1, 2)]}, "10-20"),
+        ({"engines": [{"name": "d", "decode_step": {"fixed_s": 0.02, "request_s": 0}}]}, "unknown"),
+        ({"engines": [3, {"decode_step": {"fixed_s": "a", "request_s": 1}}]}, "unknown"),
+        ({"engines": "none"}, "unknown"),
+        ({}, "unknown"),
+    ],
+)
+def test_saturation_is_where_requests_cost_what_a_step_costs(topology: dict[str, Any], expected: str) -> None:
+    assert shown(saturation(topology)) == expected
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:0", "ttft:nan", "itl:5", "ttft:inf", ":5"])
@@ -89,6 +137,18 @@ def test_a_sweep_ends_where_faster_runs_would_be_the_same_burst() -> None:
     shown = io.StringIO()
     print_sweep(reports, 0.9, shown)
     assert "no rate that was tried breaks the SLO" in shown.getvalue()
+
+
+def test_points_are_drawn_at_their_places() -> None:
+    shown = io.StringIO()
+    draw([(1.0, 10.0, "a"), (10.0, 100.0, "b"), (100.0, 1000.0, "c")], shown)
+    first, *others, axis, scale = shown.getvalue().splitlines()
+    assert first == f"     1000 |{'':63}c"
+    assert others[-1] == "       10 |a"
+    assert any(line.index("b") in (42, 43) for line in others if "b" in line)  # both axes are logarithmic
+    assert (axis.strip()[0], scale.split()) == ("+", ["1", "100"])
+    draw([(0.0, 0.0, "x")], shown)
+    draw([], shown)
 
 
 @pytest.mark.parametrize("limit", [0.4, 1.0, 5.0, 23.0])

@@ -1,18 +1,25 @@
 """What a recording says of itself, in the form of a run: its report stands beside that of its replay."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from pdkv.bench.client import Reply
-from pdkv.bench.report import Run, Sent
+from pdkv.bench.report import Run, Sent, Slo, summarize
 from pdkv.bench.trace import Trace, TraceRequest
 
+_UNKNOWN = ("cached_input_tokens", "unsent", "client_cpu_us_per_token", "client_busy", "p99_late_ms")
+"""Figures that no recording has; nor has it times between tokens."""
 
-def recorded_run(trace: Trace) -> Run:
-    """The requests as they went when they were recorded; only the first and the last token of each has a time."""
+
+def recorded_report(trace: Trace, percents: Sequence[float], slo: Slo) -> dict[str, Any]:
+    """`summarize` of the requests as they went when they were recorded."""
     requests = [
         Sent(request.session, 0, request.t, 0.0, _reply(request), request.output_tokens) for request in trace.requests
     ]
-    ends = [request.t + request.e2e_s for request in trace.requests]
     begin = min((request.t for request in trace.requests), default=0.0)
-    return Run(requests, max(ends, default=begin) - begin, 0.0)
+    end = max((request.t + request.e2e_s for request in trace.requests), default=0.0)
+    report = summarize(Run(requests, end - begin, 0.0), percents, slo)
+    return {name: value for name, value in report.items() if name not in _UNKNOWN and "_itl_" not in name}
 
 
 def _reply(request: TraceRequest) -> Reply:

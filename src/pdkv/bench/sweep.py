@@ -102,16 +102,15 @@ def draw(points: Sequence[tuple[float, float, str]], out: TextIO) -> None:
     """Print points (x, y, mark), both axes logarithmic where all their values are above 0; later ones cover earlier."""
     if not points:
         return
-    axes = [[point[axis] for point in points] for axis in (0, 1)]
-    places = [_places(values, size) for values, size in zip(axes, (_WIDTH, _HEIGHT), strict=True)]
+    xs, ys = [x for x, _, _ in points], [y for _, y, _ in points]
     rows = [[" "] * _WIDTH for _ in range(_HEIGHT)]
-    for column, row, (_, _, mark) in zip(*places, points, strict=True):
+    for column, row, (_, _, mark) in zip(_places(xs, _WIDTH), _places(ys, _HEIGHT), points, strict=True):
         rows[_HEIGHT - 1 - row][column] = mark
-    labels = {0: max(axes[1]), _HEIGHT - 1: min(axes[1])}
+    labels = {0: max(ys), _HEIGHT - 1: min(ys)}
     for number, cells in enumerate(rows):
         label = f"{labels[number]:.4g}" if number in labels else ""
         print(f"{label:>9} |{''.join(cells).rstrip()}", file=out)
-    print(f"{'':>9} +{'-' * _WIDTH}\n{'':>11}{min(axes[0]):<{_WIDTH - 9}.4g}{max(axes[0]):>9.4g}", file=out)
+    print(f"{'':>9} +{'-' * _WIDTH}\n{'':>11}{min(xs):<{_WIDTH - 9}.4g}{max(xs):>9.4g}", file=out)
 
 
 def _places(values: Sequence[float], size: int) -> list[int]:

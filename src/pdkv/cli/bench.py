@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pdkv.bench.datasets import Shape
     from pdkv.bench.report import Run, Sent
     from pdkv.bench.serve import Pace, Target
+    from pdkv.bench.trace import Trace
     from pdkv.bench.workload import Session
 
 DATASETS = ("random", "conversations", "agents", "sharegpt", "burstgpt", "mooncake", "custom", "trace")
@@ -169,10 +170,10 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 def run_replay(arguments: argparse.Namespace) -> int:
     """Run `pd replay`. The exit code is 1 if a request failed."""
-    from pdkv.bench.datasets import LAST_ID, Maker, Shape, recorded_sessions
-    from pdkv.bench.replay import recorded_run
+    from pdkv.bench.datasets import Maker, Shape, recorded_sessions
     from pdkv.bench.serve import Pace
     from pdkv.bench.trace import read_trace
+    from pdkv.bench.workload import LAST_ID
 
     check_numbers(arguments, "trace_speed")
     check_numbers(arguments, "vocabulary", zero=True)
@@ -185,16 +186,17 @@ def run_replay(arguments: argparse.Namespace) -> int:
     if not sessions:
         raise ConfigError(f"{arguments.file}: no request with a prompt was found in it")
     arguments.dataset_name = "trace"
-    return _run_load(arguments, sessions, Pace(speed=arguments.trace_speed), recorded_run(trace))
+    return _run_load(arguments, sessions, Pace(speed=arguments.trace_speed), trace)
 
 
 def _run_load(
     arguments: argparse.Namespace,
     sessions: "Sequence[Session]",
     pace: "Pace",
-    recorded: "Run | None" = None,
+    trace: "Trace | None" = None,
 ) -> int:
-    """Check options, send the sessions, and report; `recorded` is reported beside it."""
+    """Check options, send the sessions, and report; beside it stands what is recorded in `trace`."""
+    from pdkv.bench.replay import recorded_report
     from pdkv.bench.report import Slo, doubts, print_report, request_lines, summarize
     from pdkv.host.sockets import raise_open_files_limit
 
@@ -211,7 +213,7 @@ def _run_load(
         report["total_output_tokens_retokenized"] = sum(count_tokens("".join(r.text)) for r in run.replies if r.ok)
     saturations = _saturations(target)
     report["b_sat"] = saturations or None
-    then = summarize(recorded, percents, slo) if recorded is not None else None
+    then = recorded_report(trace, percents, slo) if trace is not None else None
     if not arguments.json:
         print_report(report | {"b_sat": _shown_saturation(saturations)}, percents, sys.stdout, then)
     is_open_loop = (pace.rate < float("inf") or pace.speed > 0) and not pace.max_concurrency
@@ -235,16 +237,7 @@ def _in_format(
 
     if arguments.report_format == "llm-d":
         source = "random" if arguments.dataset_name in ("random", "conversations", "agents") else "sampled"
-        names = [
-            "dataset_name",
-            "endpoint",
-            "num_prompts",
-            "input_len",
-            "output_len",
-            "trace_speed",
-            "burstiness",
-            "seed",
-        ]
+        names = ("dataset_name", "endpoint", "num_prompts", "input_len", "output_len", "trace_speed")
         described = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
         return llm_d_report(
             run, report, source=source, rate=pace.rate, concurrency=pace.max_concurrency, arguments=described
@@ -386,9 +379,9 @@ def _warm_up(target: "Target", sessions: "Sequence[Session]", arguments: argpars
     Raises:
         StartupError: one failed.
     """
-    from pdkv.bench.datasets import LAST_ID, Maker
+    from pdkv.bench.datasets import Maker
     from pdkv.bench.serve import Pace
-    from pdkv.bench.workload import one_turn, units
+    from pdkv.bench.workload import LAST_ID, one_turn, units
 
     first = sessions[0].turns[0].prompt
     make = Maker("warm-up", as_text=isinstance(first, str), vocabulary=arguments.vocabulary or LAST_ID)
@@ -454,7 +447,8 @@ def _sessions(arguments: argparse.Namespace, seed: int | str) -> "Sequence[Sessi
 
 
 def _shape(arguments: argparse.Namespace) -> "Shape":
-    from pdkv.bench.datasets import LAST_ID, Shape
+    from pdkv.bench.datasets import Shape
+    from pdkv.bench.workload import LAST_ID
 
     if arguments.num_prompts is None:
         takes_all = arguments.dataset_path and (not arguments.default_prompts or arguments.dataset_name == "trace")
