@@ -65,6 +65,7 @@ COMMANDS = [
     "restart",
     "generate",
     "bench",
+    "replay",
     "connector",
 ]
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from deployments import Launch, Running
+from traffic import wait_until_true
 
 from pdkv.cli.main import main
 
@@ -13,8 +14,13 @@ SMALL = ("--num-prompts", "12", "--input-len", "24", "--output-len", "4", "--voc
 
 
 @pytest.fixture(scope="module")
-def server(module_launch: Launch) -> Running:
-    return module_launch()
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recordings") / "load.jsonl"
+
+
+@pytest.fixture(scope="module")
+def server(module_launch: Launch, recording: Path) -> Running:
+    return module_launch("--record-trace", str(recording))
 
 
 def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -43,6 +49,26 @@ def test_a_load_is_sent_and_reported(
     assert report["total_input_tokens"] == prompt_tokens
     assert report["slo_attainment"] == 1
     assert len(requests.read_text().splitlines()) == 12
+
+
+def test_a_recording_is_sent_again(
+    server: Running, recording: Path, served_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk = ("--dataset-name", "conversations", "--input-len", "70", "--num-warmups", "0")
+    assert bench(capsys, "serve", server.url, *SMALL, *talk)[0] == 0
+    copied = tmp_path / "copied"
+    wait_until_true(lambda: recording.read_bytes().count(b"\n") >= 13, "the recording of 12 requests")
+    copied.write_bytes(recording.read_bytes())
+    num_requests = len(copied.read_bytes().splitlines()) - 1
+    flags = ("--speed", "100", "--vocabulary", "200", "--tokenizer", str(served_model), "--json")
+    assert main(["replay", str(copied), server.url, *flags]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["completed"] == report["recorded"]["completed"] == num_requests
+    assert report["total_input_tokens"] == report["recorded"]["total_input_tokens"]
+    assert report["total_output_tokens_retokenized"] > 0
+    code, out = bench(capsys, "serve", server.url, "--trace", str(copied), "--trace-speed", "100", "--report-format",
+                      "llm-d", "--json", "--vocabulary", "200")  # fmt: skip
+    assert (code, json.loads(out)["results"]["request_performance"]["aggregate"]["requests"]["failures"]) == (0, 0)
 
 
 def test_a_sweep_ends_with_a_rate(server: Running, capsys: pytest.CaptureFixture[str]) -> None:

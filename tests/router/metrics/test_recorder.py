@@ -2,9 +2,11 @@
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import json
 import logging
+import os
 import resource
 import stat
 from collections.abc import Iterator
@@ -183,12 +185,30 @@ def test_a_full_disk_ends_a_recording_behind_its_last_whole_line(
     assert sum(recorder.counts.values()) == 2000
 
 
-def test_what_a_disk_does_not_take_in_time_is_dropped(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorders, "MAX_WAITING_TOKENS", 1000)
-    for number in range(50):
+def test_a_disk_that_does_not_answer_costs_lines_and_no_wait(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorders, "MAX_WAITING_TOKENS", 10_000)
+    monkeypatch.setattr(recorders, "CLOSE_S", 0.1)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(writer, bytes(1 << 16)):
+            pass
+    os.set_blocking(writer, True)
+    os.dup2(writer, recorder._file)  # each write to the recording waits from now on
+    os.close(writer)
+    for number in range(500):
         recorder.add(ended(number))
-    assert recorder.counts["dropped"] >= 40
-    assert len(read(recorder).requests) + recorder.counts["dropped"] == 50
+    assert recorder.counts == {"written": 0, "dropped": 449}
+    recorder.close()
+    assert recorder.is_on  # its thread is still at it
+    monkeypatch.undo()
+    while len(os.read(reader, 1 << 16)) == 1 << 16:
+        pass
+    recorder.close()
+    os.close(reader)
+    assert recorder.counts["written"] == 51
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
