@@ -6,6 +6,7 @@ import pytest
 from word_server import run
 
 from pdkv.bench.datasets import Maker, Shape, recorded_sessions
+from pdkv.bench.prefix import repeats
 from pdkv.bench.replay import recorded_report
 from pdkv.bench.report import Slo, print_report, summarize
 from pdkv.bench.serve import Pace
@@ -44,6 +45,7 @@ def test_only_a_prompt_that_goes_on_from_the_one_before_it_waits_for_it() -> Non
     assert [turn.pause_s for turn in sessions[0].turns] == [0.0, 2.0]
     assert sessions[1].turns[0].max_tokens == 8  # it had no token when its client left
     assert len(recorded_sessions(TRACE, Shape(num_prompts=2), IDS)) == 2
+    assert repeats(sessions, block=4, threshold=0.5, min_length=0)["tokens"] == 20 + 20 + 30 + 40 + 50
 
 
 def test_each_prompt_is_whole_and_shares_what_it_shared() -> None:

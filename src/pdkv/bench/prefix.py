@@ -25,7 +25,7 @@ def repeats(sessions: Sequence[Session], *, block: int, threshold: float, min_le
     for session in sessions:
         parts: list[Any] = []
         for turn in session.turns:
-            parts += units(turn.prompt)
+            parts = ([] if turn.is_whole else parts) + units(turn.prompt)
             length, node = _walk(root, parts, block)
             length = length if length >= min_length else 0
             totals["prompts"] += 1

@@ -63,8 +63,8 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     replay.add_argument("file", type=Path, metavar="FILE", help="what `pd launch --record-trace FILE` wrote")
     _add_target(replay)
     add = replay.add_argument
-    add("--speed", dest="trace_speed", type=float, default=1.0, metavar="FACTOR", help="so many times as fast: "
-        "arrivals, and the pauses of conversations (default: 1)")  # fmt: skip
+    add("--speed", "--trace-speed", dest="trace_speed", type=float, default=1.0, metavar="FACTOR",
+        help="so many times as fast: arrivals, and the pauses of conversations (default: 1)")  # fmt: skip
     add("--vocabulary", type=int, default=0, metavar="N", help="token ids are below N (default: 500)")
     _add_slo(replay)
     _add_results(replay)
