@@ -1,8 +1,8 @@
 """Streams of exact lengths, by the client of `pd bench`."""
 
-import json
-
 from pdkv.bench.client import Client, Reply
+from pdkv.bench.serve import Conversation, Target
+from pdkv.bench.workload import Turn
 
 
 async def complete(
@@ -20,12 +20,9 @@ async def complete(
         reply: is filled in while the answer comes, for callers that cancel this before its end.
         token_ids: store the answer's token ids in the reply; for clients whose time does not matter.
     """
-    body = json.dumps({
-        "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-        **({"return_token_ids": True} if token_ids else {}),
-    }).encode()  # fmt: skip
+    ahead = Conversation("completions", is_talk=token_ids)
+    ahead.ask(prompt)
+    body = ahead.body(Target(url, model), Turn(prompt, max_tokens))
     reply = Reply() if reply is None else reply
     reply.keep_text = token_ids
     with Client(url) as client:

@@ -53,12 +53,6 @@ class Ended(NamedTuple):
     tenant: str
 
 
-class _Session(NamedTuple):
-    number: int
-    ended: float  # its last turn, since the recording began
-    length: int  # tokens of that turn and its answer
-
-
 class Recorder:
     """Writes one recording, on a thread of its own; a disk that is full or does not answer costs lines, no request."""
 
@@ -77,7 +71,7 @@ class Recorder:
         self._waiting: deque[Ended] = deque()
         self._tokens_in = self._tokens_out = 0  # changed on the event loop alone, and on the thread alone
         self._secret = secrets.token_bytes(32)
-        self._sessions: OrderedDict[bytes, _Session] = OrderedDict()  # by affinity, or by the last block
+        self._sessions: OrderedDict[bytes, tuple[int, TraceRequest]] = OrderedDict()  # their last turns
         self._num_sessions = 0
         self._keys: dict[str, int] = {}  # ordinals by tenant
         self._latest: tuple[Sequence[int], int, list[bytes]] = ((), 0, [])  # a prompt, its session and its blocks
@@ -142,22 +136,18 @@ class Recorder:
         return hmac.digest(self._secret, data, "sha256")[:8]
 
     def _session(self, ended: Ended, blocks: list[bytes]) -> int:
-        """The session whose last turn this prompt goes on from: it has all of that one's blocks, is longer by its
-        answer at least, and came after its end.
-        """
-        line = ended.line
+        """The session of its affinity, or the one that it goes on with: whose last turn has one of its blocks."""
         named = [self._hidden(f"{ended.tenant} {ended.affinity}".encode())] if ended.affinity else blocks
         for name in reversed(named):
             known = self._sessions.get(name)
-            if known and (ended.affinity or (known.ended <= line.t and known.length <= line.prompt_tokens)):
+            if known and (ended.affinity or ended.line.follows(known[1])):
                 del self._sessions[name]
-                number = known.number
+                number = known[0]
                 break
         else:
             number, self._num_sessions = self._num_sessions, self._num_sessions + 1
         if named:
-            length = line.prompt_tokens + line.output_tokens
-            self._sessions[named[-1]] = _Session(number, line.t + line.e2e_s, length)
+            self._sessions[named[-1]] = number, ended.line
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
         return number

@@ -74,7 +74,7 @@ def test_both_reports_stand_beside_each_other() -> None:
     assert recorded["slo_attainment"] == pytest.approx(4 / 6)
     shown = io.StringIO()
     found, *_ = run(recorded_sessions(TRACE, Shape(), IDS), pace=Pace(speed=1e6))
-    print_report(summarize(found, [99], slo), [99], shown, recorded)
+    print_report(summarize(found, [99], slo) | {"recorded": recorded}, [99], shown)
     lines = {line.split(":")[0]: line.split()[-2:] for line in shown.getvalue().splitlines() if ":" in line}
     assert lines["Successful requests"] == ["4", "5"]
     assert lines["P99 TTFT (ms)"][0] == "250.00"

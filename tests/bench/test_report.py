@@ -10,7 +10,8 @@ import pytest
 from pdkv.bench.client import Reply
 from pdkv.bench.llm_d import llm_d_report
 from pdkv.bench.report import Run, Sent, Slo, doubts, percentile, print_report, request_lines, summarize
-from pdkv.bench.roofline import saturation, shown
+from pdkv.bench.roofline import saturation
+from pdkv.bench.serve import Pace
 from pdkv.bench.sweep import best_rate, draw, find_rate, print_sweep
 from pdkv.errors import ConfigError
 
@@ -77,10 +78,14 @@ def test_turns_that_were_not_sent_are_outside_the_slo() -> None:
 
 def test_llm_ds_report_has_its_fields_and_units() -> None:
     report = summarize(RUN, [99], Slo({}))
-    found = llm_d_report(RUN, report, source="random", rate=4.0, concurrency=2, arguments={"seed": 1})
+    found = llm_d_report(RUN, report, Pace(rate=4.0, max_concurrency=2), "random")
     aggregate = found["results"]["request_performance"]["aggregate"]
     latency, load = aggregate["latency"], found["scenario"]["load"]
-    assert (found["version"], load["standardized"]["rate_qps"], load["native"]["args"]) == ("0.2", 4.0, {"seed": 1})
+    assert (found["version"], load["standardized"]["rate_qps"], load["standardized"]["source"]) == (
+        "0.2",
+        4.0,
+        "random",
+    )
     assert (aggregate["requests"]["total"], aggregate["requests"]["failures"]) == (3, 1)
     units = {name: values["units"] for name, values in latency.items()}
     assert units == {
@@ -92,24 +97,23 @@ def test_llm_ds_report_has_its_fields_and_units() -> None:
     assert latency["time_to_first_token"]["p99"] == pytest.approx(report["p99_ttft_ms"] / 1e3)
     assert aggregate["throughput"]["output_token_rate"] == {"units": "tokens/s", "mean": 2.5}
     failed = Run([RUN.requests[2]], 1.0, 0.1)
-    empty = llm_d_report(failed, summarize(failed, [99], Slo({})), source="random", rate=0.0, concurrency=0,
-                         arguments={})  # fmt: skip
+    empty = llm_d_report(failed, summarize(failed, [99], Slo({})), Pace(), "sharegpt")
     assert empty["results"]["request_performance"]["aggregate"]["latency"] == {}
 
 
 @pytest.mark.parametrize(
     ("topology", "expected"),
     [
-        ({"engines": [{"name": "d", "decode_step": {"fixed_s": 0.02, "request_s": 0.001}}, {"name": "p"}]}, "20"),
-        ({"engines": [{"name": n, "decode_step": {"fixed_s": n, "request_s": 0.1}} for n in (1, 2)]}, "10-20"),
-        ({"engines": [{"name": "d", "decode_step": {"fixed_s": 0.02, "request_s": 0}}]}, "unknown"),
-        ({"engines": [3, {"decode_step": {"fixed_s": "a", "request_s": 1}}]}, "unknown"),
-        ({"engines": "none"}, "unknown"),
-        ({}, "unknown"),
+        ({"engines": [{"name": "d", "decode_step": {"fixed_s": 0.02, "request_s": 0.001}}, {"name": "p"}]}, 20),
+        ({"engines": [{"name": n, "decode_step": {"fixed_s": n, "request_s": 0.1}} for n in (1, 2)]}, 10),
+        ({"engines": [{"name": "d", "decode_step": {"fixed_s": 0.02, "request_s": 0}}]}, None),
+        ({"engines": [3, {"decode_step": {"fixed_s": "a", "request_s": 1}}]}, None),
+        ({"engines": "none"}, None),
+        ({}, None),
     ],
 )
-def test_saturation_is_where_requests_cost_what_a_step_costs(topology: dict[str, Any], expected: str) -> None:
-    assert shown(saturation(topology)) == expected
+def test_saturation_is_where_requests_cost_what_a_step_costs(topology: dict[str, Any], expected: float | None) -> None:
+    assert saturation(json.dumps(topology).encode()) == (expected and pytest.approx(expected))
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft:", "ttft:0", "ttft:nan", "itl:5", "ttft:inf", ":5"])

@@ -8,35 +8,25 @@ from typing import Any
 
 from pdkv.base.clock import unix_time
 from pdkv.base.version import VERSION
+from pdkv.bench.datasets import SYNTHETIC
 from pdkv.bench.report import Run, percentile, series
-
-SCHEMA = "0.2"
+from pdkv.bench.serve import Pace
 
 _PERCENTS = {"p0p1": 0.1, "p1": 1, "p5": 5, "p10": 10, "p25": 25, "p50": 50, "p75": 75, "p90": 90, "p95": 95, "p99": 99,
              "p99p9": 99.9}  # fmt: skip
 
 
-def llm_d_report(
-    run: Run, report: Mapping[str, Any], *, source: str, rate: float, concurrency: int, arguments: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The report as JSON-ready data, of a run that has just ended.
-
-    Args:
-        report: of `summarize`.
-        source: of the prompts: random, sampled or unknown.
-        rate: requests a second; infinite or 0: none was asked for.
-        concurrency: the bound; 0: none.
-        arguments: those that describe the load, without secrets.
-    """
+def llm_d_report(run: Run, report: Mapping[str, Any], pace: Pace, dataset: str) -> dict[str, Any]:
+    """The report as JSON-ready data, of a run that has just ended. `report`: of `summarize`."""
     good = [reply for reply in run.replies if reply.ok]
     inputs = _statistics([float(reply.num_prompt_tokens) for reply in good], "count")
     load = {
         "tool": "pdkv",
         "tool_version": VERSION,
-        "source": source,
+        "source": "random" if dataset in SYNTHETIC else "sampled",
         "input_seq_len": {"distribution": "other", "value": inputs["mean"] if inputs else 0},
-        **({"rate_qps": rate} if 0 < rate < float("inf") else {}),
-        **({"concurrency": concurrency} if concurrency else {}),
+        **({"rate_qps": pace.rate} if pace.rate < float("inf") else {}),
+        **({"concurrency": pace.max_concurrency} if pace.max_concurrency else {}),
     }
     performance = {
         "requests": _present(
@@ -55,9 +45,9 @@ def llm_d_report(
         },
     }
     return {
-        "version": SCHEMA,
+        "version": "0.2",
         "run": {"uid": secrets.token_hex(16), "time": _times(run.wall_s)},
-        "scenario": {"load": {"metadata": {}, "standardized": load, "native": {"args": dict(arguments)}}},
+        "scenario": {"load": {"metadata": {}, "standardized": load, "native": {"args": {"dataset_name": dataset}}}},
         "results": {"request_performance": {"aggregate": performance}},
     }
 

@@ -205,10 +205,9 @@ _ROWS = (
 )
 
 
-def print_report(
-    report: Mapping[str, Any], percents: Sequence[float], out: TextIO, recorded: Mapping[str, Any] | None = None
-) -> None:
-    """Print the report as `vllm bench serve` does, with those figures of `recorded` that there are before it."""
+def print_report(report: Mapping[str, Any], percents: Sequence[float], out: TextIO) -> None:
+    """Print the report as `vllm bench serve` does, behind the report that it has as `recorded`, if any."""
+    recorded = report.get("recorded")
     reports = [report] if recorded is None else [recorded, report]
     _title("Serving benchmark result", "=", out)
     if recorded is not None:
@@ -238,11 +237,11 @@ def _title(text: str, fill: str, out: TextIO) -> None:
 def _line(label: str, name: str, reports: Sequence[Mapping[str, Any]], out: TextIO) -> None:
     """The line of a figure that the last report has."""
     if name in reports[-1]:
-        print(f"{label + ':':<46}" + "".join(f"{_shown(report.get(name)):>14}" for report in reports), file=out)
+        print(f"{label + ':':<46}" + "".join(f"{_shown(report.get(name, '-')):>14}" for report in reports), file=out)
 
 
 def _shown(value: Any) -> str:
-    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+    return "unknown" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def request_lines(run: Run) -> bytes:

@@ -2,30 +2,32 @@
 what each request adds then equals what all of them share (reading the weights).
 """
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Annotated
 
-UNKNOWN = "unknown"
+import msgspec
+from msgspec import Meta
 
-
-def saturation(topology: Mapping[str, Any]) -> dict[str, float]:
-    """B_sat by engine, from the `decode_step` that pdkv's router has measured; engines for which it is not known are
-    left out. `topology`: what the server says at /topology; any JSON object.
-    """
-    found = {}
-    engines = topology.get("engines")
-    for engine in engines if isinstance(engines, list) else ():
-        step = engine.get("decode_step") if isinstance(engine, dict) else None
-        if isinstance(step, dict):
-            fixed_s, request_s = step.get("fixed_s"), step.get("request_s")
-            if isinstance(fixed_s, int | float) and isinstance(request_s, int | float) and min(fixed_s, request_s) > 0:
-                found[str(engine.get("name"))] = fixed_s / request_s
-    return found
+_Positive = Annotated[float, Meta(gt=0)]
 
 
-def shown(found: Mapping[str, float]) -> str:
-    """The range over engines, for people."""
-    if not found:
-        return UNKNOWN
-    least, most = min(found.values()), max(found.values())
-    return f"{least:.0f}" if round(least) == round(most) else f"{least:.0f}-{most:.0f}"
+class _Step(msgspec.Struct):
+    fixed_s: _Positive
+    request_s: _Positive
+
+
+class _Engine(msgspec.Struct):
+    decode_step: _Step | None = None
+
+
+class _Topology(msgspec.Struct):
+    engines: list[_Engine]
+
+
+def saturation(topology: bytes) -> float | None:
+    """The least B_sat of all engines, by the `decode_step` that pdkv's router says at /topology; None: not known."""
+    try:
+        engines = msgspec.json.decode(topology, type=_Topology).engines
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    steps = [engine.decode_step for engine in engines if engine.decode_step is not None]
+    return min((step.fixed_s / step.request_s for step in steps), default=None)

@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -196,82 +196,47 @@ def _run_load(
     trace: "Trace | None" = None,
 ) -> int:
     """Check options, send the sessions, and report; beside it stands what is recorded in `trace`."""
+    from pdkv.bench.llm_d import llm_d_report
     from pdkv.bench.replay import recorded_report
     from pdkv.bench.report import Slo, doubts, print_report, request_lines, summarize
+    from pdkv.config import ModelFiles
     from pdkv.host.sockets import raise_open_files_limit
+    from pdkv.text import load_tokenizer
 
     percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
     _check_folder(arguments.save_result, "--save-result")
     _check_folder(arguments.save_requests, "--save-requests")
-    count_tokens = _token_counter(arguments.tokenizer)
+    tokenizer = None if arguments.tokenizer is None else load_tokenizer(ModelFiles(model=arguments.tokenizer))
     raise_open_files_limit()
     target = _target(arguments)
     _warm_up(target, sessions, arguments)
     run = _measure(target, sessions, pace, progress=arguments.progress)
-    report = summarize(run, percents, slo)
-    if count_tokens is not None:
-        report["total_output_tokens_retokenized"] = sum(count_tokens("".join(r.text)) for r in run.replies if r.ok)
-    saturations = _saturations(target)
-    report["b_sat"] = saturations or None
-    then = recorded_report(trace, percents, slo) if trace is not None else None
+    rate = pace.rate if pace.rate < float("inf") else "inf"
+    report = summarize(run, percents, slo) | {"b_sat": _saturation(target), "request_rate": rate}
+    if tokenizer is not None:
+        counts = [len(tokenizer.encode("".join(reply.text))) for reply in run.replies if reply.ok]
+        report["total_output_tokens_retokenized"] = sum(counts)
+    if trace is not None:
+        report["recorded"] = recorded_report(trace, percents, slo)
     if not arguments.json:
-        print_report(report | {"b_sat": _shown_saturation(saturations)}, percents, sys.stdout, then)
+        print_report(report, percents, sys.stdout)
     is_open_loop = (pace.rate < float("inf") or pace.speed > 0) and not pace.max_concurrency
     for text in doubts(report, is_open_loop=is_open_loop):
         say(f"WARNING {text}")
-    _show(_in_format(arguments, run, report, pace, then), arguments)
+    is_llm_d = arguments.report_format == "llm-d"
+    _show(llm_d_report(run, report, pace, arguments.dataset_name) if is_llm_d else report, arguments)
     if arguments.save_requests:
         _write(arguments.save_requests, request_lines(run), "--save-requests")
     return int(report["failed"] > 0)
 
 
-def _in_format(
-    arguments: argparse.Namespace,
-    run: "Run",
-    report: Mapping[str, Any],
-    pace: "Pace",
-    recorded: Mapping[str, Any] | None,
-) -> Mapping[str, Any]:
-    """The report as `--report-format` has it."""
-    from pdkv.bench.llm_d import llm_d_report
-
-    if arguments.report_format == "llm-d":
-        source = "random" if arguments.dataset_name in ("random", "conversations", "agents") else "sampled"
-        names = ("dataset_name", "endpoint", "num_prompts", "input_len", "output_len", "trace_speed")
-        described = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
-        return llm_d_report(
-            run, report, source=source, rate=pace.rate, concurrency=pace.max_concurrency, arguments=described
-        )
-    rate = pace.rate if pace.rate < float("inf") else "inf"
-    return {**report, "request_rate": rate, **({} if recorded is None else {"recorded": recorded})}
-
-
-def _token_counter(folder: Path | None) -> "Callable[[str], int] | None":
-    """A function that counts a text's tokens; None without a tokenizer. Raises ModelError."""
-    if folder is None:
-        return None
-    from pdkv.config import ModelFiles
-    from pdkv.text import load_tokenizer
-
-    tokenizer = load_tokenizer(ModelFiles(model=folder))
-    return lambda text: len(tokenizer.encode(text))
-
-
-def _saturations(target: "Target") -> dict[str, float]:
-    """B_sat by engine; empty if the server is not pdkv, or does not say."""
+def _saturation(target: "Target") -> float | None:
     from pdkv.bench.roofline import saturation
 
     try:
-        topology = _get_json(target.url, "/topology", target.headers)
+        return saturation(_get(target.url, "/topology", target.headers))
     except StartupError:
-        return {}
-    return saturation(topology) if isinstance(topology, dict) else {}
-
-
-def _shown_saturation(found: Mapping[str, float]) -> str:
-    from pdkv.bench.roofline import shown
-
-    return shown(found)
+        return None
 
 
 def run_sweep(arguments: argparse.Namespace) -> int:
@@ -352,12 +317,12 @@ def _first_model(url: str, headers: Mapping[str, str]) -> str:
 
     Client(url)  # refuses what is no URL of a server
     try:
-        return str(_get_json(url, "/v1/models", headers)["data"][0]["id"])
-    except (LookupError, TypeError):
+        return str(json.loads(_get(url, "/v1/models", headers))["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
         raise StartupError(f"{url} lists no model: name one with --model") from None
 
 
-def _get_json(url: str, path: str, headers: Mapping[str, str]) -> Any:
+def _get(url: str, path: str, headers: Mapping[str, str]) -> bytes:
     """What the server says at a path. Raises StartupError."""
     import http.client
     import urllib.request
@@ -366,11 +331,9 @@ def _get_json(url: str, path: str, headers: Mapping[str, str]) -> Any:
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load goes
     try:
         with opener.open(urllib.request.Request(where, headers=dict(headers)), timeout=30) as response:
-            return json.loads(response.read(16 << 20))
+            return bytes(response.read(16 << 20))
     except (OSError, http.client.HTTPException) as error:
         raise StartupError(f"{where}: {error}") from None
-    except (ValueError, RecursionError):
-        raise StartupError(f"{where} is no JSON") from None
 
 
 def _warm_up(target: "Target", sessions: "Sequence[Session]", arguments: argparse.Namespace) -> None:
