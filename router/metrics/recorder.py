@@ -93,7 +93,7 @@ class Recorder:
         self._has_news.set()
 
     def metrics(self) -> Iterator[Metric]:
-        """Its metrics."""
+        """The metrics of the recording."""
         yield counters("pdkv_recorded_choices", "Ended choices by whether they are recorded.", "outcome", self.counts)
         yield gauge("pdkv_recording", "Whether requests are recorded: 0 after a full disk.", self.is_on)
 
