@@ -19,6 +19,7 @@ from pdkv.connector_kit.bench.turns import times_in_turns
 from pdkv.engine.worker.graphs import decode_sizes, make_recorder
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.decoder import Decoder
+from pdkv.models.linear import linear_kind
 from pdkv.models.loader import Loader
 
 SHAPE = {
@@ -72,7 +73,7 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
     copied = Bench(where, dtype, SMOKE if smoke else FULL, 1 if smoke else 10).copy_yardstick()
     config = _config(SHAPE | TINY if smoke else SHAPE)
     weights = RandomWeights(where, dtype)
-    model = Loader(weights, config, dtype, where).decoder(2048)
+    model = Loader(weights, config, dtype, where, linear_kind(dtype, where)).decoder(2048)
     embedding = config.vocab_size * config.hidden_size * dtype.itemsize  # of which a step reads a row per token
     num_bytes = weights.num_bytes - embedding
     for case in CASES:
