@@ -13,6 +13,7 @@ import msgspec
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines.books import CONTEXT_WEIGHT, Books
 from pdkv.router.engines.candidate import EngineView, Side
+from pdkv.router.engines.events import Events
 from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.members import FEW, Members, Versions
 from pdkv.router.engines.outliers import GAP_SHARE, MIN_PACES, PROMPT_SHARE, BadPairs, OutlierScore, Usual, typical
@@ -101,7 +102,7 @@ class EngineState:
         """State for messages to people: "is ready", or why it cannot answer now."""
         if self.life == "ready" and self.draining:
             return "is draining"
-        return self.suspicion or f"is {self.life if self._reason() is None else 'refused'}"
+        return self.suspicion or f"is {self.life if self.reason is None else 'refused'}"
 
     @property
     def connector_problem(self) -> str | None:
@@ -148,7 +149,7 @@ class EngineState:
 
         State "refused" comes with a reason: the engine cannot work with the others, and gets no requests.
         """
-        load, reason = self.load, self._reason()
+        load, reason = self.load, self.reason
         return {
             "name": self.name,
             "role": self.role,
@@ -176,9 +177,11 @@ class EngineState:
     @property
     def refused(self) -> bool:
         """Whether the engine is refused, and so will not come back by itself."""
-        return self._reason() is not None
+        return self.reason is not None
 
-    def _reason(self) -> str | None:
+    @property
+    def reason(self) -> str | None:
+        """Why the engine is refused; None: it is not."""
         if self.life == "ready":
             return None
         return self.refusal or (self.note.read() if self.note is not None else None)
@@ -222,6 +225,7 @@ class Fleet:
         self._usual: defaultdict[str, Usual] = defaultdict(Usual)  # by role
         self._reviewed_at = -math.inf
         self.speeds = Speeds()
+        self.events = Events()
         self.sides: dict[Side, Members[EngineState]] = {"prefill": Members("prefill"), "decode": Members("decode")}
         self.doubted: list[EngineState] = []  # suspects at the last tick
         self._mostly_ejected: set[Side] = set()  # sides more than half of which were ejected at the last tick
@@ -453,7 +457,10 @@ class Fleet:
     def succeeded(self, name: str, now: float) -> None:
         """Note that a request, or the engine's part in it, succeeded there."""
         engine = self.engines[name]
+        was_ejected = engine.score.is_ejected
         engine.score.succeeded(now, self._usual[engine.role].pace)
+        if was_ejected and not engine.score.is_ejected:
+            self.events.note(now, "recovered", name)
         engine.health.answered(now)
 
     def answered(self, name: str, work: int, seconds: float) -> None:
@@ -486,6 +493,7 @@ class Fleet:
             if not engine.score.is_ejected and value >= most:
                 logger.warning("%s is ejected: its score is %.1f, and %.1f is too much", name, value, most)
                 engine.score.eject(now)
+                self.events.note(now, "ejected", name, f"its score is {value:.1f}, and {most:.1f} is too much")
             elif engine.score.is_tried and engine.life == "ready":
                 self.succeeded(name, now)
 

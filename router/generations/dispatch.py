@@ -170,6 +170,11 @@ class Dispatcher(Listener):
         silent = {name: self.fleet.engines[name].is_silent for name in suspects}
         if silent != self._suspects:
             log_suspects(self._suspects, suspects)
+            for name in self._suspects.keys() ^ suspects.keys():
+                if name in suspects:
+                    self.fleet.events.note(now, "suspect", name, suspects[name])
+                elif self.fleet.is_ready(name):
+                    self.fleet.events.note(now, "well", name)
             self._suspects = silent
             self._place_parked_soon()
             self.on_room()

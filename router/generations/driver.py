@@ -92,7 +92,7 @@ class Driver:
         self._generations: dict[str, Generation] = {}  # by request_id
         self._transfers: dict[str, Generation] = {}  # by transfer_id
         self._loans: dict[str, Generation] = {}  # by loan_id
-        self._records = GenerationRecords()
+        self.records = GenerationRecords()
         self._cut: deque[str] = deque(
             maxlen=512
         )  # ids of generations that readers recently finished: engines may still report on them
@@ -119,10 +119,12 @@ class Driver:
 
     def find_requests(self, name: str) -> list[dict[str, Any]]:
         """Descriptions of the generations with a client's, a generation's or a trace's id, as JSON-ready data."""
-        return self._records.find(name, self._generations.values(), self._clock())
+        return self.records.find(name, self._generations.values(), self._clock())
 
-    def engines_changed(self) -> None:
-        """Note that the set of usable engines has changed."""
+    def engines_changed(self, what: str = "") -> None:
+        """Note that the set of usable engines has changed, and what an operator did."""
+        if what:
+            self.fleet.events.note(self._clock(), "operator", text=what)
         for engine in self.fleet.engines.values():
             self.fleet.look_at(engine)
         self.changes.notify()
@@ -310,7 +312,10 @@ class Driver:
         self._send_all(sends)
         if flow.failure is not None and flow.request_id in self._generations:
             self._blame(generation)
+            engine = flow.failed_engine or ""
             self._send_all(self.recovery.after_failure(generation))
+            if not flow.ended:
+                self.fleet.events.note(self._clock(), "moved", engine, "its requests go on elsewhere")
         if flow.awaits_route or flow.awaits_decode:
             self._send_all(self._placing.place(generation))
         self._enter(generation)
@@ -380,7 +385,7 @@ class Driver:
             return
         counters.duplicate_tokens += flow.num_duplicates
         generation.timeline.close(self._clock())
-        self._records.ended(generation)
+        self.records.ended(generation)
         if flow.failure is None:
             counters.finished += 1
             if flow.is_cut:

@@ -1,7 +1,7 @@
 """Records of single generations, for queries: those that run, and the latest that have ended."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -44,6 +44,10 @@ class GenerationRecords:
             if name in names:
                 found.append(state | _times(timeline, now))
         return found[:MAX_SHOWN]
+
+    def latest(self) -> Iterator[tuple[dict[str, Any], Timeline]]:
+        """What is kept of the generations that ended, the latest first."""
+        return ((state, timeline) for *_, state, timeline in reversed(self._ended))
 
 
 def _state(generation: Generation) -> dict[str, Any]:

@@ -138,11 +138,13 @@ class Listener(Driver):
             self.fleet.came_up(name, card)
         except IncompatiblePeers as error:
             logger.error("%s is refused: %s", name, error)
+            self.fleet.events.note(self._clock(), "refused", name, str(error))
             if not self.fleet.complete_once:
                 self._refusal = error
                 self._settled.set()
             return
         logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
+        self.fleet.events.note(self._clock(), "up", name)
         keys_per_block = -(-card.layout.block_size // card.hash_block_size)
         num_needed = keys_needed(card.layout, card.hash_block_size)
         self.index.add_engine(name, card.num_blocks * keys_per_block, num_needed=num_needed)
@@ -164,6 +166,7 @@ class Listener(Driver):
         if not self.fleet.is_ready(name):
             return
         logger.warning("%s is gone: %s", name, reason)
+        self.fleet.events.note(self._clock(), "down", name, reason)
         self.fleet.went_down(name, self._clock())
         self._news.went_down(name)
         self.index.remove_engine(name)

@@ -149,7 +149,7 @@ class Operations:
     def _changed(self, what: str) -> None:
         logger.info("%s", what)
         self._write_marks()
-        self._dispatcher.engines_changed()
+        self._dispatcher.engines_changed(what)
 
     def _read_marks(self) -> dict[str, _Mark]:
         if self._marks_file is None:

@@ -29,6 +29,7 @@ from pdkv.router.http.answer.sse import ChunkEncoder
 from pdkv.router.http.endpoint import SERVER_SEND, GenerateEndpoint
 from pdkv.router.http.pages.admin import AdminPages
 from pdkv.router.http.pages.cache_pages import CachePages
+from pdkv.router.http.pages.dashboard_page import dashboard_routes
 from pdkv.router.http.pages.docs_page import docs_routes
 from pdkv.router.http.pages.openapi import with_endpoints
 from pdkv.router.http.pages.page import ERROR_HANDLERS, HeadAsGet
@@ -49,6 +50,7 @@ from pdkv.router.http.server.drain import Drain
 from pdkv.router.metrics.exposition import gauge
 from pdkv.router.metrics.keys import key_metrics
 from pdkv.router.metrics.loop_watchdog import LoopWatchdog
+from pdkv.router.metrics.overview import Overview
 from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import Metrics
 from pdkv.router.metrics.tracing import Tracer
@@ -122,7 +124,8 @@ def create_app(
     answers = ByteBudget(limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     intake = Intake(limits, bodies, pool)
     shared = Shared(admission, model, metrics, limits, api, intake, pool, answers, drain, tracer, recorder)
-    pages = [*StatusPages(dispatcher, model, metrics, drain).routes(), *docs_routes()]
+    overview = Overview(dispatcher, metrics, names[0], shows_requests=keys is not None)
+    pages = [*StatusPages(dispatcher, model, metrics, drain).routes(), *docs_routes(), *dashboard_routes(overview)]
     if keys is not None and operations is not None:
         pages += AdminPages(dispatcher, operations, caches).routes()
 

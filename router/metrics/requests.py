@@ -104,6 +104,11 @@ class Metrics:
         samples = (sample for family in self._registry.collect() for sample in family.samples)
         return {sample.name: sample.value for sample in samples if not sample.labels}
 
+    def now(self) -> dict[str, int]:
+        """Requests that have not ended, choices that wait in the router, and whether new requests are refused."""
+        queued, draining = (q.num_waiting, q.draining) if (q := self._admission) is not None else (0, False)
+        return {"in_flight": self.in_flight, "queued": queued, "draining": bool(draining)}
+
     def collect(self) -> Iterator[Metric]:
         """All metrics with their current values."""
         yield from self._requests()

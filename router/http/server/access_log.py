@@ -22,8 +22,8 @@ logger = logging.getLogger("pdkv.access")
 CLIENT_GONE = 499
 """The status of a request whose client left before there was one, as in nginx."""
 
-QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/ping", "/load"})
-"""Paths that monitors request every few seconds: logged only if they fail."""
+QUIET_PATHS = frozenset({"/live", "/ready", "/health", "/metrics", "/ping", "/load", "/admin/overview"})
+"""Paths that monitors and open pages request every few seconds: logged only if they fail."""
 
 _MAX_CLIENT = 64
 """The most characters shown of an address and its port; an IPv6 address has 45 at most."""

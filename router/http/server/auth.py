@@ -13,7 +13,7 @@ from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.server.errors import describe_error, json_response
 
-OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/version", "/docs", "/openapi.json"})
+OPEN_PATHS = frozenset({"/live", "/ready", "/health", "/ping", "/version", "/docs", "/openapi.json", "/dashboard"})
 """Paths that need no key. All others do."""
 
 OBSERVED_PATHS = frozenset({"/metrics", "/topology"})
@@ -70,7 +70,7 @@ def authenticate(scope: Scope, keys: KeyRing) -> None:
 
 
 def _is_open(path: str, open_paths: Collection[str]) -> bool:
-    return path in open_paths or path.startswith("/docs/")
+    return path in open_paths or path.startswith(("/docs/", "/dashboard/"))
 
 
 def _needs_admin(path: str) -> bool:
