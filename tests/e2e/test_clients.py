@@ -3,17 +3,62 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from client_programs import python_with, run_program
+from codex_bodies import CODEX, HISTORY
 from deployments import Launch, Running
+from response_events import typed_events, whole_of
+
+from pdkv.config import DEFAULT_MODEL
 
 NUM_REQUESTS = 4
+PROGRAMS = Path(__file__).with_name("clients")
 
 
 @pytest.fixture(scope="module")
 def deployment(module_launch: Launch) -> Running:
     return module_launch("--prefill", "1", "--decode", "1")
+
+
+@pytest.fixture(scope="module")
+def embedded(module_launch: Launch) -> Running:
+    """1P1D of the embedded model, which answers questions, calls a tool and writes by a schema."""
+    return module_launch("--model", str(DEFAULT_MODEL), "--prefill", "1", "--decode", "1", "--kv-cache-memory", "64MiB")
+
+
+@pytest.mark.clients
+@pytest.mark.parametrize(
+    ("package", "program"),
+    [
+        ("openai", "openai_client.py"),
+        ("litellm", "litellm_client.py"),
+        ("langchain_openai", "langchain_client.py"),
+        ("agents", "agents_client.py"),
+    ],
+)
+def test_a_client_library_gets_the_answers_of_the_model(
+    package: str, program: str, request: pytest.FixtureRequest
+) -> None:
+    python = python_with(package)
+    deployment: Running = request.getfixturevalue("embedded")
+    variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    asyncio.run(run_program(python, str(PROGRAMS / program), deployment.url + "/v1", **variables))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("given", [CODEX["input"], HISTORY], ids=["first", "later"])
+def test_requests_of_codex_are_served(given: list[dict[str, Any]], stream: bool, embedded: Running) -> None:
+    body = {**CODEX, "model": "pdkv-default", "input": given, "stream": stream, "temperature": 0}
+    body["stream_options"] = CODEX["stream_options"] if stream else None
+    for choice, own in (("auto", {"message"}), ("required", set[str]())):
+        reply = httpx.post(f"{embedded.url}/v1/responses", json={**body, "tool_choice": choice}, timeout=60)
+        assert reply.status_code == 200, reply.text
+        response = whole_of(typed_events(reply.content)) if stream else reply.json()
+        assert response["status"] == "completed", response
+        assert {item["type"] for item in response["output"]} <= {"function_call", "custom_tool_call", *own}
 
 
 def count_replies(deployment: Running) -> dict[str, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 TIMEOUT_S = 120.0
+FINDS = "import importlib.util, sys; sys.exit(importlib.util.find_spec"
 
 
 def python_with(package: str) -> str:
@@ -17,7 +18,9 @@ def python_with(package: str) -> str:
     Clients seldom agree on what they need: CLIENTS_PYTHON may name several, separated by colons.
     """
     for python in filter(None, os.environ.get("CLIENTS_PYTHON", sys.executable).split(os.pathsep)):
-        found = subprocess.run([python, "-c", f"import {package}"], capture_output=True, cwd="/", timeout=TIMEOUT_S)
+        found = subprocess.run(
+            [python, "-c", f"{FINDS}({package!r}) is None)"], capture_output=True, cwd="/", timeout=TIMEOUT_S
+        )
         if not found.returncode:
             return python
     pytest.skip(f"needs {package}: set CLIENTS_PYTHON to a Python that has it")

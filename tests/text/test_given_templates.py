@@ -26,7 +26,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_template_that_is_given_is_asked_what_it_takes_too(tokenizer: Tokenizer, bounded: bool) -> None:
-    tool = {"type": "function", "function": {"name": "f"}}
+    tool = {"type": "function", "function": {"strict": False, "name": "f"}}  # a model is not told of `strict`
     given = {"chat_template": PARTS, "bounded": bounded}
     assert tokenizer.render_chat(MESSAGES, **given) == "<s>Hé"
     assert tokenizer.render_chat(MESSAGES, tools=[tool], **given).endswith('"name": "f"}}]')

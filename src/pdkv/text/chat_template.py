@@ -78,7 +78,7 @@ class ChatTemplate:
             messages: as clients write them; `as_turns` says how.
             add_generation_prompt: whether the text ends with the beginning of an assistant's turn.
             continue_final_message: whether it ends within the last message, the content of which must be a text.
-            tools: functions that the template may describe.
+            tools: functions that the template may describe; their `strict` is for the server, not for the model.
             variables: further variables of the template, such as enable_thinking.
 
         Raises:
@@ -92,7 +92,7 @@ class ChatTemplate:
                 needed = "continue_final_message requires the content of the final message to be a string"
                 raise InvalidRequest(needed, param="continue_final_message")
             messages = [*messages[:-1], {**messages[-1], "content": content + _FINAL_MESSAGE_ENDS}]
-        values = {**(variables or {}), "tools": tools, "add_generation_prompt": add_generation_prompt}
+        values = {**(variables or {}), "tools": _told(tools), "add_generation_prompt": add_generation_prompt}
         text = self._render(as_turns(messages, self.forms), values)
         return _cut_behind_final_message(text) if continue_final_message else text
 
@@ -101,6 +101,16 @@ class ChatTemplate:
             return self._compiled({**self._special_tokens, **variables, "messages": turns, "documents": None})
         except REFUSALS as error:
             raise InvalidRequest(f"the chat template rejected these messages: {error}", param="messages") from error
+
+
+def _told(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
+    """What a model learns of tools: all but `strict`, which no model was trained on."""
+    return tools and [
+        {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
+        if isinstance(function := tool.get("function"), Mapping)
+        else tool
+        for tool in tools
+    ]
 
 
 def _cut_behind_final_message(text: str) -> str:

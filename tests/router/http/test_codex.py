@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from asgi_client import Exchange, call, run
+from codex_bodies import CODEX, DOCS, HISTORY, PATCH, SHELL
 from fake_dispatcher import FakeDispatcher, say
 from response_events import typed_events, whole_of
 from small_app import MODEL, eos, ids, make_app, tokenizer
@@ -20,72 +21,7 @@ from pdkv.router.http.responses_api.store import ResponseStore
 from pdkv.text import Tokenizer
 
 PATH = "/v1/responses"
-SHELL: dict[str, Any] = {
-    "type": "function",
-    "name": "shell",
-    "description": "Runs a command",
-    "strict": False,
-    "parameters": {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}},
-}
-PATCH = {
-    "type": "custom",
-    "name": "apply_patch",
-    "description": "Edits files",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x/"},
-}
-DOCS = {"type": "namespace", "name": "mcp__docs__", "description": "d", "tools": [{**SHELL, "name": "find"}]}
-CODEX: dict[str, Any] = {
-    "model": MODEL,
-    "instructions": "You are an agent.",
-    "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "<permissions>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "list files"}]},
-    ],
-    "tools": [
-        SHELL,
-        PATCH,
-        {"type": "web_search", "external_web_access": False, "search_content_types": ["text"]},
-        {"type": "tool_search", "execution": "client", "description": "d", "parameters": {"type": "object"}},
-        {"type": "image_generation", "output_format": "png"},
-        DOCS,
-    ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": False,
-    "reasoning": {"effort": "medium", "summary": "detailed", "context": "all_turns"},
-    "store": False,
-    "stream": True,
-    "stream_options": {"reasoning_summary_delivery": "sequential_cutoff"},
-    "include": ["reasoning.encrypted_content"],
-    "service_tier": "priority",
-    "prompt_cache_key": "0199-aa",
-    "text": {"verbosity": "low"},
-    "client_metadata": {"x-codex-installation-id": "0"},
-}
-NOTES = {"internal_chat_message_metadata_passthrough": {"turn_id": "t"}}
-HISTORY: list[dict[str, Any]] = [
-    *CODEX["input"],
-    {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "gAAA", **NOTES},
-    {
-        "type": "message",
-        "role": "assistant",
-        "phase": "partial_answer",
-        "content": [{"type": "output_text", "text": "I look."}],
-        **NOTES,
-    },
-    {"type": "web_search_call", "status": "open", "action": {"type": "open_page", "url": "https://example.org"}},
-    {
-        "type": "function_call",
-        "name": "find",
-        "namespace": "mcp__docs__",
-        "arguments": '{"q": 1}',
-        "encrypted_function_args": [],
-        "call_id": "c1",
-        **NOTES,
-    },
-    {"type": "function_call_output", "call_id": "c1", "output": [{"type": "input_text", "text": "found"}], **NOTES},
-    {"type": "custom_tool_call", "status": "completed", "call_id": "c2", "name": "apply_patch", "input": 'a "é"\n'},
-    {"type": "custom_tool_call_output", "call_id": "c2", "name": "apply_patch", "output": "done"},
-]
+SENT: dict[str, Any] = {"model": MODEL, **CODEX}
 SHOWN = Tokenizer(
     tokenizer()._backend,
     chat_template="{{ tools | tojson if tools }}{% for m in messages %}{{ m.role }}={{ m.content }}"
@@ -115,7 +51,7 @@ prompts: list[str] = []
 @pytest.mark.parametrize("policy", ["reject", "ignore"])
 def test_a_request_of_codex(given: str, stream: bool, policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("small_app.tokenizer", lambda: SHOWN)
-    body = {**CODEX, "stream": stream, "stream_options": CODEX["stream_options"] if stream else None}
+    body = {**SENT, "stream": stream, "stream_options": SENT["stream_options"] if stream else None}
     if given == "a history":
         body["input"] = HISTORY
     exchange = run(
@@ -150,8 +86,8 @@ def test_a_request_of_codex(given: str, stream: bool, policy: Any, monkeypatch: 
 def test_what_was_left_out_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(own_tools, "_log_limit", own_tools.LogLimit())
     with caplog.at_level(logging.INFO, "pdkv.router.http.responses_api.tools"):
-        assert ask("Hi", CODEX).status == 200
-        assert ask("Hi", CODEX).status == 200
+        assert ask("Hi", SENT).status == 200
+        assert ask("Hi", SENT).status == 200
     assert [r.getMessage() for r in caplog.records] == [
         "left out tools that this server does not have: image_generation, tool_search, web_search"
     ]
@@ -172,13 +108,13 @@ def test_what_was_left_out_is_logged(caplog: pytest.LogCaptureFixture, monkeypat
     ],
 )
 def test_calls_come_back_as_the_client_named_its_tools(answer: str, expected: dict[str, str], stream: bool) -> None:
-    body = {**CODEX, "stream": stream, "stream_options": None}
+    body = {**SENT, "stream": stream, "stream_options": None}
     exchange = ask(answer, body)
     reply = whole_of(typed_events(exchange.body)) if stream else exchange.json()
     [item] = reply["output"]
     assert item["type"] == ("custom_tool_call" if "input" in expected else "function_call")
     assert {name: item[name] for name in item if name not in ("id", "call_id", "type", "status")} == expected
-    again = [*CODEX["input"], item, {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"}]
+    again = [*SENT["input"], item, {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "ok"}]
     assert ask("Hi", {**body, "input": again}).status == 200  # it can be sent back as it is
 
 
