@@ -179,10 +179,10 @@ class ModelDirectory:
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         extra = [] if isinstance(extra, dict) else self._as(extra, list[Any], "no list: extra_special_tokens")
         more = [self._added(token, "extra_special_tokens") for token in extra]
-        special = {token.content: token for token in reversed([*self._named.values(), *more])}
-        tokens += [token for text, token in reversed(special.items()) if text not in have]
+        special = {token.content: token for token in [*self._named.values(), *more]}
+        tokens += [token for text, token in special.items() if text not in have]
         if self.tokenizer_class == "Qwen2Tokenizer":
-            tokens += [AddedToken(text, special=True) for text in reversed(special)]
+            tokens += [AddedToken(text, special=True) for text in special]
         return tokens
 
     def _added(self, value: Any, name: str) -> AddedToken:

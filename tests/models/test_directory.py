@@ -143,6 +143,23 @@ def test_the_end_token_has_the_id_that_encoding_gives_it(
     assert directory.eos_token_id() == number == their_tokenizer(path).eos_token_id
 
 
+@pytest.mark.parametrize("name", ["Qwen2.5-7B-Instruct", "Llama-2-7b-chat-hf", "Llama-3.1-8B-Instruct"])
+def test_special_tokens_that_no_list_has_are_added_in_transformers_order(
+    published: Any, tmp_path: Path, name: str
+) -> None:
+    """By their first mention; the last one says how they match."""
+    path = tmp_path / name
+    shutil.copytree(published(name), path)
+    said = json.loads((path / "tokenizer_config.json").read_text())
+    said |= {"added_tokens_decoder": {}, "eos_token": {"__type": "AddedToken", "content": "<b>", "lstrip": True}}
+    said |= {"pad_token": "<a>", "sep_token": "<b>", "extra_special_tokens": ["<c>", "<a>", "<b>"]}
+    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    ours, theirs = Tokenizer.from_dir(path), their_tokenizer(path)
+    for text in ("x <b><a> <c>", " <|im_end|><a>"):
+        assert ours.encode(text) == theirs.encode(text)
+    assert ModelDirectory(path).eos_token_id() == theirs.eos_token_id
+
+
 @pytest.mark.parametrize("name", ["add_eos_token", "add_bos_token", "audio_token"])
 @pytest.mark.parametrize("model", ["Phi-4-mini-instruct", "Llama-3.1-8B-Instruct"])
 def test_a_text_under_the_name_of_a_flag_is_no_token(published: Any, tmp_path: Path, model: str, name: str) -> None:
