@@ -356,7 +356,8 @@ def _no_tier(order: CacheOrder, known: Collection[str]) -> InvalidRequest:
             f"{clip(order.tier)!r}; known: {', '.join(known)}"
         )
         return InvalidRequest(text, param="tier")
-    return InvalidRequest(f"{order.action}: there is no tier below the engines' own pools", param="tier")
+    text = "there is no tier below the engines' own pools; --kv-host-memory and --kv-store of the launch make some"
+    return InvalidRequest(f"{order.action}: {text}", param="tier")
 
 
 def _describe(engine: EngineState, answer: CacheAnswer) -> dict[str, Any]:

@@ -267,9 +267,10 @@ def load_tokenizer(files: ModelFiles) -> Tokenizer:
     tokenizer = Tokenizer.from_dir(
         files.model, chat_template=files.chat_template, content_format=files.chat_template_content_format
     )
-    for name, template in (("default", tokenizer.chat_template), ("of tools", tokenizer.tool_template)):
-        if template is not None:
-            logger.info("chat template %s: %s", name, template.forms)
+    taken = {"default": tokenizer.chat_template, "of tools": tokenizer.tool_template}
+    forms = {name: str(template.forms) for name, template in taken.items() if template is not None}
+    for each in dict.fromkeys(forms.values()):
+        logger.info("chat template %s: %s", " and ".join(name for name in forms if forms[name] == each), each)
     return tokenizer
 
 
