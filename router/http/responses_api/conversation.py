@@ -17,14 +17,13 @@ class _Kind(NamedTuple):
     parts: tuple[str, ...]  # kinds of text in its lists of parts
 
 
+_OUTPUT = _Kind(frozenset({"call_id", "output"}), frozenset({"name"}), ("input_text", "output_text"))
 _KINDS = {
     "message": _Kind(frozenset({"role", "content"}), frozenset({"phase"}), ("input_text", "output_text")),
     "function_call": _Kind(frozenset({"call_id", "name", "arguments"}), frozenset({"namespace"}), ()),
-    "function_call_output": _Kind(frozenset({"call_id", "output"}), frozenset({"name"}), ("input_text", "output_text")),
+    "function_call_output": _OUTPUT,
     "custom_tool_call": _Kind(frozenset({"call_id", "name", "input"}), frozenset({"namespace"}), ()),
-    "custom_tool_call_output": _Kind(
-        frozenset({"call_id", "output"}), frozenset({"name"}), ("input_text", "output_text")
-    ),
+    "custom_tool_call_output": _OUTPUT,
     "reasoning": _Kind(frozenset(), frozenset({"summary", "content"}), ("reasoning_text",)),
 }
 _OF_SERVERS = frozenset(get_args(CallOfServer))

@@ -11,13 +11,7 @@ from pdkv.errors import InvalidRequest
 from pdkv.parsers.answer import AnswerFormat
 from pdkv.parsers.tools import NamedToolChoice, ToolName
 from pdkv.router.http.read.ascii_json import ascii_json
-from pdkv.router.http.read.bodies import (
-    ChatBody,
-    GenerationBody,
-    JsonSchema,
-    ResponseFormat,
-    StreamOptions,
-)
+from pdkv.router.http.read.bodies import ChatBody, GenerationBody, JsonSchema, ResponseFormat, StreamOptions
 from pdkv.router.http.read.decoding import BodyDecoder
 from pdkv.router.http.read.job import Job, prepare_chat
 from pdkv.router.http.read.served_model import Cancelled, ServedModel

@@ -16,6 +16,9 @@ Status = Literal["in_progress", "completed", "incomplete"]
 Hint = Literal["auto", "concise", "detailed", "none"]
 """How much of the reasoning a client would like to see; it is shown as it is."""
 
+OwnItem = Literal[
+    "message", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output", "reasoning"
+]
 CallOfServer = Literal["web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call"]
 """Items of tools that other servers ran, which are left out."""
 
@@ -43,18 +46,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     One struct serves all types, since no field that tells them apart is always present: a message may omit its type.
     """
 
-    type: (
-        Literal[
-            "message",
-            "function_call",
-            "function_call_output",
-            "custom_tool_call",
-            "custom_tool_call_output",
-            "reasoning",
-        ]
-        | CallOfServer
-        | None
-    ) = None
+    type: OwnItem | CallOfServer | None = None
     id: str | None = None
     status: Status | Literal["open", "searching", "interpreting", "generating", "failed"] | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None

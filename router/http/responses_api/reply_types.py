@@ -275,23 +275,8 @@ class InputDone(_WithinItem, frozen=True, kw_only=True, tag="response.custom_too
 
 
 EVENTS = (
-    ResponseCreated,
-    ResponseInProgress,
-    OutputItemAdded,
-    ContentPartAdded,
-    OutputTextDelta,
-    OutputTextDone,
-    ReasoningTextDelta,
-    ReasoningTextDone,
-    ContentPartDone,
-    ArgumentsDelta,
-    ArgumentsDone,
-    InputDelta,
-    InputDone,
-    OutputItemDone,
-    ResponseCompleted,
-    ResponseIncomplete,
-    ErrorEvent,
-    ResponseFailed,
-)
+    ResponseCreated, ResponseInProgress, OutputItemAdded, ContentPartAdded, OutputTextDelta, OutputTextDone,
+    ReasoningTextDelta, ReasoningTextDone, ContentPartDone, ArgumentsDelta, ArgumentsDone, InputDelta, InputDone,
+    OutputItemDone, ResponseCompleted, ResponseIncomplete, ErrorEvent, ResponseFailed,
+)  # fmt: skip
 """The events of a stream."""

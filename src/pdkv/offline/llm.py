@@ -165,12 +165,7 @@ class LLM(LLMEngine):
         return self._answer(make, as_conversations(messages), sampling_params, use_tqdm)
 
     def beam_search(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: BeamSearchParams,
-        *,
-        use_tqdm: Progress = False,
-        **unused: Any,
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: Progress = False, **unused: Any
     ) -> list[BeamSearchOutput]:
         """The likeliest continuations of prompts, by vLLM's beam search; the results are in the same order.
 
