@@ -85,7 +85,7 @@ def test_a_template_of_a_file_stands_in_the_place_of_all_of_the_models(
     config = EngineConfig(model=tmp_path, chat_template=tmp_path / "own.jinja")
     tokenizer = load_tokenizer(config)
     assert tokenizer.render_chat(MESSAGES, tools=[{"a": 1}]) == "[user]Hé1"
-    assert "chat template default: user text, system text" in caplog.text
+    assert "chat template default and of tools: user text, system text" in caplog.text
     with pytest.raises(ModelError, match=r"nowhere\.jinja"):
         load_tokenizer(EngineConfig(model=tmp_path, chat_template=tmp_path / "nowhere.jinja"))
     (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content.lower() }}{% endfor %}")

@@ -92,7 +92,8 @@ class ChatTemplate:
                 needed = "continue_final_message requires the content of the final message to be a string"
                 raise InvalidRequest(needed, param="continue_final_message")
             messages = [*messages[:-1], {**messages[-1], "content": content + _FINAL_MESSAGE_ENDS}]
-        values = {**(variables or {}), "tools": _told(tools), "add_generation_prompt": add_generation_prompt}
+        told = tools and [_told(tool) for tool in tools]
+        values = {**(variables or {}), "tools": told, "add_generation_prompt": add_generation_prompt}
         text = self._render(as_turns(messages, self.forms), values)
         return _cut_behind_final_message(text) if continue_final_message else text
 
@@ -103,14 +104,12 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template rejected these messages: {error}", param="messages") from error
 
 
-def _told(tools: Sequence[Mapping[str, Any]] | None) -> Sequence[Mapping[str, Any]] | None:
-    """What a model learns of tools: all but `strict`, which no model was trained on."""
-    return tools and [
-        {**tool, "function": {name: value for name, value in function.items() if name != "strict"}}
-        if isinstance(function := tool.get("function"), Mapping)
-        else tool
-        for tool in tools
-    ]
+def _told(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What a model learns of a tool: all but `strict`, which no model was trained on."""
+    described = tool.get("function")
+    if not isinstance(described, Mapping):
+        return tool
+    return {**tool, "function": {name: value for name, value in described.items() if name != "strict"}}
 
 
 def _cut_behind_final_message(text: str) -> str:
