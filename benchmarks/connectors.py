@@ -1,16 +1,12 @@
 """Connectors against memcpy and against the bare transport below them, as `pd connector bench` measures them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
 from typing import Any
 
 from benchmarks import layerwise
-from benchmarks.load import Workload
-from benchmarks.load import measure as measure_load
-from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
-from benchmarks.servers import pdkv
 from benchmarks.support import redis_server
 from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
 from pdkv.connector_kit.bench.measure import Row, measure, measure_in_turns
@@ -87,7 +83,7 @@ def run_p2p(context: Context) -> list[Claim]:
 
 
 def run_store_redis(context: Context) -> list[Claim]:
-    """A store's hits against redis-py's pipelined GET, against recomputing, and behind the layers that compute."""
+    """A store's hits against redis-py's pipelined GET, and behind the layers that compute."""
     with redis_server() as url:
         options = {"url": url}
         [row] = _rows(context, "store", options, patterns=["aged"], **({} if context.quick else {"repeats": 9}))
@@ -95,7 +91,6 @@ def run_store_redis(context: Context) -> list[Claim]:
         claims = [Claim.of(name, _known(row.ratio_to_raw), 0.7, "higher", _figures(row))]
         claims.append(_step_thread("store on Redis", row))
         claims += _effects(context, "store", options)
-        claims += _tiers(context, url)
         claims += layerwise.run(context, url)
     return claims
 
@@ -191,38 +186,3 @@ def _effects(context: Context, connector: str, options: Mapping[str, str]) -> li
         claims.append(Claim("scheduler's cost of a lookup, many against few cached blocks",
                             many.lookup_us / few.lookup_us, SCHEDULER_LIMIT, "lower", figures))  # fmt: skip
     return claims
-
-
-def _tiers(context: Context, redis_url: str) -> list[Claim]:
-    """A hit of 4k tokens from each place that KV can be in, beside computing it."""
-    tokens = 256 if context.quick else TOKENS
-    computed = recompute_seconds(context, tokens)
-    tiers: Sequence[tuple[str, str, Mapping[str, str], bool]] = (
-        ("a peer's shared memory", "shared_memory", {}, False),
-        ("memory", "store", {"url": "memory://"}, True),
-        ("file", "store", {"url": "file://{directory}"}, False),
-        ("shared storage", "shared_storage", {}, False),
-        ("Redis", "store", {"url": redis_url}, False),
-    )
-    claims = []
-    for name, connector, options, one_process in tiers:
-        plan = _plan(
-            context, connector, options, tokens=[tokens], patterns=["aged"], one_process=one_process, bare=False
-        )
-        [row] = measure(plan)
-        figures = {"hit ms": row.ms.median, "recompute ms": computed * 1e3, "GB/s": row.gb_s.median}
-        ratio = row.ms.median / 1e3 / computed
-        claims.append(Claim(f"mid, {tokens} tokens from {name}, of recomputing", ratio, 1.0, "lower", figures))
-    return claims
-
-
-def recompute_seconds(context: Context, tokens: int) -> float:
-    """TTFT of a prompt that is not cached, on one engine with two threads."""
-    model = find_model(context.models, "tiny" if context.quick else "mid")
-    options = ("--threads", "2", "--kv-cache-memory", "1GiB")
-    with pdkv(model, prefill=0, decode=1, options=options) as server:
-        ttfts = []
-        for seed in range(2 if context.quick else 4):
-            [reply] = measure_load(server.url, server.model, Workload(1, tokens, (2, 2), seed=seed + 1)).replies
-            ttfts.append(reply.ttft)
-    return median(ttfts[1:])

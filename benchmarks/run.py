@@ -19,11 +19,9 @@ import torch
 from benchmarks import (
     busy_steps,
     connectors,
-    dtypes,
     fleet,
     front,
     host_gap,
-    identity,
     inside_vllm,
     interference,
     kv_codecs,
@@ -35,7 +33,6 @@ from benchmarks import (
     sampler,
     startup,
     step_thread,
-    swap,
     ttft,
     versus,
 )
@@ -56,8 +53,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     "startup": startup.run,
     "step_thread": step_thread.run,
     "host_gap": host_gap.run,
-    "identity_mid": _of(identity.run, "mid"),
-    "identity_large": _of(identity.run, "large"),
     "ttft_tiny": _of(ttft.run, "tiny"),
     "ttft_mid": _of(ttft.run, "mid"),
     "ttft_digests": ttft.run_digests,
@@ -79,9 +74,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kv_turns": kv_hierarchy.run_turns,
     "kv_busy_steps": busy_steps.run,
     "kv_inside_vllm": inside_vllm.run,
-    "swap": swap.run,
     "sampler": sampler.run,
-    "dtypes": dtypes.run,
     "linears": linears.run,
     "kv_codecs": kv_codecs.run,
 }

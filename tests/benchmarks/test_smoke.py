@@ -13,11 +13,9 @@ from nixl_rig import needs_nixl
 from benchmarks import (
     busy_steps,
     connectors,
-    dtypes,
     fleet,
     front,
     host_gap,
-    identity,
     kv_hierarchy,
     layerwise,
     linears,
@@ -75,11 +73,6 @@ def test_linear_layers_are_compared_with_the_machines_limits(tmp_path: Path) -> 
     claims = linears.run(Context(tmp_path, None, quick=True))
     check(claims)
     assert len(claims) == len(linears.KINDS) * 2
-
-
-@pytest.mark.slow
-def test_dtypes_are_compared_as_older_processors_compute_them(tmp_path: Path) -> None:
-    check(dtypes.run(Context(tmp_path, None, quick=True)))
 
 
 @pytest.mark.slow
@@ -159,8 +152,3 @@ def test_the_router_s_tokens_streams_and_time_are_measured(tmp_path: Path) -> No
     by_name = {claim.name: claim for claim in claims}
     assert by_name["200 slow streams: failures"].figures["open at once"] > 0
     assert by_name["200 slow streams: failures"].met
-
-
-@pytest.mark.slow
-def test_starts_with_and_without_an_identity_are_compared(tmp_path: Path) -> None:
-    check(identity.run(Context(tmp_path, None, quick=True), "tiny"))
