@@ -20,7 +20,7 @@ from pdkv.cli.main import main
 from pdkv.connector_kit.bench import measure as measure_module
 from pdkv.connector_kit.bench import plan as plans
 from pdkv.connector_kit.bench.aged_pools import PATTERNS, AgedBooks, ContiguousBooks
-from pdkv.connector_kit.bench.bare import BARE_SIDE, BareTransport, Bytes, bare_of
+from pdkv.connector_kit.bench.bare import BARE_SIDE, BareSide, BareTransport, Bytes, bare_of
 from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
 from pdkv.connector_kit.bench.layouts import LAYOUTS, parse_layout
 from pdkv.connector_kit.bench.measure import Row, _row, measure, measure_in_turns
@@ -273,7 +273,7 @@ def test_an_option_says_which_bare_transport_lies_below() -> None:
 def test_all_of_the_bytes_arrive_where_they_belong(name: str, tmp_path: Path) -> None:
     """Both sides in one process: what the reader has is compared."""
     size, piece = 1 << 14, 1 << 11
-    spec = p.OpenBare(BARE_SIDE, "", size, piece, size, 2 * size, {"directory": str(tmp_path)})
+    spec = p.BareSpec(BARE_SIDE, "", size, piece, size, 2 * size, {"directory": str(tmp_path)})
     kind = resolve_name(f"pdkv.connector_kit.bench.{name}")
     source, reader = kind(spec), kind(spec)
     try:
@@ -392,7 +392,7 @@ def test_bare_transports_move_all_bytes_whole_and_in_pieces(tmp_path: Path) -> N
         for name in ("bare:LocalCopy", "bare:SharedMapping", "bare:FileRead", "bare_socket:UnixMessage",
                      "bare_socket:TcpMessage"):  # fmt: skip
             target = f"pdkv.connector_kit.bench.{name}"
-            spec = p.OpenBare(BARE_SIDE, target, 1 << 16, 1 << 12, 1 << 14, 1 << 18, {"directory": str(tmp_path)})
+            spec = p.BareSpec(BARE_SIDE, target, 1 << 16, 1 << 12, 1 << 14, 1 << 18, {"directory": str(tmp_path)})
             with Bare(setting.zygote, spec) as bare:
                 assert bare.seconds(in_pieces=False) > 0
                 assert bare.seconds(in_pieces=True) > 0
@@ -403,14 +403,14 @@ def test_bare_transports_move_all_bytes_whole_and_in_pieces(tmp_path: Path) -> N
 def test_ctrl_c_within_a_move_is_no_other_error(tmp_path: Path) -> None:
     """The hosts owe answers then: they are ended without a question."""
     with plans.open_setting(plan_of("shared_memory")) as setting:
-        spec = p.OpenBare(
+        spec = p.BareSpec(
             BARE_SIDE, "pdkv.connector_kit.bench.bare:LocalCopy", 1 << 16, 1 << 12, 1 << 14, 1 << 18,
             {"directory": str(tmp_path)},
         )  # fmt: skip
 
         def interrupted() -> None:
             with Bare(setting.zygote, spec) as bare:
-                bare._reader.send("bare", p.MoveBare(False, 5.0))
+                bare._reader.send("bare", BareSide.move, False, 5.0)
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):

@@ -18,6 +18,7 @@ from relay import Relay
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.handover import Handover, legal_orders
 from pdkv.connector_kit.rig.processes import Zygote
+from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.world import Setting, Shape, World
 from pdkv.connectors.base import TransferOutcome
 from pdkv.connectors.p2p.wire import Address, read_address
@@ -158,7 +159,7 @@ class Flight:
         self._ranks = ranks
         self._seed = seed
         for engine in world.engines.values():
-            engine.ask_all(p.Instrument(False), p.Done)  # what it would find out has a case of its own
+            engine.ask_all(HostedRank.instrument, False)  # what it would find out has a case of its own
         self._others = [Handover(world, 48, order=self._first_order()) for _ in range(NUM_OTHERS)]
         for other in self._others:
             other.run() if other.is_push else other.prefill()
@@ -258,17 +259,17 @@ class Flight:
         is_lost = damage == "lost"
         engine = self._world.consumer if is_lost else self._world.producer
         step = "begin_prefill" if not is_lost else "reserve" if batch.order == "decode_first" else "allocate"
-        rank, seed = self._rng.randrange(len(engine.hosts)), self._rng.getrandbits(32)
+        ask, seed = self._rng.choice(engine.hosts).ask, self._rng.getrandbits(32)
 
         def spoil() -> None:
             requests = [trial.receiver if is_lost else trial.sender for trial in victims]
             targets = [
                 request.blocks_from(trial.num_hit_blocks) for trial, request in zip(victims, requests, strict=True)
             ]
-            engine.ask(p.Spoil(damage, seed, targets), p.Done, rank=rank)  # type: ignore[arg-type]
+            ask(engine.name, HostedRank.spoil, engine.timeout_s, damage, seed, targets)  # type: ignore[arg-type]
 
         batch.after(step, spoil)
-        yield lambda: [victims[i] for i in engine.ask(p.Unspoil(), p.Spoilt, rank=rank).targets]
+        yield lambda: [victims[i] for i in ask(engine.name, HostedRank.unspoil, engine.timeout_s).targets]
 
     @contextmanager
     def _meddling(self, damage: str, victims: Sequence[Handover]) -> Iterator[Callable[[], Struck]]:
@@ -290,7 +291,7 @@ class Flight:
         blocks = [self._rng.choice(trial.leased[trial.num_hit_blocks :]) for trial in victims]
         producer.reuse(blocks)
         everything = p.TokenRange([], 0, len(blocks) * producer.block_size, [blocks])
-        producer.ask_all(p.Fill(everything), p.Done)
+        producer.ask_all(HostedRank.fill, everything)
 
 
 @contextmanager

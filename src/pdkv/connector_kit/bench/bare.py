@@ -69,7 +69,7 @@ class BareTransport(ABC):
     pieces.
     """
 
-    def __init__(self, spec: p.OpenBare) -> None:
+    def __init__(self, spec: p.BareSpec) -> None:
         self.num_bytes = spec.num_bytes
         self.piece_bytes = min(spec.piece_bytes, spec.num_bytes)
         self.spec = spec
@@ -116,7 +116,7 @@ BARE_SIDE = "pdkv.connector_kit.bench.bare:BareSide"
 class BareSide:
     """A host's part of a bare transport."""
 
-    def __init__(self, opened: p.OpenBare) -> None:
+    def __init__(self, opened: p.BareSpec) -> None:
         """Raises ConfigError if a package is missing."""
         self._transport: BareTransport = resolve_name(opened.transport)(opened)
         self._gets = opened.address is not None
@@ -126,17 +126,16 @@ class BareSide:
         else:
             self._transport.connect(opened.address)
 
-    def run(self, command: p.AnyCommand) -> float:
-        """Carry out a MoveBare command; returns seconds."""
-        assert isinstance(command, p.MoveBare)
+    def move(self, in_pieces: bool, timeout_s: float) -> float:
+        """Move once, in one piece or in pieces; returns the seconds on the receiving side."""
         transport = self._transport
         transport.turn += 1
         if not self._gets:
-            transport.send(command.in_pieces, command.timeout_s)
+            transport.send(in_pieces, timeout_s)
             return 0.0
         transport.prepare()
         start = MONOTONIC.now()
-        transport.fetch(command.in_pieces, command.timeout_s)
+        transport.fetch(in_pieces, timeout_s)
         return MONOTONIC.now() - start
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ class _Address(msgspec.Struct, frozen=True):
 class NixlRead(BareTransport):
     """Reads by NIXL, with the path chosen by UCX, as for the connector."""
 
-    def __init__(self, spec: p.OpenBare) -> None:
+    def __init__(self, spec: p.BareSpec) -> None:
         super().__init__(spec)
         self._agent = NixlAgent(f"bare-{'source' if spec.address is None else 'reader'}")
         self._region = self.new_region()

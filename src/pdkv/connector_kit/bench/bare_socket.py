@@ -21,7 +21,7 @@ class UnixMessage(BareTransport):
 
     family: ClassVar[socket.AddressFamily] = socket.AF_UNIX
 
-    def __init__(self, spec: p.OpenBare) -> None:
+    def __init__(self, spec: p.BareSpec) -> None:
         super().__init__(spec)
         self._region: Bytes = self.new_region()
         self._memory = self._region.data

@@ -7,11 +7,11 @@ from statistics import mean, median
 import msgspec
 
 from pdkv.connector_kit.bench.plan import Plan, open_setting, sized
+from pdkv.connector_kit.bench.timed_rank import TimedRank
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.handover import new_name, new_text
 from pdkv.connector_kit.rig.request import Request
-from pdkv.connectors.base import MatchedTokens
 
 THROTTLED_TO = 0.1
 """Share of the pace at which the forward pass makes KV."""
@@ -100,7 +100,7 @@ def measure_slowdown(
     with open_setting(plan) as setting, BenchWorld(setting, *shapes) as world:
         world.scatter("aged")
         TimedTransfer(world, chunk).measure()
-        world.writer.ask_all(p.Forward(step_s / plan.producer.num_layers), p.Done)
+        world.writer.ask_all(TimedRank.forward, step_s / plan.producer.num_layers)
         for _ in range(rounds):
             idle.append(_idle_round(world, tokens, chunk))
             busy.append(_busy_round(world, tokens, chunk, rate))
@@ -147,7 +147,7 @@ def _busy_round(world: BenchWorld, tokens: int, chunk: int, rate: float) -> floa
 
 def _throttle(world: BenchWorld, rate: float) -> None:
     for engine in (world.writer, world.reader):
-        engine.ask_all(p.Throttle(rate), p.Done)
+        engine.ask_all(TimedRank.throttle, rate)
 
 
 def come_to_rest(world: BenchWorld) -> None:
@@ -192,7 +192,7 @@ def _lookup_s(world: BenchWorld, num_tokens: int) -> float:
         new_text(num_tokens), num_tokens, kv="local", transfer_id=new_name(), attempt=0, layout=reader.layout
     )
     reader.take_cost()
-    reader.ask(p.Match(request.view(), 0), MatchedTokens)
+    reader.ask(TimedRank.match, request.view(), 0)
     seconds = reader.take_cost().cpu_s
     reader.tell_aborted(request.transfer_key)
     reader.step()

@@ -6,10 +6,10 @@ import msgspec
 
 from pdkv.connector_kit.bench.effects import Steps, come_to_rest
 from pdkv.connector_kit.bench.plan import Plan, open_setting, plan_bytes, sized
+from pdkv.connector_kit.bench.timed_rank import TimedRank
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer
 from pdkv.connector_kit.bench.turns import Spread
 from pdkv.connector_kit.bench.yardsticks import open_bare
-from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.world import NotApplicable, require
 
 TOKENS = 2048
@@ -65,7 +65,7 @@ def measure_push_tail(
 
 
 def _tail_s(world: BenchWorld, num_tokens: int, num_steps: int, layer_s: float) -> float:
-    world.writer.ask_all(p.Forward(layer_s), p.Done)
+    world.writer.ask_all(TimedRank.forward, layer_s)
     prompt = Steps(world, num_tokens, chunk=-(-num_tokens // num_steps))
     prompt.expect()
     prompt.begin_prefill()

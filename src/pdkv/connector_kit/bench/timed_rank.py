@@ -15,7 +15,14 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Values
 from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.watch import StepWatch
-from pdkv.connectors.base import KVConnectorMetadata, TransferKey, TransferOutcome, TransferResults, WorkerConnector
+from pdkv.connectors.base import (
+    ConnectorConfig,
+    KVConnectorMetadata,
+    TransferKey,
+    TransferOutcome,
+    TransferResults,
+    WorkerConnector,
+)
 
 Result = TypeVar("Result")
 
@@ -39,7 +46,7 @@ class TimedCalls(StepWatch):
 class TimedRank(HostedRank):
     """A rank with different content in each block from the start; steps write nothing, and compute if asked to."""
 
-    def __init__(self, build: p.Build, notify: Callable[[], None]) -> None:
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
         self._woken = threading.Event()
         self._awaiting = False
         self._ended: dict[TransferKey, float] = {}
@@ -51,7 +58,7 @@ class TimedRank(HostedRank):
             if not self._awaiting:
                 notify()
 
-        super().__init__(build, wake)
+        super().__init__(config, wake)
 
     def make_watch(self, notify: Callable[[], None]) -> StepWatch:
         return TimedCalls(notify)
@@ -65,24 +72,21 @@ class TimedRank(HostedRank):
             words[block] = (base ^ np.uint32((seed + block * _ODD) & 0xFFFFFFFF)).view(np.int32) & 0x3FFFFFFF
         return pool[:0].copy()
 
-    def run(self, command: p.AnyCommand) -> object:
-        match command:
-            case p.Await(keys=keys, timeout_s=timeout_s):
-                return self._await(keys, timeout_s)
-            case p.Digest(range=tokens):
-                return self._digest(tokens)
-            case p.Forward(layer_s=layer_s):
-                self._num_products = _products_in(layer_s) if layer_s else 0
-            case p.Throttle(bytes_per_s=rate):
-                self._unthrottle()
-                self._unthrottle = throttle(self._worker, rate) if rate else lambda: None
-            case p.Expect() | p.Fill():
-                pass
-            case p.ForeignWrites():
-                return []
-            case _:
-                return super().run(command)
-        return None
+    def expect(self, key: TransferKey, block_ids: list[int], wanted: p.TokenRange | None) -> None:
+        """Nothing: what arrives is compared by digests."""
+
+    def foreign_writes(self) -> list[int]:
+        """None: nothing is compared."""
+        return []
+
+    def forward(self, layer_s: float) -> None:
+        """Let each layer of a step that writes tokens compute for about this long; always the same work."""
+        self._num_products = _products_in(layer_s) if layer_s else 0
+
+    def throttle(self, bytes_per_s: float) -> None:
+        """Limit the transport to this many bytes a second; 0: unlimited."""
+        self._unthrottle()
+        self._unthrottle = throttle(self._worker, bytes_per_s) if bytes_per_s else lambda: None
 
     def close(self) -> None:
         self._unthrottle()
@@ -90,13 +94,13 @@ class TimedRank(HostedRank):
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
-    def _execute(self, step: p.Execute) -> p.Executed:
+    def execute(self, step: p.StepPart) -> p.Executed:
         self._woken.clear()
         began = MONOTONIC.now()
-        executed = super()._execute(step)
+        executed = super().execute(step)
         return msgspec.structs.replace(executed, began=began, ended=MONOTONIC.now())
 
-    def _compute_layer(self, step: p.Execute, layer: int, meta: KVConnectorMetadata) -> None:
+    def _compute_layer(self, step: p.StepPart, layer: int, meta: KVConnectorMetadata) -> None:
         worker, call = self._worker, self._watch.call
         if meta.needs_layer_hooks:
             call("wait_for_layer_load", worker.wait_for_layer_load, layer)
@@ -111,7 +115,7 @@ class TimedRank(HostedRank):
             self._ended.update(dict.fromkeys(outcomes, now))
         return p.Executed(p.as_dicts(results), [])
 
-    def _await(self, keys: list[TransferKey], timeout_s: float) -> p.Executed:
+    def await_ends(self, keys: list[TransferKey], timeout_s: float) -> p.Executed:
         """Collect results until all of `keys` are among them; `ended` is when the last of them was."""
         worker: WorkerConnector = self._worker
         deadline = MONOTONIC.now() + timeout_s
@@ -132,7 +136,8 @@ class TimedRank(HostedRank):
         ended = [self._ended[key] for key in keys if key in self._ended]
         return p.Executed(TransferResults(*reports), [], ended=max(ended) if len(ended) == len(keys) else 0.0)
 
-    def _digest(self, tokens: p.TokenRange) -> list[int]:
+    def digest(self, tokens: p.TokenRange) -> list[int]:
+        """A number for the content of each KV head at the tokens' places, for comparisons between engines."""
         blocks, offsets = self._places(tokens, 0)
         content = self._view[blocks, offsets]
         return [crc32(np.ascontiguousarray(content[:, :, :, head]).data) for head in range(content.shape[3])]

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 from pdkv.connector_kit.bench.aged_pools import PATTERNS
+from pdkv.connector_kit.bench.timed_rank import TimedRank
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine, StepPlan
 from pdkv.connector_kit.rig.handover import Handover
+from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.world import Violation, World, require
 from pdkv.connectors.base import TransferKey
 
@@ -47,13 +49,13 @@ class Timing(NamedTuple):
 class TimedEngine(Engine):
     """An engine with ranks that time the connector's calls."""
 
-    rank: ClassVar[str] = "pdkv.connector_kit.bench.timed_rank:TimedRank"
+    rank: ClassVar[type[HostedRank]] = TimedRank
     step_cpu_s = 0.0  # of rank 0, in all calls so far
 
     def await_ends(self, keys: Sequence[TransferKey]) -> None:
         """Tell all ranks to wait for the ends of transfers; `take_executed` must follow."""
         for host in self.hosts:
-            host.send(self.name, p.Await(list(keys), self.timeout_s))
+            host.send(self.name, TimedRank.await_ends, list(keys), self.timeout_s)
 
     def take_span(self) -> Span:
         """The span of the last step or wait. Raises Violation if a transfer has not ended in time."""
@@ -75,7 +77,7 @@ class TimedEngine(Engine):
 
     def take_cost(self) -> Cost:
         """Seconds of the scheduler side's calls since the last time."""
-        taken = self.ask(p.TakeCalls(), list[p.CallRecord])
+        taken = self.ask(TimedRank.take_calls)
         self.step_cpu_s += sum(record.cpu_s for record in taken if record.name not in _BETWEEN_STEPS)
         records = [record for record in taken if record.name in _ON_SCHEDULER]
         cpu_s = sum(record.cpu_s for record in records)
@@ -84,7 +86,7 @@ class TimedEngine(Engine):
     def digest(self, tokens: p.TokenRange) -> dict[int, int]:
         """A number for the content of each KV head of the model, at the place of `tokens`."""
         digests: dict[int, int] = {}
-        for rank, values in enumerate(self.ask_all(p.Digest(tokens), list[int])):
+        for rank, values in enumerate(self.ask_all(TimedRank.digest, tokens)):
             total, tp = self.layout.kv_heads_of_all_ranks, len(self.hosts)
             first = rank * total // tp
             digests.update({first + i: value for i, value in enumerate(values)})

@@ -8,9 +8,10 @@ import msgspec
 import numpy as np
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.connector_kit.bench.bare import BARE_SIDE, bare_of
+from pdkv.connector_kit.bench.bare import BARE_SIDE, BareSide, bare_of
 from pdkv.connector_kit.bench.plan import TIMEOUT_S, Plan, plan_bytes, store_values
 from pdkv.connector_kit.rig import protocol as p
+from pdkv.connector_kit.rig.host import Host
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Setting
 from pdkv.connectors.registry import CONNECTORS, load_connector
@@ -37,18 +38,17 @@ class Memcpy:
 class Bare:
     """Two processes around a bare transport."""
 
-    def __init__(self, zygote: Zygote, spec: p.OpenBare) -> None:
+    def __init__(self, zygote: Zygote, spec: p.BareSpec) -> None:
         self._source, self._reader = zygote.fork(), zygote.fork()
         address = self._open(self._source, spec)
         self._open(self._reader, msgspec.structs.replace(spec, address=address))
 
     def seconds(self, in_pieces: bool) -> float:
         """Seconds of one move."""
-        command = p.MoveBare(in_pieces, TIMEOUT_S)
         for host in (self._source, self._reader):
-            host.send("bare", command)
-        self._source.receive(float, TIMEOUT_S)
-        return self._reader.receive(float, TIMEOUT_S)
+            host.send("bare", BareSide.move, in_pieces, TIMEOUT_S)
+        self._source.receive(BareSide.move, TIMEOUT_S)
+        return self._reader.receive(BareSide.move, TIMEOUT_S)
 
     def __enter__(self) -> Self:
         return self
@@ -58,13 +58,13 @@ class Bare:
         for host in (self._reader, self._source):
             try:
                 if kind is None:
-                    host.ask("bare", p.Close(), p.Done, TIMEOUT_S)
+                    host.ask("", Host.close, TIMEOUT_S, "bare")
                     host.exit(TIMEOUT_S)
             finally:
                 host.kill()
 
-    def _open(self, host: HostProcess, spec: p.OpenBare) -> bytes:
-        return host.ask("bare", spec, bytes, TIMEOUT_S)
+    def _open(self, host: HostProcess, spec: p.BareSpec) -> bytes:
+        return host.ask("", Host.open_bare, TIMEOUT_S, "bare", spec)
 
 
 def measure_bare(plan: Plan, setting: Setting, num_tokens: int, repeats: int) -> float:
@@ -87,5 +87,5 @@ def open_bare(plan: Plan, setting: Setting, size: int) -> Bare | None:
     tokens, parts = store_values(plan, setting.options)
     value_bytes = tokens * consumer.token_bytes * shape.tp // parts
     options = {**setting.options, "directory": str(setting.directory)}
-    spec = p.OpenBare(BARE_SIDE, target, size, piece_bytes, min(value_bytes, size), plan.region_bytes, options)
+    spec = p.BareSpec(BARE_SIDE, target, size, piece_bytes, min(value_bytes, size), plan.region_bytes, options)
     return Bare(setting.zygote, spec)

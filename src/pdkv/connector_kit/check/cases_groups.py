@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from pdkv.connector_kit.check.cases import case
 from pdkv.connector_kit.check.cases_failures import abort_everywhere
-from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.handover import Handover, legal_orders
+from pdkv.connector_kit.rig.protocol import TokenRange
+from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.world import NotApplicable, Setting, World, lengths, require
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.wire.kv import KVGroup
@@ -72,7 +73,7 @@ def _reuse_one_group(transfer: Handover, group: int) -> None:
     table = transfer.leased_tables[group]
     producer.reuse([block for block in table if block >= 0])
     tables = [table if i == group else [-1] * len(table) for i in range(len(GROUPS))]
-    producer.ask_all(p.Fill(p.TokenRange([], 0, transfer.num_tokens, tables)), p.Done)
+    producer.ask_all(HostedRank.fill, TokenRange([], 0, transfer.num_tokens, tables))
     transfer.num_external = transfer.ask_until_known(0)
     if transfer.num_external:
         transfer.allocate()

@@ -5,14 +5,15 @@ from collections.abc import Callable, Sequence
 from itertools import starmap
 
 from pdkv.connector_kit.check.cases import case
-from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.handover import Handover, legal_orders, new_text
+from pdkv.connector_kit.rig.host import Host
+from pdkv.connector_kit.rig.protocol import Usage
+from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
 from pdkv.connector_kit.rig.sockets import listeners, send_garbage
 from pdkv.connector_kit.rig.watch import STRICT
 from pdkv.connector_kit.rig.world import AMPLE_S, TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, require
-from pdkv.connectors.base import MatchedTokens
 
 MAX_BLOCKED_S = 0.25
 """Seconds: a call on the step thread that sleeps longer is waiting for something; shorter ones wait for the interpreter
@@ -74,7 +75,7 @@ def _with_stopped_peer(world: World, name: str) -> None:
 
 def _load_what_is_known(world: World, transfer: Handover) -> None:
     """Ask once: the side that could tell more is stopped."""
-    matched = world.consumer.ask(p.Match(transfer.receiver.view(), 0), MatchedTokens)
+    matched = world.consumer.ask(HostedRank.match, transfer.receiver.view(), 0)
     if matched.num_tokens:
         transfer.num_external = matched.num_tokens
         if not transfer.receiver.block_ids:
@@ -85,7 +86,7 @@ def _load_what_is_known(world: World, transfer: Handover) -> None:
 def _check_calls(world: World) -> None:
     """Check that no strict call was blocked or entered forbidden code."""
     for engine in world.live_engines():
-        for calls in engine.ask_all(p.TakeCalls(), list[p.CallRecord]):
+        for calls in engine.ask_all(HostedRank.take_calls):
             for record in calls:
                 if record.name not in STRICT:
                     continue
@@ -96,15 +97,15 @@ def _check_calls(world: World) -> None:
 
 def _big_loads(world: World) -> None:
     """The step thread's part of a load of 32 MiB costs far less than copying it."""
-    world.consumer.ask_all(p.Instrument(False), p.Done)
+    world.consumer.ask_all(HostedRank.instrument, False)
     shares = []
     for _ in range(COPY_ROUNDS):
         transfer = Handover(world, 16 * COPY_BLOCKS, check=False)
         transfer.take()
         transfer.wait()
         target = list(transfer.receiver.block_ids)
-        cost = world.consumer.ask(p.CopyCost(target), float)
-        (calls,) = world.consumer.ask_all(p.TakeCalls(), list[p.CallRecord])
+        cost = world.consumer.ask(HostedRank.copy_cost, target)
+        (calls,) = world.consumer.ask_all(HostedRank.take_calls)
         name, seconds = max(((r.name, r.cpu_s) for r in calls if r.name in STRICT), key=lambda item: item[1])
         shares.append((seconds / cost, name))
         transfer.end()
@@ -184,8 +185,7 @@ def _shutdown_leaves_nothing(world: World, name: str) -> None:
 
     def rebuild() -> None:
         Handover(world, 52).run()
-        engine = world.engines[name]
-        engine.ask_all(p.Close(), p.Done)
+        world.engines[name].close()
         world.rebuild(name)
 
     for _ in range(2):
@@ -216,7 +216,7 @@ def _require_no_growth(world: World, what: str, action: Callable[[], None]) -> N
     require(False, f"{what}, each time: {', then '.join(growth)}")
 
 
-def _lasting(world: World, before: Sequence[Sequence[p.Usage]], more: Callable[[p.Usage, p.Usage], str]) -> str:
+def _lasting(world: World, before: Sequence[Sequence[Usage]], more: Callable[[Usage, Usage], str]) -> str:
     """The growth that `more` still finds after a while, on all ranks."""
 
     def found() -> str:
@@ -227,11 +227,11 @@ def _lasting(world: World, before: Sequence[Sequence[p.Usage]], more: Callable[[
     return "" if world.runs_until(lambda: not found(), SETTLE_S) else found()
 
 
-def _usage(engine: Engine) -> list[p.Usage]:
-    return [host.ask(engine.name, p.GetUsage(), p.Usage, engine.timeout_s) for host in engine.hosts]
+def _usage(engine: Engine) -> list[Usage]:
+    return [host.ask("", Host.usage, engine.timeout_s) for host in engine.hosts]
 
 
-def _more_descriptors(before: p.Usage, after: p.Usage) -> str:
+def _more_descriptors(before: Usage, after: Usage) -> str:
     """The additional descriptors, in words."""
     if len(after.descriptors) <= len(before.descriptors):
         return ""
@@ -239,14 +239,14 @@ def _more_descriptors(before: p.Usage, after: p.Usage) -> str:
     return f"additional descriptors: {dict(more)}"
 
 
-def _more_threads(before: p.Usage, after: p.Usage) -> str:
+def _more_threads(before: Usage, after: Usage) -> str:
     """The additional threads, in words."""
     if len(after.threads) <= len(before.threads):
         return ""
     return f"additional threads: {dict(Counter(after.threads) - Counter(before.threads))}"
 
 
-def _more_memory(before: p.Usage, after: p.Usage) -> str:
+def _more_memory(before: Usage, after: Usage) -> str:
     """Growth of memory beyond the usual variation, in words."""
     growth = after.resident_bytes - before.resident_bytes
     return f"{growth >> 20} MiB of additional memory" if growth > MAX_GROWTH_BYTES else ""

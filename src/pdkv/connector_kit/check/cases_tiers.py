@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connector_kit.check.cases import case
-from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.handover import Handover, new_name
+from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connector_kit.rig.world import NotApplicable, Setting, World, lengths, require
 from pdkv.connectors.base import MatchedTokens
@@ -38,7 +38,7 @@ def lower_tiers(setting: Setting) -> None:
 
 
 def _take(engine: Engine) -> Sequence[TierEvents]:
-    return engine.ask(p.TakeEvents(), list[TierEvents])
+    return engine.ask(HostedRank.take_events)
 
 
 def _check(transfer: Handover, tiers: dict[str, TierEvents], events: Sequence[TierEvents]) -> int:
@@ -77,7 +77,7 @@ def _found(transfer: Handover, num_tokens: int) -> int:
     found: list[MatchedTokens] = []
 
     def known() -> bool:
-        found[:] = [consumer.ask(p.Match(reader.view(), 0), MatchedTokens)]
+        found[:] = [consumer.ask(HostedRank.match, reader.view(), 0)]
         return not found[0].ask_again
 
     transfer.world.until(known, f"the connector knows what it has of {transfer.describe()}")

@@ -1,12 +1,11 @@
 """A request that finds its prefix by content, computed by another engine or kept in a store."""
 
-from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Text
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.handover import new_name
+from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connector_kit.rig.world import World, require
-from pdkv.connectors.base import MatchedTokens
 
 
 class ContentRead:
@@ -52,6 +51,6 @@ class ContentRead:
         )
 
     def _ask(self, request: Request) -> int:
-        matched = self._engine.ask(p.Match(request.view(), 0), MatchedTokens)
+        matched = self._engine.ask(HostedRank.match, request.view(), 0)
         self._is_layerwise = matched.mode == "layerwise"
         return 0 if matched.ask_again else matched.num_tokens

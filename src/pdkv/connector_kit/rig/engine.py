@@ -8,14 +8,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.block_counts import Books
+from pdkv.connector_kit.rig.host import Host
 from pdkv.connector_kit.rig.news import News
 from pdkv.connector_kit.rig.processes import HostProcess
+from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connectors.base import (
     BlockHold,
@@ -23,18 +25,17 @@ from pdkv.connectors.base import (
     ConfirmedRange,
     ConnectorConfig,
     Direction,
-    FinishDecision,
     ScheduledRange,
     TransferKey,
     TransferOutcome,
-    TransferResults,
 )
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.transfer.aggregator import TransferAggregator
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.wire.kv import ChecksumMode, EngineCard, KVHandoff, KVLayout
 
-Wanted = TypeVar("Wanted")
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class StepPlan:
 class Engine:
     """An engine of one incarnation; `hosts` has one process per rank."""
 
-    rank: ClassVar[str] = "pdkv.connector_kit.rig.rank:HostedRank"  # the class of its ranks: "module:Class"
+    rank: ClassVar[type[HostedRank]] = HostedRank  # the class of its ranks
 
     def __init__(
         self,
@@ -95,7 +96,9 @@ class Engine:
                 engine=name, epoch=epoch, layout=layout, num_blocks=num_blocks, plan=plan, model="conformance",
                 rank=rank, tp=len(hosts), kv_shards=kv_shards, kv_checksum=kv_checksum,
             )  # fmt: skip
-            built.append(host.ask(name, p.Build(config, self.rank), p.Built, timeout_s))
+            built.append(
+                host.ask("", Host.build, timeout_s, name, f"{self.rank.__module__}:{self.rank.__name__}", config)
+            )
         self.built = built[0]
         self.card = EngineCard(
             engine=name, epoch=epoch, role="any", pid=hosts[0].pid, connector=plan.name, kind=plan.kind,
@@ -128,15 +131,22 @@ class Engine:
             f"I/O holds {list(self._holds)}, leases {list(self.leases)}, {self.books.num_held} blocks held"
         )
 
-    def ask(self, command: p.AnyCommand, wanted: type[Wanted], *, rank: int = 0) -> Wanted:
-        """Send a command to one rank, and return its answer."""
-        return self.hosts[rank].ask(self.name, command, wanted, self.timeout_s)
+    def ask(self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        """Call a method of rank 0, and return its answer."""
+        return self.hosts[0].ask(self.name, method, self.timeout_s, *args, **kwargs)
 
-    def ask_all(self, command: p.AnyCommand, wanted: type[Wanted]) -> list[Wanted]:
-        """Send a command to all ranks at once, and return their answers."""
+    def ask_all(self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
+        """Call a method of all ranks at once, and return their answers."""
         for host in self.hosts:
-            host.send(self.name, command)
-        return [host.receive(wanted, self.timeout_s) for host in self.hosts]
+            host.send(self.name, method, *args, **kwargs)
+        return [host.receive(method, self.timeout_s) for host in self.hosts]
+
+    def close(self) -> None:
+        """Shut the connector down on all ranks."""
+        for host in self.hosts:
+            host.send("", Host.close, self.name)
+        for host in self.hosts:
+            host.receive(Host.close, self.timeout_s)
 
     # --- steps ----------------------------------------------------------------------------------------------------
 
@@ -144,7 +154,7 @@ class Engine:
         """Run an empty step if the engine's loop would; while something is open, every `poll_s`."""
         woken = [host.take_woken(self.name) for host in self.hosts]
         due = MONOTONIC.now() >= self._last_step + poll_s and not self.is_idle
-        if any(woken) or due or self._news or self.ask(p.IsPending(), bool):
+        if any(woken) or due or self._news or self.ask(HostedRank.is_pending):
             self.step()
 
     def step(self, *scheduled: tuple[Request, int, int]) -> None:
@@ -160,7 +170,7 @@ class Engine:
         news, self._news = self._news, News()
         observed = self.built.observes_scheduled
         ranges = [ScheduledRange(r.view(), a, b, _copy(r.block_tables)) for r, a, b in scheduled if observed]
-        planned = self.ask(p.Plan(news.view(step_id, ranges), len(self.hosts) > 1), p.Planned)
+        planned = self.ask(HostedRank.plan, news.view(step_id, ranges), len(self.hosts) > 1)
         for key, block_ids, owner in planned.holds:
             assert key not in self._holds, f"the hold {key} is taken twice"
             self.books.hold(block_ids)
@@ -187,15 +197,15 @@ class Engine:
         """Give a part of a step to all ranks; `take_executed` must follow."""
         self._last_step = MONOTONIC.now()
         for rank, host in enumerate(self.hosts):
-            step = p.Execute(
+            step = p.StepPart(
                 step_id=plan.step_id, meta=plan.meta if rank and begin else None, cancels=plan.cancels,
                 writes=plan.writes, garbage=plan.garbage, begin=begin, layers=layers, end=end,
             )  # fmt: skip
-            host.send(self.name, step)
+            host.send(self.name, HostedRank.execute, step)
 
     def take_executed(self, *, settle: bool = True) -> list[p.Executed]:
         """Take the answers of all ranks, on which the engine acts."""
-        executed = [host.receive(p.Executed, self.timeout_s) for host in self.hosts]
+        executed = [host.receive(HostedRank.execute, self.timeout_s) for host in self.hosts]
         for rank in executed:
             self.wrong.update(rank.wrong)
         if settle:
@@ -205,7 +215,7 @@ class Engine:
     def settle(self, executed: Sequence[p.Executed]) -> None:
         """Pass the results to the connector; release holds, quarantines and leases that ended."""
         merged = self._aggregator.add([rank.results for rank in executed])
-        results = self.ask(p.Settle(p.as_dicts(merged)), TransferResults)
+        results = self.ask(HostedRank.settle, p.as_dicts(merged))
         for key, outcome in (*results.finished_sending.items(), *results.failed_sending.items()):
             self.sent[key] = outcome
             hold = self._holds.pop(key, None)
@@ -224,7 +234,7 @@ class Engine:
         """Note that tokens up to num_confirmed are final in their blocks."""
         blocks = request.take_full_blocks()
         if blocks:
-            self.ask(p.Publish(blocks), p.Done)
+            self.ask(HostedRank.publish, blocks)
         self._give_up_unseen(request)
         if self.built.observes_confirmed:
             start = 0 if again else request.num_reported
@@ -247,7 +257,7 @@ class Engine:
         if self.built.observes_confirmed:
             self.books.hold(request.block_ids)
             self._news.kept.append(request.block_ids)
-        ended = self.ask(p.FinishRequest(request.view(), _copy(request.block_tables)), FinishDecision)
+        ended = self.ask(HostedRank.finish_request, request.view(), _copy(request.block_tables))
         leased = request.block_ids if ended.hold_blocks else []
         self.books.hold(leased)
         self.leases[request.transfer_key] = leased
@@ -312,7 +322,7 @@ class Engine:
     def reuse(self, block_ids: Sequence[int]) -> None:
         """Make the content of these blocks void from now on."""
         self.num_reuses.update(block_ids)
-        self.ask(p.Reuse(list(block_ids)), p.Done)
+        self.ask(HostedRank.reuse, list(block_ids))
 
     def mimic(self, other: "Engine", block_ids: Sequence[int]) -> None:
         """Take the blocks that another incarnation has used, and reuse each as often as that one did."""
@@ -348,11 +358,10 @@ class Engine:
         tables = _copy(request.block_tables)
         if num_external:
             wanted = p.TokenRange(list(request.text), start, start + num_external, tables)
-            self.ask_all(p.Expect(key, exposed, wanted if check else None), p.Done)
+            self.ask_all(HostedRank.expect, key, exposed, wanted if check else None)
             self.loading[key] = exposed
             self.received.pop(key, None)
-        command = p.Allocate(request.view(), tables, num_external)
-        return self.ask(command, p.Ticket).ticket
+        return self.ask(HostedRank.allocate, request.view(), tables, num_external)
 
     def step_with_load(self, request: Request, num_tokens: int, *, is_layerwise: bool) -> bool:
         """Run the step that begins a load. A layerwise load is given up unless its end is reported in that step;
@@ -390,12 +399,12 @@ class Engine:
         added = [card for card in others if card not in self._peers]
         removed = [card for card in self._peers if card not in others]
         self._peers = others
-        refusals = self.ask_all(p.UpdatePeers(others, added, removed), list[str])
+        refusals = self.ask_all(HostedRank.update_peers, others, added, removed)
         return [message for rank in refusals for message in rank]
 
     def share_written(self, request: Request) -> float:
         """The share of a request's load that has arrived, 0 to 1."""
-        return self.ask(p.Written(request.block_ids), float)
+        return self.ask(HostedRank.written, request.block_ids)
 
     def wait_written(self, request: Request, timeout_s: float) -> None:
         """Wait until a part of a request's load has arrived, with no step in between, or the time is over."""
@@ -405,7 +414,7 @@ class Engine:
 
     def foreign_writes(self) -> list[int]:
         """Blocks of any rank that were written from outside although no load owned them."""
-        return sorted({block for rank in self.ask_all(p.ForeignWrites(), list[int]) for block in rank})
+        return sorted({block for rank in self.ask_all(HostedRank.foreign_writes) for block in rank})
 
 
 def _copy(block_tables: Sequence[Sequence[int]]) -> list[list[int]]:

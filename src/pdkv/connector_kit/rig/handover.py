@@ -3,9 +3,9 @@
 import itertools
 from collections.abc import Callable, Sequence
 
-from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Piece, Text
 from pdkv.connector_kit.rig.engine import Engine
+from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.request import Request
 from pdkv.connector_kit.rig.world import World, require
 from pdkv.connectors.base import MatchedTokens, TransferKey, TransferOutcome
@@ -273,7 +273,7 @@ class Handover:
         found: list[MatchedTokens] = []
 
         def known() -> bool:
-            found[:] = [self.consumer.ask(p.Match(self.receiver.view(), start), MatchedTokens)]
+            found[:] = [self.consumer.ask(HostedRank.match, self.receiver.view(), start)]
             return not found[0].ask_again
 
         if not (at_once and known()):
@@ -285,7 +285,7 @@ class Handover:
         """Decode first: allocate blocks for everything before the source is known."""
         self._take_hit()
         start = len(self._hit) * self.consumer.block_size
-        matched = self.consumer.ask(p.Match(self.receiver.view(), start), MatchedTokens)
+        matched = self.consumer.ask(HostedRank.match, self.receiver.view(), start)
         require(matched.ask_again, f"without a hand-off it answers {matched} instead of 'ask again'")
         self.consumer.allocate(self.receiver, self.num_tokens, hit=self._hit, resume_at=self.num_tokens)
 

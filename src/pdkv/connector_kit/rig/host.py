@@ -11,10 +11,9 @@ from multiprocessing.connection import Connection
 from pkgutil import resolve_name
 from typing import Protocol
 
-import msgspec
-
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.rank import HostedRank, resource_usage
+from pdkv.connectors.base import ConnectorConfig
 from pdkv.errors import ConfigError, IncompatiblePeers
 
 STACKS_SIGNAL = signal.SIGUSR1
@@ -22,61 +21,70 @@ STACKS_SIGNAL = signal.SIGUSR1
 
 
 class Hosted(Protocol):
-    """The object hosted under an engine's name."""
-
-    def run(self, command: p.AnyCommand) -> object:
-        """Execute one command of the kit."""
+    """The object hosted under an engine's name; the kit calls its other methods, too."""
 
     def close(self) -> None:
         """Release all resources."""
 
 
 class Host:
-    """Answers commands one at a time on the main thread, which is every engine's step thread."""
+    """Answers calls one at a time on the main thread, which is every engine's step thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
-        self._ranks: dict[str, Hosted] = {}
+        self._hosted: dict[str, Hosted] = {}
+        self._is_ending = False
 
     def serve(self) -> None:
-        """Serve commands until Exit, or until the kit is gone."""
-        while True:
+        """Serve calls until `exit`, or until the kit is gone."""
+        while not self._is_ending:
             try:
-                asked = p.decode_command(self._connection.recv_bytes())
+                asked = p.decode_asked(self._connection.recv_bytes())
             except EOFError:
                 return
-            try:
-                said = None if isinstance(asked.command, p.Exit) else self._run(asked.engine, asked.command)
-                answer: p.AnyAnswer = p.Answered(msgspec.Raw(p.encode(said)))
-            except Exception as error:  # any error of the connector is a finding, which the kit judges
-                trace = "".join(traceback.format_exception(error))
-                incompatible = isinstance(error, IncompatiblePeers)
-                config = isinstance(error, ConfigError)
-                answer = p.Raised(type(error).__name__, str(error), trace, incompatible, config)
-            self._send(answer)
-            if isinstance(asked.command, p.Exit):
-                return
+            self._send(self._answer(asked))
 
-    def _run(self, engine: str, command: p.AnyCommand) -> object:
-        match command:
-            case p.Build():
-                rank: HostedRank = resolve_name(command.rank)(command, self._notifier(engine))
-                self._ranks[engine] = rank
-                return rank.built()
-            case p.OpenBare():
-                self._ranks[engine] = side = resolve_name(command.side)(command)
-                return side.address
-            case p.GetUsage():
-                gc.collect()
-                return resource_usage()
-            case p.Drop():
-                del self._ranks[engine]
-                return None
-            case p.Close():
-                self._ranks.pop(engine).close()
-                return None
-        return self._ranks[engine].run(command)
+    def _answer(self, asked: p.Asked) -> p.AnyAnswer:
+        try:
+            return p.carry_out(self._hosted[asked.engine] if asked.engine else self, asked)
+        except Exception as error:  # any error of the connector is a finding, which the kit judges
+            trace = "".join(traceback.format_exception(error))
+            incompatible, config = isinstance(error, IncompatiblePeers), isinstance(error, ConfigError)
+            return p.Raised(type(error).__name__, str(error), trace, incompatible, config)
+
+    # --- called by the kit ----------------------------------------------------------------------------------------
+
+    def build(self, engine: str, rank: str, config: ConnectorConfig) -> p.Built:
+        """Make a connector and its sides for one rank of the class `rank`, "module:Class", and a pool."""
+        built: HostedRank = resolve_name(rank)(config, self._notifier(engine))
+        self._hosted[engine] = built
+        return built.built()
+
+    def open_bare(self, name: str, spec: p.BareSpec) -> bytes:
+        """Open one side of a bare transport; returns its address, if it has the data."""
+        self._hosted[name] = side = resolve_name(spec.side)(spec)
+        address: bytes = side.address
+        return address
+
+    def usage(self) -> p.Usage:
+        """The descriptors, threads and memory of the process."""
+        gc.collect()
+        return resource_usage()
+
+    def drop(self, engine: str) -> None:
+        """Forget an engine without a word, as far as a living process can (`one_process` only)."""
+        del self._hosted[engine]
+
+    def close(self, engine: str) -> None:
+        """Shut both sides and the connector down, twice: shutdown is idempotent."""
+        self._hosted.pop(engine).close()
+
+    def exit(self) -> None:
+        """End the process."""
+        self._is_ending = True
+
+    # --- answers --------------------------------------------------------------------------------------------------
 
     def _notifier(self, engine: str) -> Callable[[], None]:
         def notify() -> None:

@@ -7,16 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
-from pdkv.connector_kit.rig.host import STACKS_SIGNAL
+from pdkv.connector_kit.rig.host import STACKS_SIGNAL, Host
 from pdkv.connector_kit.rig.zygote import MAX_REQUEST_BYTES
 from pdkv.errors import ConfigError, IncompatiblePeers, PdkvError, StartupError
 from pdkv.launch.fork_server import ENVIRONMENT
@@ -25,7 +23,8 @@ START_TIMEOUT_S = 120.0
 STACKS_AFTER_S = 2.0
 """Seconds after which a host that has not answered is asked for its stacks."""
 
-Wanted = TypeVar("Wanted")
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class HostFailed(PdkvError):
@@ -115,27 +114,32 @@ class HostProcess:
         self._pidfd = os.pidfd_open(pid)
         self._woken: set[str] = set()
 
-    def ask(self, engine: str, command: p.AnyCommand, wanted: type[Wanted], timeout_s: float) -> Wanted:
-        """Send a command and wait for its answer.
+    def ask(
+        self, engine: str, method: Callable[Concatenate[Any, P], Result], timeout_s: float,
+        *args: P.args, **kwargs: P.kwargs,
+    ) -> Result:  # fmt: skip
+        """Call a method of an engine's rank or, if `engine` is empty, of `Host`, and wait for its answer.
 
         Raises:
             HostFailed: no answer in time, or the host died.
             IncompatiblePeers, ConfigError: the connector raised it.
             ConnectorRaised: it raised anything else.
         """
-        self.send(engine, command)
-        return self.receive(wanted, timeout_s)
+        self.send(engine, method, *args, **kwargs)
+        return self.receive(method, timeout_s)
 
-    def send(self, engine: str, command: p.AnyCommand) -> None:
-        """Send a command; `receive` must follow."""
+    def send(
+        self, engine: str, method: Callable[Concatenate[Any, P], object], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Send a call; `receive` must follow."""
         assert not self.stopped, f"host {self.pid} is stopped"
         try:
-            self.connection.send_bytes(p.encode(p.Asked(engine, command)))
+            self.connection.send_bytes(p.encode_call(engine, method, *args, **kwargs))
         except (BrokenPipeError, ConnectionResetError) as error:
             raise HostFailed(f"host process {self.pid} is dead") from error
 
-    def receive(self, wanted: type[Wanted], timeout_s: float) -> Wanted:
-        """The answer to the last command, which is of this type."""
+    def receive(self, method: Callable[..., Result], timeout_s: float) -> Result:
+        """The answer to the last call, which was of this method."""
         deadline = MONOTONIC.now() + timeout_s
         stacks_due = min(STACKS_AFTER_S, timeout_s / 2)
         stacks = ""
@@ -152,7 +156,7 @@ class HostProcess:
                 continue
             if isinstance(answer, p.Raised):
                 raise _as_error(answer)
-            return msgspec.msgpack.decode(answer.value, type=wanted)
+            return p.decode_result(method, answer)
 
     def take_woken(self, engine: str) -> bool:
         """Whether the engine's connector has called notify since the last time."""
@@ -196,7 +200,7 @@ class HostProcess:
         Raises:
             HostFailed: it does not end in time, held by something that the connector left behind.
         """
-        self.ask("", p.Exit(), p.Done, timeout_s)
+        self.ask("", Host.exit, timeout_s)
         if not self._wait(timeout_s):
             stacks = self._take_stacks()
             self.kill()

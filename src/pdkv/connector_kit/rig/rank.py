@@ -15,32 +15,45 @@ from msgspec.structs import replace
 
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import CANARY, GARBAGE, Values, describe_difference, kv_values
-from pdkv.connector_kit.rig.damage import Damage, has_digests
+from pdkv.connector_kit.rig.damage import Damage, How, has_digests
 from pdkv.connector_kit.rig.watch import StepWatch, resident_bytes
-from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, TransferKey, TransferResults
-from pdkv.connectors.block_table import LocalBlockTable
+from pdkv.connectors.base import (
+    NO_TRANSFERS,
+    ConnectorConfig,
+    FinishDecision,
+    KVConnectorMetadata,
+    MatchedTokens,
+    RequestView,
+    SchedulerConnector,
+    SchedulerView,
+    TransferKey,
+    TransferResults,
+)
+from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.registry import build_connector
 from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
 from pdkv.errors import IncompatiblePeers, TransferError
-from pdkv.wire.kv import KVLayout
+from pdkv.wire.kv import EngineCard, KVLayout
+from pdkv.wire.tiers import TierEvents
 
 if TYPE_CHECKING:
     import torch
 
 
 class HostedRank:
-    """Everything of one rank, built in the same order as in the engine."""
+    """Everything of one rank, built in the same order as in the engine. The kit calls its methods from afar."""
 
-    def __init__(self, build: p.Build, notify: Callable[[], None]) -> None:
-        config = replace(build.config, block_table=LocalBlockTable(build.config.num_blocks))
+    def __init__(self, config: ConnectorConfig, notify: Callable[[], None]) -> None:
+        table = LocalBlockTable(config.num_blocks)
+        config = replace(config, block_table=table)
         self._engine, self._rank = config.engine, config.rank
         self._layout = config.layout
         self._heads = rank_heads(config.rank, config.tp, config.layout.kv_heads_of_all_ranks)
         self._watch = self.make_watch(notify)
         self._metas: dict[int, KVConnectorMetadata] = {}
-        self._expected: dict[TransferKey, p.Expect] = {}
+        self._expected: dict[TransferKey, tuple[list[int], p.TokenRange | None]] = {}  # loads
         self._connector = built = build_connector(config, notify)
-        self._table = config.block_table if built.block_table is None else built.block_table
+        self._table: BlockTable = table if built.block_table is None else built.block_table
         self._scheduler = built.scheduler() if config.rank == 0 else None
         self._worker = built.worker()
         pool = built.kv_cache()
@@ -61,6 +74,14 @@ class HostedRank:
         pool[:] = CANARY
         return pool.copy()
 
+    def take_calls(self) -> list[p.CallRecord]:
+        """Records of the connector calls since the last time."""
+        return self._watch.take()
+
+    def instrument(self, on: bool) -> None:
+        """Set whether strict calls are traced, which costs additional CPU time."""
+        self._watch.traced = on
+
     def built(self) -> p.Built:
         """The connector's description of itself."""
         return p.Built(
@@ -70,35 +91,6 @@ class HostedRank:
             has_digests=has_digests(self._worker),
             error_codes=sorted(_codes(TransferError)),
         )
-
-    def run(self, command: p.AnyCommand) -> object:
-        """Execute one command of the kit."""
-        match command:
-            case p.Execute():
-                return self._execute(command)
-            case p.UpdatePeers():
-                return self._update_peers(command)
-            case p.Expect():
-                self._expected[command.key] = command
-            case p.Spoil(how=how, seed=seed, targets=targets):
-                self._damage = Damage(self._worker, how, seed, targets)
-            case p.Unspoil():
-                return self._undo_damage()
-            case p.Fill():
-                self._write(command.range, garbage=not command.range.text)
-            case p.ForeignWrites():
-                return self._foreign_writes()
-            case p.Written(block_ids=block_ids):
-                return float(np.mean(self._words[block_ids, ..., 0] != self._known_words[block_ids, ..., 0]))
-            case p.TakeCalls():
-                return self._watch.take()
-            case p.Instrument():
-                self._watch.traced = command.on
-            case p.CopyCost():
-                return self._copy_cost(command.block_ids)
-            case _:
-                return self._run_scheduler(command)
-        return None
 
     def close(self) -> None:
         """Shut down as an engine does; twice, since it must be idempotent."""
@@ -112,52 +104,71 @@ class HostedRank:
 
     # --- scheduler side -------------------------------------------------------------------------------------------
 
-    def _run_scheduler(self, command: p.AnyCommand) -> object:
-        scheduler, table, call = self._scheduler, self._table, self._watch.call
-        assert scheduler is not None
-        assert table is not None
-        match command:
-            case p.Match(request=request, num_computed=num):
-                return call("get_num_new_matched_tokens", scheduler.get_num_new_matched_tokens, request, num)
-            case p.Allocate(request=request, block_tables=block_tables, num_external=num):
-                alloc = scheduler.update_state_after_alloc
-                return p.Ticket(call("update_state_after_alloc", alloc, request, block_tables, num))
-            case p.Plan(view=view, encode=encode):
-                meta = call("build_connector_meta", scheduler.build_connector_meta, view)
-                self._metas[view.step_id] = meta
-                holds = [(hold.key, list(hold.block_ids), hold.owner) for hold in meta.holds]
-                return p.Planned(holds, msgspec.msgpack.encode(meta) if encode else None)
-            case p.FinishRequest(request=request, block_tables=block_tables):
-                return call("request_finished", scheduler.request_finished, request, block_tables)
-            case p.Settle(results=results):
-                resolved = call("resolve_results", scheduler.resolve_results, results)
-                if resolved:
-                    call("update_connector_output", scheduler.update_connector_output, resolved)
-                return p.as_dicts(resolved)
-            case p.TakeEvents():
-                return [] if scheduler.tiers is None else list(call("take_events", scheduler.tiers.take_events))
-            case p.IsPending():
-                return call("has_pending_work", lambda: scheduler.has_pending_work)
-            case p.Reuse(block_ids=block_ids):
-                for block_id in block_ids:
-                    table.reuse(block_id)
-            case p.Publish(blocks=blocks):
-                for block_id, keys in blocks:
-                    table.publish(block_id, keys)
-            case _:
-                raise TypeError(f"a host does not know {command!r}")
-        return None
+    @property
+    def scheduler(self) -> SchedulerConnector:
+        """The scheduler side, which rank 0 has."""
+        assert self._scheduler is not None
+        return self._scheduler
 
-    def _update_peers(self, command: p.UpdatePeers) -> list[str]:
+    def match(self, request: RequestView, num_computed: int) -> MatchedTokens:
+        """Call get_num_new_matched_tokens."""
+        ask = self.scheduler.get_num_new_matched_tokens
+        return self._watch.call("get_num_new_matched_tokens", ask, request, num_computed)
+
+    def allocate(self, request: RequestView, block_tables: list[list[int]], num_external: int) -> bytes | None:
+        """Call update_state_after_alloc; returns the ticket."""
+        allocate = self.scheduler.update_state_after_alloc
+        return self._watch.call("update_state_after_alloc", allocate, request, block_tables, num_external)
+
+    def plan(self, view: SchedulerView, encode: bool) -> p.Planned:
+        """Call build_connector_meta. `encode`: whether other ranks will need it."""
+        meta = self._watch.call("build_connector_meta", self.scheduler.build_connector_meta, view)
+        self._metas[view.step_id] = meta
+        holds = [(hold.key, list(hold.block_ids), hold.owner) for hold in meta.holds]
+        return p.Planned(holds, msgspec.msgpack.encode(meta) if encode else None)
+
+    def finish_request(self, request: RequestView, block_tables: list[list[int]]) -> FinishDecision:
+        """Call request_finished."""
+        return self._watch.call("request_finished", self.scheduler.request_finished, request, block_tables)
+
+    def settle(self, results: TransferResults) -> TransferResults:
+        """Call resolve_results, then update_connector_output with what it said."""
+        call = self._watch.call
+        resolved = call("resolve_results", self.scheduler.resolve_results, results)
+        if resolved:
+            call("update_connector_output", self.scheduler.update_connector_output, resolved)
+        return p.as_dicts(resolved)
+
+    def take_events(self) -> list[TierEvents]:
+        """Call take_events, if there are tiers."""
+        tiers = self.scheduler.tiers
+        return [] if tiers is None else list(self._watch.call("take_events", tiers.take_events))
+
+    def is_pending(self) -> bool:
+        """Ask for has_pending_work."""
+        return self._watch.call("has_pending_work", lambda: self.scheduler.has_pending_work)
+
+    def reuse(self, block_ids: list[int]) -> None:
+        """End the content of these blocks in the block table."""
+        for block_id in block_ids:
+            self._table.reuse(block_id)
+
+    def publish(self, blocks: list[tuple[int, list[bytes]]]) -> None:
+        """Enter blocks that are full, with the keys of each, into the block table."""
+        for block_id, keys in blocks:
+            self._table.publish(block_id, keys)
+
+    def update_peers(self, cards: list[EngineCard], added: list[EngineCard], removed: list[EngineCard]) -> list[str]:
+        """Tell both sides the current peers; returns the refusals that were logged."""
         with _logged_refusals() as refusals:
             if self._scheduler is not None:
-                self._watch.call("update_peers", self._scheduler.update_peers, command.cards)
-            self._watch.call("update_peers", self._worker.update_peers, command.added, command.removed)
+                self._watch.call("update_peers", self._scheduler.update_peers, cards)
+            self._watch.call("update_peers", self._worker.update_peers, added, removed)
         return refusals
 
     # --- worker side ----------------------------------------------------------------------------------------------
 
-    def _execute(self, step: p.Execute) -> p.Executed:
+    def execute(self, step: p.StepPart) -> p.Executed:
         """Run a step in the order of base.py; layers run without hooks if the metadata needs none."""
         worker, call = self._worker, self._watch.call
         if step.meta is not None and step.begin:
@@ -178,7 +189,7 @@ class HostedRank:
         del self._metas[step.step_id]
         return self._report(call("get_finished", worker.get_finished))
 
-    def _compute_layer(self, step: p.Execute, layer: int, meta: KVConnectorMetadata) -> None:
+    def _compute_layer(self, step: p.StepPart, layer: int, meta: KVConnectorMetadata) -> None:
         if meta.needs_layer_hooks:
             self._watch.call("wait_for_layer_load", self._worker.wait_for_layer_load, layer)
         for tokens in step.writes:
@@ -193,17 +204,35 @@ class HostedRank:
         """Check arrived data before it can change; blocks of ended loads must not be written any more."""
         wrong: list[tuple[TransferKey, str]] = []
         for key in (*results.finished_receiving, *results.failed_receiving):
-            expect = self._expected.pop(key, None)
-            if expect is None:
+            if key not in self._expected:
                 continue
-            self._known_words[expect.block_ids] = self._words[expect.block_ids]
-            if key in results.finished_receiving and expect.range is not None:
-                difference = self._difference(expect.range)
+            block_ids, wanted = self._expected.pop(key)
+            self._known_words[block_ids] = self._words[block_ids]
+            if key in results.finished_receiving and wanted is not None:
+                difference = self._difference(wanted)
                 if difference:
                     wrong.append((key, difference))
         return p.Executed(p.as_dicts(results), wrong)
 
     # --- the pool -------------------------------------------------------------------------------------------------
+
+    def expect(self, key: TransferKey, block_ids: list[int], wanted: p.TokenRange | None) -> None:
+        """Note that a load begins: these blocks may be written from outside until its end is reported, and then
+        `wanted` must be right.
+        """
+        self._expected[key] = (block_ids, wanted)
+
+    def fill(self, tokens: p.TokenRange) -> None:
+        """Write tokens, or (text empty) garbage, into blocks outside of any step."""
+        self._write(tokens, garbage=not tokens.text)
+
+    def written(self, block_ids: list[int]) -> float:
+        """The share of a load that has arrived, by one word of each row."""
+        return float(np.mean(self._words[block_ids, ..., 0] != self._known_words[block_ids, ..., 0]))
+
+    def spoil(self, how: How, seed: int = 0, targets: list[list[int]] = []) -> None:  # noqa: B006 (sent, never kept)
+        """Change the digested content after the next digest that is made here (damage.py)."""
+        self._damage = Damage(self._worker, how, seed, targets)
 
     def _places(self, tokens: p.TokenRange, group: int) -> tuple[Ids, Ids]:
         """Block id and offset in the block, for each token in a KV group."""
@@ -235,20 +264,23 @@ class HostedRank:
             found[there, number] = self._view[:, :, index][blocks[there], offsets[there]]
         return describe_difference(found, expected, tokens.start, self._heads)
 
-    def _undo_damage(self) -> p.Spoilt:
+    def unspoil(self) -> p.Spoilt:
+        """Restore the damaged blocks."""
         damage, self._damage = self._damage, None
         if damage is None:
             return p.Spoilt(0, [])
         damage.undo()
         return p.Spoilt(damage.num_done, damage.struck)
 
-    def _foreign_writes(self) -> list[int]:
-        exposed = {block for expect in self._expected.values() for block in expect.block_ids}
+    def foreign_writes(self) -> list[int]:
+        """Blocks that were written from outside although no load owned them."""
+        exposed = {block for block_ids, _ in self._expected.values() for block in block_ids}
         num_blocks = len(self._words)
         same = self._words.reshape(num_blocks, -1) == self._known_words.reshape(num_blocks, -1)
         return [block for block in np.flatnonzero(~same.all(axis=1)).tolist() if block not in exposed]
 
-    def _copy_cost(self, block_ids: list[int]) -> float:
+    def copy_cost(self, block_ids: list[int]) -> float:
+        """CPU seconds that a plain copy of these blocks takes on one thread."""
         blocks = self._words.reshape(len(self._words), -1)
         target = np.zeros_like(blocks[: len(block_ids)])
         start = time.thread_time()

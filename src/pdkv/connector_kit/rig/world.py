@@ -9,8 +9,8 @@ from types import TracebackType
 from typing import ClassVar
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.engine import Engine
+from pdkv.connector_kit.rig.host import Host
 from pdkv.connector_kit.rig.processes import HostProcess, Zygote, wait_for_any
 from pdkv.connectors.registry import plan_connector
 from pdkv.errors import IncompatiblePeers, PdkvError
@@ -234,7 +234,7 @@ class World:
         """Kill all ranks with SIGKILL, without telling the others."""
         engine = self.engines.pop(name)
         if self.setting.one_process:
-            engine.ask(p.Drop(), p.Done)
+            engine.hosts[0].ask("", Host.drop, engine.timeout_s, name)
             return
         for host in engine.hosts:
             host.kill()
@@ -317,7 +317,7 @@ class World:
         self.check_pools()
         live = self.live_engines()
         for engine in live:
-            engine.ask_all(p.Close(), p.Done)
+            engine.close()
         for host in {id(host): host for engine in live for host in engine.hosts}.values():
             host.exit(self.timeout_s)
 
