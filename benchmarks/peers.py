@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.servers import Server, free_port, running
@@ -59,19 +59,12 @@ def check(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def vllm(
-    folder: Path,
-    model: Path,
-    *,
-    cpus: str | None = None,
-    options: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> Iterator[Server]:
-    """One aggregated server, on all CPUs or on `cpus` ("0-1"), with further options of vLLM's and variables."""
+def vllm(folder: Path, model: Path, *, cpus: str | None = None, options: Sequence[str] = ()) -> Iterator[Server]:
+    """One aggregated server, on all CPUs or on `cpus` ("0-1"), with further options of vLLM's."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
-    variables = _environment() | ({} if cpus is None else {"VLLM_CPU_OMP_THREADS_BIND": cpus}) | (environment or {})
+    variables = _environment() | ({} if cpus is None else {"VLLM_CPU_OMP_THREADS_BIND": cpus})
     with running([*_serve(folder, model, port), *options], url, environment=variables) as process:
         yield Server(url, _MODEL, process.pid, time.monotonic() - began)
 

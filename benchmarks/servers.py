@@ -54,18 +54,16 @@ def post(url: str, body: Mapping[str, Any], timeout_s: float = 120.0) -> Any:
         return json.load(response)
 
 
-def wait_healthy(
-    url: str, process: "subprocess.Popen[bytes]", timeout_s: float = START_TIMEOUT_S, *, path: str = "/health"
-) -> None:
-    """Wait for a 200 of `path`.
+def wait_healthy(url: str, process: "subprocess.Popen[bytes]") -> None:
+    """Wait for a 200 of /health.
 
     Raises:
         RuntimeError: the process ended, or the time did.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         with contextlib.suppress(OSError):
-            get(url + path)
+            get(url + "/health")
             return
         if process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"{url} did not become ready (exit status {process.poll()})")
@@ -80,7 +78,6 @@ def running(
     *,
     environment: Mapping[str, str] | None = None,
     wait: bool = True,
-    health: str = "/health",
     log: Path | None = None,
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A server as a process group of its own; its output goes to a file that is shown if it does not start."""
@@ -90,7 +87,7 @@ def running(
             process = _spawn(command, out, Path(folder), environment or {})
         try:
             if wait:
-                wait_healthy(url, process, path=health)
+                wait_healthy(url, process)
             yield process
         except Exception as error:
             error.add_note(f"the end of the log of {url}:\n{_tail(log)}")
@@ -99,8 +96,8 @@ def running(
             end_process(process)
 
 
-def _tail(log: Path, num_lines: int = 30) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-num_lines:])
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-30:])
 
 
 def _spawn(

@@ -85,43 +85,20 @@ def gather_blocks(
     out: torch.Tensor,
     layers: Range | None = None,
     heads: Range | None = None,
-    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Copy blocks, or equal parts of blocks, out of the pool into a contiguous transfer buffer.
 
     Args:
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous.
         unit_ids: (n,) int64, unit = block * units_per_block + position; the buffer's shape gives the tokens per unit.
-        out: (n, layers, sides, heads, tokens, head_size), contiguous; written. `tokens` divides the block size. Its
-            dtype may differ from the pool's if one of the two is FP8; values are then converted as in `write_kv`.
+        out: (n, layers, sides, heads, tokens, head_size), of the pool's dtype, contiguous; written. `tokens` divides
+            the block size.
         layers, heads: the ranges [start, stop); None: all of them.
-        kv_scales: (num_layers, 2) float32, the values that 1.0 in FP8 represents for K and V of each of the pool's
-            layers; None: 1.0 everywhere. Not used if the dtype does not change.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    part = _check_copy(kv_pool, unit_ids, out, layers, heads, kv_scales)
-    if kv_pool.is_cuda:
-        from pdkv.kernels.kv_copy_triton import copy_units_triton
-
-        copy_units_triton(kv_pool, unit_ids, out, *part, kv_scales, to_pool=False)
-    else:
-        gather_blocks_reference(kv_pool, unit_ids, out, *part, kv_scales)
-
-
-def gather_blocks_reference(
-    kv_pool: torch.Tensor,
-    unit_ids: torch.Tensor,
-    out: torch.Tensor,
-    layers: Range | None = None,
-    heads: Range | None = None,
-    kv_scales: torch.Tensor | None = None,
-) -> None:
-    """What `gather_blocks` does, in torch."""
-    units, index = _units(kv_pool, unit_ids, out, layers, heads)
-    found = raw(units)[index].view(kv_pool.dtype)
-    out.copy_(found if out.dtype == kv_pool.dtype else _cast(found, out.dtype, layers, kv_scales))
+    _copy_units(kv_pool, unit_ids, out, layers, heads, to_pool=False)
 
 
 def scatter_blocks(
@@ -130,7 +107,6 @@ def scatter_blocks(
     src: torch.Tensor,
     layers: Range | None = None,
     heads: Range | None = None,
-    kv_scales: torch.Tensor | None = None,
 ) -> None:
     """Copy a contiguous transfer buffer into blocks of the pool, or parts of them: the inverse of `gather_blocks`.
 
@@ -141,30 +117,44 @@ def scatter_blocks(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    part = _check_copy(kv_pool, unit_ids, src, layers, heads, kv_scales)
+    _copy_units(kv_pool, unit_ids, src, layers, heads, to_pool=True)
+
+
+def _copy_units(
+    kv_pool: torch.Tensor,
+    unit_ids: torch.Tensor,
+    buffer: torch.Tensor,
+    layers: Range | None,
+    heads: Range | None,
+    *,
+    to_pool: bool,
+) -> None:
+    part = _check_copy(kv_pool, unit_ids, buffer, layers, heads)
     if kv_pool.is_cuda:
         from pdkv.kernels.kv_copy_triton import copy_units_triton
 
-        copy_units_triton(kv_pool, unit_ids, src, *part, kv_scales, to_pool=True)
+        copy_units_triton(kv_pool, unit_ids, buffer, *part, to_pool=to_pool)
     else:
-        scatter_blocks_reference(kv_pool, unit_ids, src, *part, kv_scales)
+        copy_units_reference(kv_pool, unit_ids, buffer, *part, to_pool=to_pool)
 
 
-def scatter_blocks_reference(
-    kv_pool: torch.Tensor,
-    unit_ids: torch.Tensor,
-    src: torch.Tensor,
-    layers: Range | None = None,
-    heads: Range | None = None,
-    kv_scales: torch.Tensor | None = None,
+def copy_units_reference(
+    kv_pool: torch.Tensor, unit_ids: torch.Tensor, buffer: torch.Tensor, layers: Range, heads: Range, *, to_pool: bool
 ) -> None:
-    """What `scatter_blocks` does, in torch."""
-    units, index = _units(kv_pool, unit_ids, src, layers, heads)
-    values = src if src.dtype == kv_pool.dtype else _cast(src, kv_pool.dtype, layers, kv_scales)
-    raw(units)[index] = raw(values)
+    """What `gather_blocks` and, with `to_pool`, `scatter_blocks` do, in torch."""
+    units_per_block = kv_pool.shape[4] // buffer.shape[4]
+    part = raw(kv_pool)[:, slice(*layers), :, slice(*heads)]
+    blocks = unit_ids.div(units_per_block, rounding_mode="floor")
+    everything = slice(None)
+    index = (blocks, everything, everything, everything, unit_ids - blocks * units_per_block)
+    units = part.view(*part.shape[:4], units_per_block, *buffer.shape[4:])
+    if to_pool:
+        units[index] = raw(buffer)
+    else:
+        raw(buffer).copy_(units[index])
 
 
-def quantize(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
+def quantize(values: torch.Tensor, scale: float) -> torch.Tensor:
     """`values` / `scale` in FP8, rounded to the nearest; too large values become +-448, non-finite ones NaN."""
     scaled = values.float() / scale
     return torch.where(scaled.isfinite(), scaled.clamp(-FP8_MAX, FP8_MAX), torch.nan).to(FP8)
@@ -173,26 +163,6 @@ def quantize(values: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
 def raw(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory with a dtype that torch can index: FP8 as bytes."""
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
-
-
-def _cast(
-    values: torch.Tensor, dtype: torch.dtype, layers: Range | None, kv_scales: torch.Tensor | None
-) -> torch.Tensor:
-    """(n, layers, 2, ...) into FP8, or out of it."""
-    scales = 1.0 if kv_scales is None else kv_scales[slice(*layers) if layers else slice(None)][..., None, None, None]
-    return quantize(values, scales) if dtype == FP8 else (values.float() * scales).to(dtype)
-
-
-def _units(
-    kv_pool: torch.Tensor, unit_ids: torch.Tensor, buffer: torch.Tensor, layers: Range | None, heads: Range | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, slice, slice, slice, torch.Tensor]]:
-    """The part of the pool as (num_blocks, layers, 2, heads, units_per_block, tokens, head_size), and units in it."""
-    units_per_block = kv_pool.shape[4] // buffer.shape[4]
-    part = kv_pool[:, slice(*layers) if layers else slice(None), :, slice(*heads) if heads else slice(None)]
-    everything = slice(None)
-    blocks = unit_ids.div(units_per_block, rounding_mode="floor")
-    index = (blocks, everything, everything, everything, unit_ids - blocks * units_per_block)
-    return part.view(*part.shape[:4], units_per_block, *buffer.shape[4:]), index
 
 
 def _check_pool(kv_pool: torch.Tensor) -> None:
@@ -204,12 +174,7 @@ def _check_pool(kv_pool: torch.Tensor) -> None:
 
 
 def _check_copy(
-    kv_pool: torch.Tensor,
-    unit_ids: torch.Tensor,
-    buffer: torch.Tensor,
-    layers: Range | None,
-    heads: Range | None,
-    kv_scales: torch.Tensor | None,
+    kv_pool: torch.Tensor, unit_ids: torch.Tensor, buffer: torch.Tensor, layers: Range | None, heads: Range | None
 ) -> tuple[Range, Range]:
     """The ranges of layers and heads."""
     _check_pool(kv_pool)
@@ -222,20 +187,11 @@ def _check_copy(
         buffer.shape[4] if buffer.dim() == 6 and 0 < buffer.shape[4] <= size and not size % buffer.shape[4] else size
     )
     expected = (len(unit_ids), layers[1] - layers[0], kv_pool.shape[2], heads[1] - heads[0], tokens, kv_pool.shape[5])
-    dtypes = {buffer.dtype, kv_pool.dtype}
-    if buffer.shape != expected or not buffer.is_contiguous() or (len(dtypes) == 2 and FP8 not in dtypes):
+    if buffer.shape != expected or not buffer.is_contiguous() or buffer.dtype != kv_pool.dtype:
         raise ValueError(
             f"the buffer must be contiguous {kv_pool.dtype} of {expected}, got {buffer.dtype} of {tuple(buffer.shape)}"
         )
-    others = [unit_ids, buffer]
-    if kv_scales is not None:
-        if kv_scales.shape != kv_pool.shape[1:3] or kv_scales.dtype != torch.float32 or not kv_scales.is_contiguous():
-            raise ValueError(
-                f"kv_scales must be contiguous float32 of {tuple(kv_pool.shape[1:3])}, "
-                f"got {kv_scales.dtype} of {tuple(kv_scales.shape)}"
-            )
-        others.append(kv_scales)
-    if any(tensor.device != kv_pool.device for tensor in others):
+    if any(tensor.device != kv_pool.device for tensor in (unit_ids, buffer)):
         raise ValueError("all tensors must be on one device")
     return layers, heads
 

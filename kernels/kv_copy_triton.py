@@ -1,4 +1,4 @@
-"""The copies of `kv_copy` in Triton: contiguous runs are moved, and converted to or from FP8 if necessary."""
+"""The copies of `kv_copy` in Triton: contiguous runs are moved, and new tokens converted to FP8 if necessary."""
 
 import torch
 import triton
@@ -67,7 +67,6 @@ def _copy_units_kernel(
     pool: tl.tensor,
     unit_ids: tl.tensor,
     buffer: tl.tensor,
-    scales: tl.tensor,  # (layers of the pool, 2); read with CAST alone
     num_pieces: tl.tensor,  # of a unit: layers * 2 * heads of the ranges
     num_heads: tl.tensor,  # of the range
     first_head: tl.tensor,
@@ -80,7 +79,6 @@ def _copy_units_kernel(
     TILE_PIECES: tl.constexpr,
     TILE_ELEMENTS: tl.constexpr,
     TO_POOL: tl.constexpr,
-    CAST: tl.constexpr,
 ) -> None:
     index = tl.program_id(0).to(tl.int64)
     pieces = tl.program_id(1) * TILE_PIECES + tl.arange(0, TILE_PIECES)
@@ -95,14 +93,7 @@ def _copy_units_kernel(
     source, target = in_pool, in_buffer
     if TO_POOL:
         source, target = in_buffer, in_pool
-    moved = tl.load(source, mask=mask)
-    if CAST:
-        scale = tl.load(scales + sides, mask=pieces < num_pieces, other=1.0)[:, None]
-        if target.dtype.element_ty == tl.float8e4nv:
-            moved = to_fp8(moved.to(tl.float32), scale)
-        else:
-            moved = (moved.to(tl.float32) * scale).to(target.dtype.element_ty)
-    tl.store(target, moved, mask=mask)
+    tl.store(target, tl.load(source, mask=mask), mask=mask)
 
 
 def write_kv_triton(
@@ -148,7 +139,6 @@ def copy_units_triton(
     buffer: torch.Tensor,
     layers: tuple[int, int],
     heads: tuple[int, int],
-    kv_scales: torch.Tensor | None = None,
     *,
     to_pool: bool,
 ) -> None:
@@ -157,17 +147,13 @@ def copy_units_triton(
     if num_units == 0:
         return
     piece, num_pieces = tokens * head_size, num_layers * sides * num_heads
-    tile = _TILE_BYTES // max(kv_pool.itemsize, buffer.itemsize)
+    tile = _TILE_BYTES // kv_pool.itemsize
     tile_elements = min(tile, triton.next_power_of_2(piece))
     tile_pieces = tile // tile_elements
-    cast = kv_pool.dtype != buffer.dtype
-    if cast and kv_scales is None:
-        kv_scales = torch.ones(kv_pool.shape[1], sides, device=kv_pool.device)
     _copy_units_kernel[(num_units, triton.cdiv(num_pieces, tile_pieces), triton.cdiv(piece, tile_elements))](
         kv_pool,
         unit_ids,
         buffer,
-        kv_scales if cast else unit_ids,
         num_pieces,
         num_heads,
         heads[0],
@@ -180,6 +166,5 @@ def copy_units_triton(
         TILE_PIECES=tile_pieces,
         TILE_ELEMENTS=tile_elements,
         TO_POOL=to_pool,
-        CAST=cast,
         **LAUNCH_OPTIONS,
     )

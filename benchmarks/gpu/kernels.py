@@ -218,16 +218,15 @@ class Bench:
 
     def copy_of_blocks(self, name: str, layers: tuple[int, int], heads: tuple[int, int]) -> Result:
         """Random blocks into a buffer, or a buffer into random blocks."""
-        from pdkv.kernels.kv_copy import gather_blocks_reference, scatter_blocks_reference
+        from pdkv.kernels.kv_copy import copy_units_reference
         from pdkv.kernels.kv_copy_triton import copy_units_triton
 
         pool, ids, buffer = self._copy_tensors(layers[1], heads[1])
         to_pool = name == "scatter_blocks"
         written = pool if to_pool else buffer
         expected = written.clone()
-        reference = scatter_blocks_reference if to_pool else gather_blocks_reference
         tensors = (expected, ids, buffer) if to_pool else (pool, ids, expected)
-        reference(*tensors, layers, heads)
+        copy_units_reference(*tensors, layers, heads, to_pool=to_pool)
         seconds = self.seconds(lambda: copy_units_triton(pool, ids, buffer, layers, heads, to_pool=to_pool))
         shape = f"{len(ids)} blocks x {layers[1]} layers x {heads[1]} heads"
         rate = 2 * buffer.nbytes / seconds / 1e9

@@ -47,18 +47,15 @@ def test_blocks_travel_both_ways(layers: tuple[int, int] | None) -> None:
     assert torch.equal(target, expected)
 
 
-@pytest.mark.parametrize("sent", [torch.float8_e4m3fn, torch.float32], ids=str)
-def test_parts_of_blocks_travel_both_ways_and_change_their_dtype(sent: torch.dtype) -> None:
-    """The second half of a block, one head of two, two layers of four; numbers that FP8 holds as they are."""
-    pool, scales = torch.randint(-8, 9, (6, 4, 2, 2, 32, 3)).float(), torch.tensor([[1, 1], [0.5, 2], [4, 1], [1, 1]])
-    units = torch.tensor([2 * 4 + 1, 2 * 0 + 1])
-    buffer = torch.zeros(2, 2, 2, 1, 16, 3).to(sent)
-    gather_blocks(pool, units, buffer, (1, 3), (1, 2), scales)
+def test_parts_of_blocks_travel_both_ways() -> None:
+    """The second half of a block, one head of two, two layers of four."""
+    pool, units = torch.rand(6, 4, 2, 2, 32, 3), torch.tensor([2 * 4 + 1, 2 * 0 + 1])
+    buffer = torch.zeros(2, 2, 2, 1, 16, 3)
+    gather_blocks(pool, units, buffer, (1, 3), (1, 2))
     expected = pool[torch.tensor([4, 0]), 1:3, :, 1:2, 16:]
-    factors = scales[1:3, :, None, None, None] if sent != torch.float32 else 1.0
-    assert torch.equal(buffer.float() * factors, expected)
+    assert torch.equal(buffer, expected)
     target = torch.zeros_like(pool)
-    scatter_blocks(target, units, buffer, (1, 3), (1, 2), scales)
+    scatter_blocks(target, units, buffer, (1, 3), (1, 2))
     assert torch.equal(target[torch.tensor([4, 0]), 1:3, :, 1:2, 16:], expected)
     assert target.count_nonzero() == expected.count_nonzero()
 
