@@ -32,7 +32,7 @@ from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.errors import ConfigError
-from pdkv.sampling.params import SamplingParams
+from pdkv.testing.engine import submit
 from pdkv.wire.kv import EngineCard, KVLayout
 from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, Peers, Release, Submit, Tokens
 
@@ -99,7 +99,6 @@ def engine(
     *,
     max_tokens: int,
     batch: int,
-    layout: KVLayout = LAYOUT,
     notify: Callable[[], None] = lambda: None,
 ) -> Iterator[EngineCore]:
     """An engine with one router, "r".
@@ -117,13 +116,13 @@ def engine(
         if connector is not None:
             plan = plan_connector(*connector)
             config = ConnectorConfig(
-                engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, plan=plan, block_table=table
+                engine=name, epoch=f"{name}.0", layout=LAYOUT, num_blocks=num_blocks, plan=plan, block_table=table
             )
             made = build_connector(config, notify)
             stack.callback(made.shutdown)
             pool = made.kv_cache()
             worker = made.worker()
-            kv_cache = torch.zeros(layout.pool_shape(num_blocks), dtype=torch.bfloat16) if pool is None else pool
+            kv_cache = torch.zeros(LAYOUT.pool_shape(num_blocks), dtype=torch.bfloat16) if pool is None else pool
             worker.register_kv_caches(kv_cache)
         blobs = [worker.handshake()] if worker else []
         executor = DrawsOnly(worker, kv_cache)
@@ -131,7 +130,7 @@ def engine(
         card = EngineCard(
             engine=name, epoch=f"{name}.0", role="any", pid=0, connector=connector[0] if connector else "",
             kind=plan.kind, content_addressed=False, orders=list(plan.orders),
-            model="none", layout=layout, hash_block_size=BLOCK_SIZE, num_blocks=num_blocks,
+            model="none", layout=LAYOUT, hash_block_size=BLOCK_SIZE, num_blocks=num_blocks,
             max_model_len=num_blocks * BLOCK_SIZE, max_num_seqs=batch, rank_blobs=blobs,
         )  # fmt: skip
         scheduler = made.scheduler() if made else None
@@ -150,12 +149,6 @@ def engine(
         )
         core.router_joined("r", "1")
         yield core
-
-
-def submit(name: str, prompt: list[int], max_tokens: int) -> Submit:
-    """A greedy request that runs to its length."""
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, ignore_eos=True)
-    return Submit(request_id=name, transfer_id=f"t-{name}", attempt=0, prompt_token_ids=prompt, params=params)
 
 
 def cpu_ms(work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> float:
@@ -227,7 +220,7 @@ def _fill(core: EngineCore, prompts: Sequence[list[int]], max_tokens: int, news:
     Where a prompt waits for the connector's answer, the others take no step: their tokens must last.
     """
     for i, prompt in enumerate(prompts):
-        core.handle("r", submit(f"q{i}", prompt, max_tokens), time.monotonic())
+        core.handle("r", submit(prompt, request_id=f"q{i}", max_tokens=max_tokens), time.monotonic())
     for _ in range(1000):
         news.clear()
         _step(core)
@@ -306,7 +299,7 @@ def long_request(quick: bool) -> list[Claim]:
             timed.begin()
             prompt = generator.choices(range(VOCAB_SIZE), k=num_tokens)
             _hand_over(timed, prefill, decode, f"a{number}", prompt)
-            _steps(timed, "found again", decode, submit(f"b{number}", prompt, 1))
+            _steps(timed, "found again", decode, submit(prompt, request_id=f"b{number}", max_tokens=1))
     figures = timed.figures()
     longest = max(figures, key=figures.__getitem__)
     return [
@@ -327,7 +320,7 @@ def scatter(pool: BlockPool, generator: random.Random) -> None:
 
 
 def _hand_over(timed: _Timed, prefill: EngineCore, decode: EngineCore, name: str, prompt: list[int]) -> None:
-    request = submit(name, prompt, 2)
+    request = submit(prompt, request_id=name, max_tokens=2)
     asked = msgspec.structs.replace(request, until="first_token", kv="handoff")
     messages = _steps(timed, "computed", prefill, asked)
     handoff = next(m for m in messages if isinstance(m, HandedOff)).handoff
