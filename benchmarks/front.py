@@ -93,7 +93,7 @@ class Shape(NamedTuple):
 
 
 LONG, SHORT = Shape(10, (20, 500)), Shape(512, (64, 64))
-"""As benchmarks.many has it, and as most of the others."""
+"""Long answers to short prompts, and the lengths of most other benchmarks."""
 
 
 def _tokens(num_streams: int, quick: bool) -> Claim:

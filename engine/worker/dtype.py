@@ -17,7 +17,7 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
     """The computation dtype by torch's name: the requested one, or the model's own.
 
     A CPU without bfloat16 instructions computes a bfloat16 model in float32, in which prompts and batches take a third
-    of the time (benchmarks/dtypes.py); a log line says so.
+    of the time (docs/cpu.md); a log line says so.
     """
     if config.dtype != "auto":
         return config.dtype
