@@ -1,6 +1,6 @@
 """Routing policies under load: the real dispatcher over simulated engines, on a clock of its own.
 
-    python -m benchmarks.policies [--workload shared|turns|mixed] [--aggregated] [--rates 100,200,250]
+    python -m benchmarks.policies [--workload shared|turns|mixed] [--aggregated] [--rates 100,200,250] [--unequal]
 
 Eight engines compute 20,000 prompt tokens a second, in the order of arrival. Each caches 65,536 tokens.
 `shared`: 64 beginnings of 2,048 tokens, by Zipf's law, and 256 tokens more. `turns`: conversations of 8 turns on
@@ -18,7 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count, takewhile
+from typing import NamedTuple
 
+from benchmarks.report import Claim, Context
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.router.engines.books import CONTEXT_WEIGHT
 from pdkv.router.engines.engine_client import EngineListener
@@ -100,6 +102,8 @@ class Engine:
     prompts: list[Job] = field(default_factory=list)
     decoding: list[Job] = field(default_factory=list)
     is_busy: bool = False
+    slowness: float = 1.0
+    cache_blocks: int = CACHE_BLOCKS
     num_given: int = 0
     numbers: count = field(default_factory=count)
 
@@ -108,8 +112,9 @@ class Engine:
         layout = KVLayout(num_layers=1, num_kv_heads=1, head_size=8, block_size=64, dtype="float32", dtype_bytes=4)
         card = EngineCard(
             engine=self.name, role=self.role, kind="pull", epoch="e", pid=1, connector="", content_addressed=False,
-            orders=["prefill_first"], model="m", layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=1 << 14,
-            max_model_len=1 << 14, max_num_seqs=1 << 10,
+            orders=["prefill_first"], model="m", layout=layout, hash_block_size=HASH_BLOCK_SIZE,
+            num_blocks=self.cache_blocks // 4, max_model_len=1 << 14, max_num_seqs=1 << 10,
+            max_num_batched_tokens=STEP_TOKENS,
         )  # fmt: skip
         listener.engine_up(self.name, card)
         listener.engine_messages(self.name, [KVEvents(next(self.numbers), [CacheCleared()])])
@@ -146,7 +151,7 @@ class Engine:
             seconds = (STEP_TOKENS - room) * TOKEN_S
             if self.role == "any":
                 seconds += STEP_S + CONTEXT_TOKEN_S * sum(len(j.token_ids) + j.num_out for j in self.decoding)
-            self.clock.call_at(self.clock.now + seconds, partial(self.end_step, done))
+            self.clock.call_at(self.clock.now + seconds * self.slowness, partial(self.end_step, done))
 
     def end_step(self, done: list[Job]) -> None:
         assert self.listener is not None
@@ -175,7 +180,7 @@ class Engine:
         for key in reversed(keys):  # a prompt's end is evicted before its beginning
             self.cache[key] = None
             self.cache.move_to_end(key)
-        evicted = [self.cache.popitem(last=False)[0] for _ in range(len(self.cache) - CACHE_BLOCKS)]
+        evicted = [self.cache.popitem(last=False)[0] for _ in range(len(self.cache) - self.cache_blocks)]
         if new:
             events = [BlockStored(new, None), *([BlockRemoved(evicted)] if evicted else [])]
             said.append(KVEvents(next(self.numbers), events))
@@ -188,7 +193,7 @@ class Engine:
             hit = sum(1 for _ in takewhile(lambda key: key in self.cache or key in coming, other.keys))
             waiting += len(other.token_ids) - hit * HASH_BLOCK_SIZE if other.num_left is None else other.num_left
             coming.update(other.keys)
-        return waiting + CONTEXT_WEIGHT * sum(len(j.token_ids) for j in self.decoding)
+        return self.slowness * (waiting + CONTEXT_WEIGHT * sum(len(j.token_ids) for j in self.decoding))
 
 
 def make_jobs(workload: str, rate: float, num: int, rng: random.Random) -> list[Job]:
@@ -214,19 +219,81 @@ def make_jobs(workload: str, rate: float, num: int, rng: random.Random) -> list[
     return jobs
 
 
-async def simulate(policy: str, jobs: Sequence[Job], *, aggregated: bool, seed: int) -> None:
+RATES = {
+    ("shared", False): 320, ("turns", False): 160, ("mixed", False): 140,
+    ("shared", True): 160, ("turns", True): 100, ("mixed", True): 100,
+}  # fmt: skip
+"""Requests a second by workload, and whether engines are aggregated: 0.8 of those at which the oracle's queues grow."""
+
+LEAST_HITS, MOST_P99 = 0.95, 1.5
+"""Shares of the oracle's hits, and of its p99 of the time to the first token, that `prefix_aware` should keep."""
+
+
+def run(context: Context) -> list[Claim]:
+    """`prefix_aware` beside the oracle and `least_loaded`, with equal engines and with unequal ones."""
+    claims = []
+    for (workload, aggregated), rate in RATES.items():
+        for unequal in (False, True):
+            case = Case(workload, 0.9 * rate if unequal else rate, 100 if context.quick else 4000, aggregated, unequal)
+            (oracle, oracle_s), (own, own_s), (least, least_s) = (
+                figures(play(policy, case)) for policy in ("oracle", "prefix_aware", "least_loaded")
+            )
+            name = f"{workload}, {'aggregated' if aggregated else 'PD'}{', unequal engines' if unequal else ''}"
+            seen = {"oracle_hits": oracle, "hits": own, "least_loaded_hits": least, "oracle_p99_s": oracle_s,
+                    "p99_s": own_s, "least_loaded_p99_s": least_s, "requests_per_s": case.rate}  # fmt: skip
+            if oracle:
+                claims.append(Claim(f"{name}: hits / the oracle's", own / oracle, LEAST_HITS, "higher", seen))
+            claims.append(Claim(f"{name}: p99 of TTFT / the oracle's", own_s / oracle_s, MOST_P99, "lower", seen))
+    return claims
+
+
+class Case(NamedTuple):
+    """What is simulated."""
+
+    workload: str
+    rate: float
+    requests: int
+    aggregated: bool = False
+    unequal: bool = False  # one engine is half as fast, another has half the cache
+    num_engines: int = NUM_ENGINES
+    seed: int = 1
+
+
+def play(policy: str, case: Case) -> list[Job]:
+    """The requests of a case under one policy, at their ends."""
+    rng = random.Random(case.seed)
+    jobs = make_jobs(case.workload, case.rate, case.requests, rng)
+    for job in jobs if case.aggregated else ():
+        job.num_output = rng.randint(1, 2 * MEAN_OUTPUT)
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(simulate(policy, jobs, case))
+    return jobs
+
+
+def figures(jobs: Sequence[Job]) -> tuple[float, float]:
+    """The share of prompt tokens that were hits, and the p99 of times to the first token in seconds."""
+    times = sorted(job.first_token - job.arrival for job in jobs)
+    hit = sum(job.num_cached for job in jobs) / sum(len(job.token_ids) for job in jobs)
+    return hit, times[int(len(times) * 0.99)]
+
+
+async def simulate(policy: str, jobs: Sequence[Job], case: Case) -> None:
     """Run all jobs under one policy."""
     clock, by_end = Clock(), {tuple(job.token_ids[-2:]): job for job in jobs}
     name = "prefix_aware" if policy == "oracle" else policy
-    dispatcher = Dispatcher(policy=name, clock=lambda: clock.now, rng=random.Random(seed))
-    role = "any" if aggregated else "prefill"
-    engines = [Engine(f"{role}-{i}", role, clock, by_end) for i in range(NUM_ENGINES)]
-    for engine in engines if aggregated else [*engines, Engine("decode-0", "decode", clock, by_end)]:
+    dispatcher = Dispatcher(policy=name, clock=lambda: clock.now, rng=random.Random(case.seed))
+    role = "any" if case.aggregated else "prefill"
+    engines = [Engine(f"{role}-{i}", role, clock, by_end) for i in range(case.num_engines)]
+    if case.unequal:
+        engines[0].slowness = 2.0
+        engines[1].cache_blocks //= 2
+    for engine in engines if case.aggregated else [*engines, Engine("decode-0", "decode", clock, by_end)]:
         dispatcher.add_backend(engine, engine.role)
     dispatcher.connect()
     readers = []
 
     def start(job: Job) -> None:
+        dispatcher.fleet.review(clock.now)
         params = SamplingParams(max_tokens=job.num_output, seed=1)
         request = GenerateRequest(prompt_token_ids=job.token_ids, params=params, timeout_s=1e9)
         job.keys = dispatcher._holdings.of(request, clock.now).keys
@@ -267,17 +334,14 @@ def main() -> None:
     parser.add_argument("--policies", default="least_loaded,prefix_aware,oracle", help="(default: %(default)s)")
     parser.add_argument("--requests", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--engines", type=int, default=NUM_ENGINES)
+    parser.add_argument("--unequal", action="store_true", help="one engine is half as fast, another has half the cache")
     args = parser.parse_args()
     print("| requests/s | policy | hits | TTFT p50 / p90 / p99 s | end p50 / p90 / p99 s |\n|---|---|---|---|---|")
     for rate in map(float, args.rates.split(",")):
         for policy in args.policies.split(","):
-            rng = random.Random(args.seed)
-            jobs = make_jobs(args.workload, rate, args.requests, rng)
-            if args.aggregated:
-                for job in jobs:
-                    job.num_output = rng.randint(1, 2 * MEAN_OUTPUT)
-            with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-                runner.run(simulate(policy, jobs, aggregated=args.aggregated, seed=args.seed))
+            case = Case(args.workload, rate, args.requests, args.aggregated, args.unequal, args.engines, args.seed)
+            jobs = play(policy, case)
             print(f"| {rate:g} | {policy} | {report(jobs)} |", flush=True)
 
 

@@ -99,6 +99,7 @@ def run_router(
         recovery=config.recovery,
         health=config.health,
         reuse=config.reuse,
+        explain_share=config.observability.explain_share,
         await_all=spec.await_all,
         identity=spec.identity,
     )

@@ -47,6 +47,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     probe: bool = False  # a probe of the router's own, which runs on this engine and nowhere else
     label: str = ""  # the client's name of the request, for logs only
     traceparent: str = ""  # W3C trace context of the span above it; for logs only
+    explain: bool = False  # why its engines are chosen is recorded
     near: str = ""  # the engine that ran this prompt for an earlier choice, and so has it in its cache
     keys: PromptKeys = msgspec.field(default_factory=PromptKeys)
 

@@ -284,7 +284,9 @@ class Visit:
         self._num_held = 0
         self._held_tokens = 0
         self._num_taken = 0  # tokens that it was expected to cost while queued
-        self._num_used = 0
+        self._num_used = self._num_cached = 0
+        self._num_asked = 0  # `_num_taken` at first
+        self._num_owed = 0  # output tokens beyond those in `_num_taken`
         self._num_ahead = 0  # output tokens charged to the tenant that have not arrived yet
         self._num_paid = 0.0  # tokens charged to the tenant
         self._streams = False
@@ -305,7 +307,9 @@ class Visit:
         num_ahead = num_choices * (EXPECTED_OUTPUT if max_tokens is None else max_tokens)
         self.tenant.take_tokens(num_prompt_tokens + num_ahead)
         self._num_ahead, self._num_paid = num_ahead, num_prompt_tokens + num_ahead
-        self._num_taken = num_prompt_tokens + num_choices * expected_output(max_tokens)
+        num_expected = num_choices * expected_output(max_tokens)
+        self._num_taken = self._num_asked = num_prompt_tokens + num_expected
+        self._num_owed = -num_expected
         num_tokens = num_prompt_tokens + (num_choices - num_prompts) * HASH_BLOCK_SIZE
         self._admission.hold(self.tenant, num_choices, num_tokens)
         self._num_held, self._held_tokens = num_choices, num_tokens
@@ -331,15 +335,22 @@ class Visit:
                 self._let_go(1, prompt_cost(request))
 
     def came(self, num_tokens: int) -> None:
-        """Count output tokens as they arrive; those beyond the tokens charged in advance are charged now."""
+        """Count output tokens as they arrive; those beyond the tokens charged in advance are charged now, to its key's
+        share in pieces.
+        """
+        self._num_owed += num_tokens
+        if self._num_owed >= EXPECTED_OUTPUT:
+            self._settle(self._num_owed)
         self._num_ahead -= num_tokens
         if self._num_ahead < 0:
             self._num_paid += self.tenant.charge(-self._num_ahead)
             self._num_ahead = 0
 
-    def used(self, num_tokens: int) -> None:
-        """Record the final number of prompt and output tokens."""
-        self._num_used = num_tokens
+    def used(self, num_tokens: int, num_cached: int = 0) -> None:
+        """Record the final number of prompt and output tokens, and how many of these no engine had to compute, which
+        cost its key's share nothing.
+        """
+        self._num_used, self._num_cached = num_tokens, num_cached
 
     def abort(self) -> None:
         """Remove everything of this request from the queue: the client has gone. Idempotent."""
@@ -357,10 +368,15 @@ class Visit:
         if self._streams:
             self.tenant.leave_stream()
         self.tenant.settle(self._num_paid, self._num_used)
-        if self._num_taken:
-            share = min(self.num_charged / self._num_taken, 1.0)
-            self._admission.settle(self, self._num_used - self._num_taken, share)
+        if self._num_asked:
+            self._settle(self._num_used - self._num_cached - self._num_taken)
         self.tenant.leave()
+
+    def _settle(self, num_tokens: int) -> None:
+        """Charge its key's share so many tokens more."""
+        self._num_owed = 0
+        self._num_taken += num_tokens
+        self._admission.settle(self, num_tokens, min(self.num_charged / self._num_asked, 1.0))
 
     def _let_go(self, num_choices: int, num_tokens: int) -> None:
         self._num_held -= num_choices

@@ -25,6 +25,8 @@ class Books:
     requests: int = 0  # KV tokens that it has, or will get
     prefill_tokens: int = 0  # prompt tokens that it has to compute
     kv_tokens: int = 0  # KV tokens that its requests hold, or will hold
+    # when the latest of these prompts was run, or the first of them came
+    worked_since: float = field(default=0.0, compare=False)
     noticed: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)  # called at each change
 
 

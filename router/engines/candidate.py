@@ -10,3 +10,9 @@ class EngineView(NamedTuple):
 
     name: str
     load: int  # tokens: prefill: of prompts, to be computed; decode: of KV that its requests hold or will hold
+    pace: float = 1.0  # how many times as long as its peers it takes for as much; 1: not measured
+
+    @property
+    def cost(self) -> float:
+        """Its load in tokens of a peer of usual speed."""
+        return self.load * self.pace

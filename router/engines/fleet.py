@@ -39,6 +39,9 @@ STEPS_AHEAD = 2
 UNKNOWN_STEP = 8192
 """Tokens of an engine's largest step if its card does not say."""
 
+EQUAL_PACE, MAX_PACE = 1.25, 8.0
+"""How much faster or slower than its peers an engine may be measured and count as equal, and the most that counts."""
+
 MANY = 2 * FEW
 """Engines of a side up to which all of them are looked at for each request."""
 
@@ -63,6 +66,9 @@ class EngineState:
     assigned: str | None = None  # the role that an operator gave it; outlives its incarnations
     token_bytes: int = 0  # bytes of a token's KV on all ranks of the latest incarnation
     versions: Versions = ()  # of its connectors' wire formats
+    pace: float = 1.0  # of its role's work, relative to its peers'
+    token_s: float = 0.0  # seconds of a prompt token while it has others to compute; 0: not known
+    context_weight: float = CONTEXT_WEIGHT  # of a token of KV beside a prompt token that is to be computed
     note: RefusalNote | None = None  # where a launcher writes why it keeps the engine out
 
     @property
@@ -126,11 +132,29 @@ class EngineState:
         blocks = self.blocks
         return max(blocks.total - blocks.quarantined, 0) * self.card.layout.block_size // self.card.layout.num_groups
 
+    def kv_missing(self, need: int) -> int:
+        """Tokens of KV for which its pool has no room, once its requests and one that needs so many have all theirs."""
+        return self.books.kv_tokens + need - self.kv_capacity
+
     @property
     def has_room(self) -> bool:
         """Whether it has fewer prompt tokens to compute than it may be given, and is given more."""
-        step = (self.card.max_num_batched_tokens if self.card is not None else 0) or UNKNOWN_STEP
-        return not self.draining and self.books.prefill_tokens < STEPS_AHEAD * step
+        return not self.draining and self.books.prefill_tokens < STEPS_AHEAD * self.largest_step
+
+    @property
+    def largest_step(self) -> int:
+        """Tokens of its largest step."""
+        return (self.card.max_num_batched_tokens if self.card is not None else 0) or UNKNOWN_STEP
+
+    def tokens_left(self, now: float) -> int:
+        """Prompt tokens that it has to compute, less those that it has probably computed of a prompt that is not done:
+        at most one step's, so that an engine that does nothing does not seem to be free.
+        """
+        waiting = self.books.prefill_tokens
+        if not (waiting and self.token_s):
+            return waiting
+        done = min((now - self.books.worked_since) / self.token_s, self.largest_step)
+        return max(waiting - max(int(done), 0), 0)
 
     @property
     def has_slack(self) -> bool:
@@ -186,13 +210,14 @@ class EngineState:
             return None
         return self.refusal or (self.note.read() if self.note is not None else None)
 
-    def view(self, side: Side) -> EngineView:
+    def view(self, side: Side, now: float = 0.0) -> EngineView:
         """The engine as a candidate for one side; an aggregated engine's load is the same for both."""
-        books = self.books
+        books, prompts = self.books, self.tokens_left(now)
         if self.role == "any":
-            weight = CONTEXT_WEIGHT if side == "prefill" else 1.0
-            return EngineView(self.name, books.prefill_tokens + int(weight * books.kv_tokens))
-        return EngineView(self.name, books.prefill_tokens if side == "prefill" else books.kv_tokens)
+            weight = self.context_weight if side == "prefill" else 1.0
+            return EngineView(self.name, prompts + int(weight * books.kv_tokens), self.pace)
+        load = prompts if side == "prefill" else books.kv_tokens
+        return EngineView(self.name, load, self.pace if side == self.role else 1.0)
 
 
 class Counters:
@@ -209,6 +234,9 @@ class Counters:
         self.dropped_messages = 0  # about requests or attempts that had ended or are unknown
         self.duplicate_tokens = 0
         self.load_failures = 0
+        # tokens of prompts by (role of the prompt's engine, "pool" or "store")
+        self.reachable_hits: Counter[tuple[str, str]] = Counter()  # cached on any engine, or below
+        self.achieved_hits: Counter[tuple[str, str]] = Counter()  # of its engine's own, or loaded
         self.loans: Counter[str] = Counter()  # by how they ended: "ok" or a code
 
 
@@ -400,7 +428,7 @@ class Fleet:
                 return e.role == "any" or (e.name not in unpaired and self.has_reader(e, other))
 
             if few := members.few(near, fits):
-                return [e.view(side) for e in few]
+                return [e.view(side, now) for e in few]
         able = [e for e in self.engines.values() if e.name in members.engines]
         ready = [e for e in able if not (e.draining or e.is_silent)]
         others = [e for e in ready if e.name not in without] or ready
@@ -411,7 +439,7 @@ class Fleet:
         if held and len(held) < len(paired):
             num_left = max(len(paired) - len(held), (len(paired) + 1) // 2)
             paired = sorted(paired, key=lambda e: e.score.held_until(now))[:num_left]
-        return [e.view(side) for e in paired]
+        return [e.view(side, now) for e in paired]
 
     def too_short(self, request: GenerateRequest, num_output: int) -> set[str]:
         """Engines whose max_model_len is too small for a request that has `num_output` tokens already: engines that
@@ -477,6 +505,22 @@ class Fleet:
             self._reviewed_at = now
             for role in {e.role for e in self.engines.values()}:
                 self._compare(role, now)
+                self._measure([e for e in self.engines.values() if e.role == role and e.life == "ready"], now)
+
+    def _measure(self, peers: Sequence[EngineState], now: float) -> None:
+        """Take over how fast the engines of a role are."""
+        paces = self.speeds.paces([e.name for e in peers], now)
+        weights = [self.speeds.context_weight(e.name) for e in peers]  # one for all: who has much KV is never at rest
+        weight = typical([w for w in weights if w is not None]) or CONTEXT_WEIGHT
+        for engine in peers:
+            pace = paces.get(engine.name, 1.0)
+            if engine.role == "decode":
+                pace = engine.score.relative_pace(self._usual["decode"].pace)
+            pace = min(max(pace, 1 / MAX_PACE), MAX_PACE) if max(pace, 1 / pace) > EQUAL_PACE else 1.0
+            engine.token_s = self.speeds.work_token_s(engine.name)
+            if (pace, weight) != (engine.pace, engine.context_weight):
+                engine.pace, engine.context_weight = pace, weight
+                self._noticed(engine.name)
 
     def _compare(self, role: str, now: float) -> None:
         """Eject the outliers among the engines of a role; decide the trials of those that have answered often enough.

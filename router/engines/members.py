@@ -49,8 +49,8 @@ class Members(Generic[E]):
         self.kv_tokens = 0  # KV that their pools hold
         self.with_slack: set[str] = set()  # those of them that report that they can take more than that
         self._side = side
-        self._order: list[tuple[int, int, str]] = []  # (load, number of its last change, name), not draining
-        self._kept: dict[str, tuple[tuple[int, int, str], Versions, int, int]] = {}
+        self._order: list[tuple[float, int, str]] = []  # (cost, number of its last change, name), not draining
+        self._kept: dict[str, tuple[tuple[float, int, str], Versions, int, int]] = {}
         self._with_room: set[str] = set()
         self._numbers = count()
         self._changed: set[str] = set()  # engines with other work than in `_order`
@@ -109,14 +109,14 @@ class Members(Generic[E]):
             self._kept[name] = self._place(self.engines[name]), versions, num_seqs, kv_tokens
         self._changed.clear()
 
-    def _place(self, engine: E) -> tuple[int, int, str]:
-        place = (engine.view(self._side).load, next(self._numbers), engine.name)
+    def _place(self, engine: E) -> tuple[float, int, str]:
+        place = (engine.view(self._side).cost, next(self._numbers), engine.name)
         if not engine.draining:
             insort(self._order, place)
         (self._with_room.add if engine.has_room else self._with_room.discard)(engine.name)
         return place
 
-    def _unplace(self, place: tuple[int, int, str]) -> None:
+    def _unplace(self, place: tuple[float, int, str]) -> None:
         at = bisect_left(self._order, place)
         if self._order[at : at + 1] == [place]:
             del self._order[at]

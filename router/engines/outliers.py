@@ -94,9 +94,13 @@ class OutlierScore:
         """The engine's score, at least 0; from 1 on it is an outlier among peers with lower scores. `usual_pace`: the
         pace of its peers.
         """
-        slowness = self.pace / usual_pace if self.num_paces >= MIN_PACES and usual_pace else 1.0
+        slowness = self.relative_pace(usual_pace)
         failures = self._fading(now) * max(self._failing / FAILING, self._deaths / DEATHS)
         return max(failures, (slowness - 1.0) / (SLOW - 1.0))
+
+    def relative_pace(self, usual_pace: float) -> float:
+        """How many times as long as its peers it takes to answer; 1: not known."""
+        return self.pace / usual_pace if self.num_paces >= MIN_PACES and usual_pace else 1.0
 
     def held_until(self, now: float) -> float:
         """Until when others are preferred; 0: not now. It is not ejected, or nothing tries it yet."""

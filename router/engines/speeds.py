@@ -4,9 +4,11 @@ loads and prompts took.
 Pure functions of measurements. A way that has not been measured yet is tried, which measures it.
 """
 
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from pdkv.base.cost_line import DECAY, Line
+from pdkv.router.engines.outliers import typical
 from pdkv.wire.reports import LoadReport
 
 FADING = 0.98
@@ -60,21 +62,43 @@ class Costs(NamedTuple):
         return 0.0 if self.compute_s is None else max(LOAD_PATIENCE * self.compute_s, MIN_LOAD_TIMEOUT_S)
 
 
+PACE_DECAY = 0.97
+"""Weight of a prompt's time relative to the next one where engines are compared: about the last thirty count."""
+
+LATELY_S = 5.0
+"""Seconds for which an engine counts as slower or faster than its peers after it was last measured. Given nothing while
+others have less to do, it would never be measured again, nor have anything to do after it has recovered.
+"""
+
+CONTEXT_STEPS = 64
+"""Steps of an aggregated engine for which a choice counts what each token of KV there costs them."""
+
+MAX_PAIRS = 1 << 14
+"""Pairs of engines whose loads are measured each by itself: those that loaded last."""
+
+
 class Speeds:
     """Recent times of loads between engines, reads of tiers, lenders' answers, and each engine's prefills."""
 
     def __init__(self) -> None:
         self._loads = Line()  # bytes
+        self._pairs: dict[tuple[str, str], Line] = {}  # bytes, by source and reader, the latest last
         self._answers = Line()  # questions, 1 each
         self._prefills: dict[str, Line] = {}  # tokens, by engine
+        self._works: dict[str, tuple[Line, float]] = {}  # tokens to the end of a prompt, by engine, and until when
         self._steps: dict[str, Line] = {}  # requests that decode together, by engine
+        self._contexts: dict[str, Line] = {}  # tokens of their KV
         self._tiers: dict[str, Line] = {}  # bytes, by name as in LoadReport.connectors
         self._reads: dict[str, dict[str, tuple[int, float]]] = {}  # by engine and tier: the part already counted
         self._lost_s = 0.0  # per loan, on average
 
-    def loaded(self, num_bytes: int, seconds: float) -> None:
-        """Record a successful load from a peer."""
+    def loaded(self, num_bytes: int, seconds: float, pair: tuple[str, str] = ("", "")) -> None:
+        """Record a successful load from a peer. `pair`: source and reader."""
         self._loads.add(num_bytes, seconds)
+        line = self._pairs[pair] = self._pairs.pop(pair, Line())
+        line.add(num_bytes, seconds)
+        if len(self._pairs) > MAX_PAIRS:
+            del self._pairs[next(iter(self._pairs))]
 
     def lent(self) -> None:
         """Record a successful loan."""
@@ -115,9 +139,43 @@ class Speeds:
         self._prefills.setdefault(engine, Line()).add(num_tokens, seconds)
         self._lost_s *= FADING
 
-    def decoded(self, engine: str, num_requests: int, seconds: float) -> None:
-        """Record the average time between two tokens of a request that has ended, among so many."""
+    def worked(self, engine: str, num_tokens: int, seconds: float, now: float) -> None:
+        """Record how long the engine took to the end of a prompt, with so many tokens to compute until then."""
+        line, until = self._works.get(engine) or (Line(PACE_DECAY), now)
+        if now > until:
+            line = Line(PACE_DECAY)
+        line.add(num_tokens, seconds)
+        self._works[engine] = line, now + LATELY_S
+
+    def paces(self, engines: Collection[str], now: float) -> Mapping[str, float]:
+        """How many times as long as usual each of these takes for as many tokens of prompts as are usual; those that
+        were not measured lately are left out.
+        """
+        known = {e: self._works[e][0] for e in engines if e in self._works and now < self._works[e][1]}
+        amount = typical([line.amount for line in known.values()])
+        seconds = {engine: line.at(amount) for engine, line in known.items()}
+        usual = typical(list(seconds.values()))
+        return {engine: each / usual for engine, each in seconds.items()} if usual else {}
+
+    def work_token_s(self, engine: str) -> float:
+        """Seconds by which each prompt token that waits there delays those behind it; 0: not known."""
+        line, _ = self._works.get(engine) or (Line(), 0.0)
+        return line.fit()[1]
+
+    def decoded(self, engine: str, num_requests: int, seconds: float, kv_tokens: int = 0) -> None:
+        """Record the average time between two tokens of a request that has ended, among so many. `kv_tokens`: KV of
+        all of them, if nothing but their steps took time; 0: not known.
+        """
         self._steps.setdefault(engine, Line()).add(num_requests, seconds)
+        self._contexts.setdefault(engine, Line(PACE_DECAY)).add(kv_tokens, seconds)
+
+    def context_weight(self, engine: str) -> float | None:
+        """What a token of KV costs CONTEXT_STEPS, in prompt tokens to compute; None: not known."""
+        line, token_s = self._contexts.get(engine), self.token_s(engine)
+        at_rest, kv_token_s = (0.0, 0.0) if line is None else line.fit()
+        if not token_s or not at_rest:  # without what a step takes by itself, the slope says nothing
+            return None
+        return min(CONTEXT_STEPS * kv_token_s / token_s, 1.0)
 
     def step_line(self, engine: str) -> tuple[float, float]:
         """(fixed seconds, seconds per request) of the time between two tokens; 0: not known."""
@@ -134,14 +192,18 @@ class Speeds:
 
     def forget(self, engine: str) -> None:
         """Forget an engine that is gone; its next incarnation may run elsewhere and starts from zero."""
-        self._prefills.pop(engine, None)
-        self._steps.pop(engine, None)
-        self._reads.pop(engine, None)
+        for measured in (self._prefills, self._works, self._steps, self._contexts, self._reads):
+            measured.pop(engine, None)
+        self._pairs = {pair: line for pair, line in self._pairs.items() if engine not in pair}
 
-    def load_s(self, num_bytes: int) -> float:
-        """Seconds of a load between engines; 0: not known."""
-        at_rest, per_byte = self._loads.fit()
-        return at_rest + per_byte * num_bytes
+    @property
+    def knows_loads(self) -> bool:
+        """Whether any load between engines was measured."""
+        return self._loads.known
+
+    def load_s(self, num_bytes: int, pair: tuple[str, str] = ("", "")) -> float:
+        """Seconds of a load between engines, of these two if it was measured; 0: not known."""
+        return self._pairs.get(pair, self._loads).at(num_bytes)
 
     def costs(self, engine: str, num_tokens: int, num_bytes: int) -> Costs:
         """Costs of loading and of computing this many tokens that `engine` lacks, given that it computes later tokens

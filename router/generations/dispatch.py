@@ -62,10 +62,13 @@ class Dispatcher(Listener):
         identity: str = "",
         health: HealthConfig = NO_PROBES,
         reuse: ReuseConfig | None = None,
+        explain_share: float = 0.0,
         clock: Callable[[], float] = MONOTONIC.now,
         rng: random.Random | None = None,
     ) -> None:
         """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is used.
+
+        `explain_share`: the share of requests whose choices of engines are recorded and logged.
 
         `await_all`: the dispatcher is ready only once every engine has been ready; otherwise as soon as a prompt can be
         run and decoded.
@@ -97,6 +100,7 @@ class Dispatcher(Listener):
         )
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self._mover = Mover(fleet, self.move, take_over=limits.take_over)
+        self._explain_share, self._explain_rng = explain_share, random.Random()
         self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and therefore no candidate
         self._ticker: asyncio.TimerHandle | None = None
         self._connected = False
@@ -249,6 +253,8 @@ class Dispatcher(Listener):
         now = self._clock()
         self.given_up.check(request.params.grammar, now)
         prompt = self._holdings.of(request, now)
+        if self._explain_share and self._explain_rng.random() < self._explain_share:
+            prompt.choices = []
         try:
             route = self._routes.choose(prompt, now, may_stay=True)
         except NoEngine:
@@ -272,7 +278,7 @@ class Dispatcher(Listener):
         flow = RequestFlow(request, route, request_id=own, transfer_id=transfer, loan_id=loan, now=now)
         generation = Generation(flow, self._apply, now)
         if route is not NOWHERE:
-            generation.num_uncached = self._holdings.given(prompt, route.prefill, route.offer, now)
+            generation.chose(prompt, self._holdings.given(prompt, route.prefill, route.offer, now))
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(request.patience_s, self._expire, generation)
         self._generations[flow.request_id] = generation
@@ -325,6 +331,11 @@ class Dispatcher(Listener):
     def num_local_turns(self) -> int:
         """Generations that began on a decode engine because it had nearly all of the prompt."""
         return self._routes.num_local_turns
+
+    @property
+    def num_kept(self) -> int:
+        """Generations that began on a prefill engine alone because decode engines were full."""
+        return self._routes.num_kept
 
     @property
     def num_policy_failures(self) -> int:

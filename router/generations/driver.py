@@ -29,7 +29,7 @@ from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.flow_state import FlowMessage, LenderMessage
 from pdkv.router.generations.generation import Generation
-from pdkv.router.generations.generation_records import GenerationRecords
+from pdkv.router.generations.generation_records import GenerationRecords, log_decision
 from pdkv.router.generations.given_up_grammars import GivenUpGrammars
 from pdkv.router.generations.loan import LOAN_TIMEOUT_S
 from pdkv.router.generations.placement import Placement
@@ -145,10 +145,13 @@ class Driver:
         sends = flow.handle(engine, message, now)
         generation.arrived(now)
         if generation.prompt_run_in != flow.attempt:
-            self._note_prompt(generation)
+            self._note_prompt(generation, now)
         if flow.ended:
             self._apply(generation, sends)
             return
+        if len(flow.output_token_ids) > generation.num_expected and (more := generation.expect_more()):
+            self.room.kv_tokens += more
+            self._enter(generation)
         for receiver, answer in sends:
             self._send(receiver, answer)
         failures = generation.failures
@@ -210,7 +213,7 @@ class Driver:
         generation.timeline.heard(engine, message, flow, now)
         sends = flow.handle(engine, message, now)
         if isinstance(message, HandedOff):
-            self._note_prompt(generation)
+            self._note_prompt(generation, now)
             self._note_handoff(generation, engine, message, now)
             self.fleet.speeds.computed(engine, message.sources.computed + message.sources.recomputed, message.ran_s)
         elif isinstance(message, Loaded):
@@ -223,11 +226,23 @@ class Driver:
         """
         self.counters.dropped_messages += name not in self._cut
 
-    def _note_prompt(self, generation: Generation) -> None:
-        """Note that its prompt has been run, and is no engine's work any more."""
-        if generation.prompt_run_in != generation.flow.attempt:
-            generation.prompt_run_in = generation.flow.attempt
-            self._enter(generation)
+    def _note_prompt(self, generation: Generation, now: float) -> None:
+        """Note that its prompt has been run, and is no engine's work any more, and how long that took if nothing but
+        computing held it up.
+        """
+        flow, sources = generation.flow, generation.sources
+        if generation.prompt_run_in == flow.attempt:
+            return
+        generation.prompt_run_in = flow.attempt
+        self._enter(generation)
+        if (state := self.fleet.engines.get(generation.prefill_engine)) is not None:
+            state.books.worked_since = now
+        is_plain = flow.route.offer is None and flow.request.params.grammar is None
+        if is_plain and not (flow.attempt or flow.request.probe or sources.remote or sources.store):
+            engine, work, seconds = generation.prefill_engine, generation.asked_work, now - generation.asked_at
+            self.fleet.speeds.worked(engine, work, seconds, now)
+            if self.fleet.engines[engine].role != "prefill":  # which says itself how long it took
+                self.fleet.speeds.computed(engine, work, seconds)
 
     def _note_handoff(self, generation: Generation, engine: str, message: HandedOff, now: float) -> None:
         """Note how long the engine took for a prompt, if nothing but computing held it up. Not of a decode engine:
@@ -266,7 +281,7 @@ class Driver:
             self._loan_failed(flow, loaded.code, flow.loan.load_timeout_s if is_late else loaded.seconds)
         if loaded.ok:
             self.delays.transferred(loaded)
-            self.fleet.speeds.loaded(loaded.num_bytes, loaded.seconds)
+            self.fleet.speeds.loaded(loaded.num_bytes, loaded.seconds, (source, reader))
         else:
             self.counters.load_failures += 1
             logger.warning("KV load from %s to %s for request %s failed: %s", source, reader, flow.name, loaded.code)
@@ -376,7 +391,7 @@ class Driver:
             return
         self._transfers.pop(flow.transfer_id, None)
         self._loans.pop(flow.loan_id, None)
-        self.room.leave(kv_tokens(flow.request), flow.request.tenant)
+        self.room.leave(generation.kv_tokens, flow.request.tenant)
         self.recovery.unpark(generation)
         if generation.timer is not None:
             generation.timer.cancel()
@@ -385,12 +400,16 @@ class Driver:
             return
         counters.duplicate_tokens += flow.num_duplicates
         generation.timeline.close(self._clock())
+        if generation.choices is not None:
+            generation.hindsight = self._placing.look_back(generation)
+            log_decision(generation)
         self.records.ended(generation)
         if flow.failure is None:
             counters.finished += 1
             if flow.is_cut:
                 self._cut.extend((flow.request_id, flow.transfer_id, flow.loan_id))
             self.delays.finished(generation.timeline)
+            self._count_hits(generation)
             self._note_step(generation)
             for name in self.fleet.engines.keys() & flow.route[:2]:  # one may have been removed meanwhile
                 if name != flow.route.decode or not flow.is_new_on(name):
@@ -402,6 +421,15 @@ class Driver:
             if isinstance(flow.failure, GrammarGivenUp) and flow.request.params.grammar is not None:
                 self.given_up.add(flow.request.params.grammar, flow.failure, self._clock())
 
+    def _count_hits(self, generation: Generation) -> None:
+        """Count what of its prompt was cached anywhere, and what its engine had and loaded of that."""
+        engine = self.fleet.engines.get(generation.prefill_engine)
+        if engine is not None and not generation.flow.attempt:
+            achieved = generation.sources.local_hit, generation.sources.store
+            for tier, could, had in zip(("pool", "store"), generation.reachable, achieved, strict=True):
+                self.counters.reachable_hits[engine.role, tier] += could
+                self.counters.achieved_hits[engine.role, tier] += had
+
     def _note_step(self, generation: Generation) -> None:
         """Note how long the tokens of a generation took that ended well where it began to decode."""
         flow, times = generation.flow, generation.timeline
@@ -409,7 +437,10 @@ class Driver:
         if decode is None or flow.attempt or num_steps <= 0 or times.first_token is None or times.ended is None:
             return
         seconds = (times.ended - times.first_token) / num_steps
-        self.fleet.speeds.decoded(decode.name, decode.books.requests + 1, seconds)
+        books = decode.books
+        had_prompts = books.prefill_tokens or books.worked_since > times.first_token
+        held = 0 if had_prompts else books.kv_tokens + kv_tokens(flow.request)
+        self.fleet.speeds.decoded(decode.name, books.requests + 1, seconds, held)
 
     def _place_parked_soon(self) -> None:
         """Place waiting generations, in order, in a later turn: an engine came up or became free."""
@@ -454,8 +485,10 @@ class Driver:
                 self._send(peer, self._news.take(peer))
             now, state = self._clock(), self.fleet.engines[engine]
             state.score.begin_trial(now)
+            if not state.books.prefill_tokens:
+                state.books.worked_since = now
             generation.asked_at = now
-            generation.asked_work = state.books.prefill_tokens + generation.num_uncached
+            generation.asked_work = state.tokens_left(now) + generation.num_uncached
             generation.timeline.sent(engine, message, now)
         try:
             self._backends[engine].send(message)

@@ -2,14 +2,20 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
-from pdkv.router.engines.books import Entry, kv_tokens
+from pdkv.router.engines.books import Entry, expected_output, kv_tokens
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.generations.failure_record import FailureRecord
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.timeline import Timeline
 from pdkv.router.request import Delta
+from pdkv.router.routing.decision import Choice
+from pdkv.router.routing.holdings import PromptKV
 from pdkv.wire.reports import SourceCounts
+
+MAX_CHOICES = 16
+"""The latest choices of engines that are kept for one generation: its engines may die again and again."""
 
 
 class Generation:
@@ -20,7 +26,12 @@ class Generation:
         self.flow = flow
         self.timeline = Timeline(began)
         self.entries: list[Entry] = []  # its entries in the books of the engines that it runs on
+        self.num_expected = expected_output(flow.request.params.max_tokens)  # output tokens for which room is kept
         self.num_uncached = 0  # prompt tokens that this attempt computes
+        self.reachable = (0, 0)  # of `PromptKV`, at its first choice of engines
+        self.choices: list[Choice] | None = None  # why its engines were chosen; None: not asked for
+        self.stays = ""  # of `PromptKV`
+        self.hindsight: dict[str, Any] | None = None  # once it has ended, what the best choice would have been
         self.has_lossy_store = False  # one of its engines keeps KV in a lossy codec
         self.prompt_run_in = -1  # the latest attempt in which the prompt was run
         self.loan_asked_at = began  # of the last lender asked
@@ -95,6 +106,27 @@ class Generation:
         gap_s = (self.last_token_at - first) / num_gaps if first is not None and num_gaps > 0 else 0.0
         return now - max(self.last_token_at, self.asked_at) >= max(least_s, 5 * gap_s)
 
+    def chose(self, prompt: PromptKV, num_uncached: int | None = None) -> None:
+        """Note what was known when engines were chosen. `num_uncached`: tokens that the prompt's engine computes."""
+        if num_uncached is not None:
+            self.num_uncached, self.stays = num_uncached, prompt.stays
+            self.reachable = self.reachable if self.flow.attempt else prompt.reachable
+        if prompt.choices is not None:
+            self.choices = [*(self.choices or ()), *prompt.choices][-MAX_CHOICES:]
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of KV that it is expected to need in the end."""
+        request = self.flow.request
+        return kv_tokens(request) - expected_output(request.params.max_tokens) + self.num_expected
+
+    def expect_more(self) -> int:
+        """Expect twice the output, since all that was expected has come; returns how many tokens more these are."""
+        most = self.flow.request.params.max_tokens
+        more = self.num_expected if most is None else max(min(self.num_expected, most - self.num_expected), 0)
+        self.num_expected += more
+        return more
+
     def enter(self, fleet: Fleet) -> None:
         """Enter the generation in the books of the engines that it runs on, and of no others."""
         flow = self.flow
@@ -104,7 +136,7 @@ class Generation:
         uncached = 0 if self.prompt_run_in == flow.attempt else self.num_uncached
         for name in flow.engines_in_use:
             if fleet.is_ready(name):
-                kv = kv_tokens(flow.request) if name == flow.route.decode else 0
+                kv = self.kv_tokens if name == flow.route.decode else 0
                 engine = fleet.engines[name]
                 self.has_lossy_store |= engine.card is not None and bool(engine.card.layout.codec)
                 entry = Entry(engine.books, uncached, kv)

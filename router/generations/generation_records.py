@@ -1,5 +1,6 @@
 """Records of single generations, for queries: those that run, and the latest that have ended."""
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,6 +16,38 @@ NUM_ENDED = 512
 
 MAX_SHOWN = 64
 """The most generations in one answer: a client may give all of its requests one id."""
+
+
+MAX_BRIEF = 4
+"""Choices, and candidates of each, in a header."""
+
+decisions = logging.getLogger("pdkv.decisions")
+
+
+def log_decision(generation: Generation) -> None:
+    """Write a line about why its engines were chosen."""
+    flow = generation.flow
+    names = {"request_id": flow.request.label or flow.request_id, "generation_id": flow.request_id}
+    decisions.info("%s", msgspec.json.encode(names | describe_decision(generation)).decode())
+
+
+def describe_decision(generation: Generation) -> dict[str, Any]:
+    """Why its engines were chosen, JSON-ready, and after its end what would have been best; empty: not recorded."""
+    if generation.choices is None:
+        return {}
+    return {"choices": msgspec.to_builtins(generation.choices), "hindsight": generation.hindsight}
+
+
+def encode_brief(generations: Iterable[Generation]) -> bytes:
+    """Why the engines of the first of these were chosen so far, as JSON for a header: the candidates that came next are
+    left out beyond MAX_BRIEF.
+    """
+    choices = next((generation.choices or [] for generation in generations), [])
+    told = []
+    for choice in choices[:MAX_BRIEF]:
+        first = sorted(choice.candidates, key=lambda c: (c.engine != choice.chosen, c.load - c.match))
+        told.append(msgspec.structs.replace(choice, candidates=first[:MAX_BRIEF]))
+    return msgspec.json.encode(told)
 
 
 class GenerationRecords:
@@ -73,6 +106,8 @@ def _state(generation: Generation) -> dict[str, Any]:
         "sources": msgspec.structs.asdict(generation.sources),
         "timeout_s": request.timeout_s,  # null: none
         "stall_timeout_s": request.stall_timeout_s,
+        "stays": generation.stays,
+        **({"decision": describe_decision(generation)} if generation.choices is not None else {}),
     }
 
 

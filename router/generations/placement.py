@@ -1,11 +1,13 @@
 """Gives engines to generations that wait for them, or lets them wait longer."""
 
 from collections.abc import Callable
+from typing import Any
 
 from pdkv.errors import EngineUnavailable, NoEngine
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.recovery import Recovery
+from pdkv.router.routing.decision import hindsight
 from pdkv.router.routing.holdings import Holdings
 from pdkv.router.routing.route_chooser import RouteChooser
 
@@ -36,19 +38,29 @@ class Placement:
         self._recovery.unpark(generation)
         return sends
 
+    def look_back(self, generation: Generation) -> dict[str, Any] | None:
+        """What the best engine for its prompt would have been, by what caches have now; None: nothing is recorded."""
+        sources, prompt = generation.sources, self._holdings.of(generation.flow.request, self._clock())
+        choices, size = generation.choices or (), len(prompt.request.prompt_token_ids)
+        shown = {c.engine for choice in choices for c in choice.candidates} - {generation.prefill_engine}
+        lacking = {engine: max(size - prompt.cached.get(engine, 0), 1) for engine in shown}
+        return hindsight(choices, generation.prefill_engine, sources.computed + sources.recomputed, lacking)
+
     def _try(self, generation: Generation) -> Sends:
         """Choose its engines. Raises EngineUnavailable."""
         flow, now = generation.flow, self._clock()
         without = self._recovery.excluded(generation)
         flow.trial_tokens = self._recovery.trial_tokens(generation)
         prompt = self._holdings.of(flow.request, now)
+        prompt.choices = None if generation.choices is None else []
         if flow.awaits_decode:
             prefill = flow.route.prefill
             if self._routes.has_engine("decode", now, {*without, prefill}):
                 engine = self._routes.choose_decode(prompt, prefill, now, without=without)
+                generation.chose(prompt)
                 return flow.bind_decode(engine, now)
         route = self._routes.choose(prompt, now, without=without, num_output=len(flow.output_token_ids))
-        generation.num_uncached = self._holdings.given(prompt, route.prefill, route.offer, now)
+        generation.chose(prompt, self._holdings.given(prompt, route.prefill, route.offer, now))
         if flow.awaits_decode:  # only the engine that ran it could decode it
             return [*flow.reset(), *flow.begin(route, now)]
         return flow.begin(route, now)

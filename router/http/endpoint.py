@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdkv.base.limits import clip
 from pdkv.base.trace_context import TraceContext, new_trace, parse_traceparent
-from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
+from pdkv.errors import InvalidRequest, PdkvError, ServerBusy, Unauthorized
 from pdkv.router.admission.admission_queue import Visit
 from pdkv.router.admission.tenants import TENANT, Tenant, payer
 from pdkv.router.http.answer.exchange import Exchange
@@ -26,7 +26,7 @@ from pdkv.router.http.answer.request_report import RequestReport, record
 from pdkv.router.http.read.intake import Shared
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
-from pdkv.router.http.read.wishes import Wishes, read_wishes
+from pdkv.router.http.read.wishes import EXPLAIN, Wishes, read_wishes
 from pdkv.router.http.server.access_log import log_access, wants_access_lines
 from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.http.server.request_body import Disconnected
@@ -143,7 +143,7 @@ class GenerateEndpoint:
         finally:
             gone.cancel()
             fanout.abort()
-            visit.used(fanout.num_begun_tokens + fanout.num_completion_tokens)
+            visit.used(fanout.num_begun_tokens + fanout.num_completion_tokens, fanout.num_cached_tokens)
         metrics.served(
             num_prompt_tokens=fanout.num_prompt_tokens,
             num_cached_tokens=fanout.num_cached_tokens,
@@ -179,6 +179,12 @@ class GenerateEndpoint:
                 raise InvalidRequest(f"{text}: send one of them", param=wishes.objective_header)
             tenant.check_priority(wishes.priority, wishes.objective_header)
             job = msgspec.structs.replace(job, priority=wishes.priority)
+        if wishes.explain:
+            if not tenant.grant.admin:  # what others have cached is told to no stranger
+                raise Unauthorized(
+                    f"{EXPLAIN} needs a key with admin rights (admin = true in the key file)", status=403
+                )
+            job = msgspec.structs.replace(job, explain=True)
         if wishes.slo_ttft_s or wishes.slo_tpot_s:
             job = msgspec.structs.replace(job, slo_ttft_s=wishes.slo_ttft_s, slo_tpot_s=wishes.slo_tpot_s)
         if self._admission.config.require_cache_salt and not job.cache_salt:

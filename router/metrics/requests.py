@@ -154,8 +154,16 @@ class Metrics:
         )
         loans = "Loans requested from other engines' caches, by outcome."
         yield counters("pdkv_kv_loans", loans, "outcome", dispatched.loans)
-        turns = "Choices that a decode engine ran alone because it had nearly all of the prompt."
+        turns = "Choices that a decode engine ran alone because that was sooner than a hand-off."
         yield counter("pdkv_local_turns", turns, self._dispatcher.num_local_turns)
+        kept = "Choices that a prefill engine ran alone because decode engines were full."
+        yield counter("pdkv_kept_choices", kept, self._dispatcher.num_kept)
+        for name, of, hits in (
+            ("reachable", "had, or were in a store", dispatched.reachable_hits),
+            ("achieved", "of their engine had, or that it loaded", dispatched.achieved_hits),
+        ):
+            text = f"Prompt tokens that caches {of}."
+            yield totals(f"pdkv_{name}_hit_tokens", text, ["role", "tier"], hits.items())
         text = "Choices of engines by the default policy because --policy failed."
         yield counter("pdkv_policy_failures", text, self._dispatcher.num_policy_failures)
         yield counter("pdkv_kv_load_failures", "Failed KV loads from peers.", dispatched.load_failures)

@@ -14,6 +14,7 @@ from pdkv.router.engines.fleet import Fleet
 from pdkv.router.engines.members import FEW
 from pdkv.router.engines.speeds import Costs, saved_tokens
 from pdkv.router.request import GenerateRequest, Offer
+from pdkv.router.routing.decision import Choice
 from pdkv.router.routing.prefix_index import Match, PrefixIndex
 from pdkv.router.routing.tier_index import Reach, TierIndex
 from pdkv.wire.kv import EngineCard
@@ -27,15 +28,28 @@ class PromptKV:
         self.keys = () if request.params.prompt_logprobs is not None else keys  # all logits must be computed
         self._known = known
         self._now = now
+        self._expected: dict[str, int] = {}
+        self.choices: list[Choice] | None = [] if request.explain else None  # why engines were chosen, if asked for
+        self.stays = ""  # "local": its decode engine does all of it; "kept": its prefill engine; "": neither by cost
 
     @cached_property
     def cached(self) -> Match:
         """Number of the prompt's first tokens in each engine's own cache; engines without any are left out."""
         return self._known.index.match(self.keys)
 
+    @property
+    def reachable(self) -> tuple[int, int]:
+        """Tokens of its longest prefix in any engine's cache, and in any tier below; one is always computed."""
+        most = (len(self.request.prompt_token_ids) - 1) // HASH_BLOCK_SIZE * HASH_BLOCK_SIZE
+        return min(self.cached.longest, most), min(max((r.num_tokens for r in self.reaches), default=0), most)
+
     def expected(self, engine: str) -> int:
         """As in `cached`, with what the engine is about to compute for prompts that it was given before."""
-        return self._known.index.expected.extend(engine, self.keys, self.cached.get(engine), self._now)
+        own = self._expected.get(engine)
+        if own is None:
+            own = self._known.index.expected.extend(engine, self.keys, self.cached.get(engine), self._now)
+            self._expected[engine] = own
+        return own
 
     @cached_property
     def near(self) -> Collection[str]:
@@ -130,9 +144,9 @@ class Holdings:
             return None
         return Offer(lender, num_tokens, costs.load_timeout_s, costs.compute_s or 0.0)
 
-    def handoff_s(self, decode: str, num_tokens: int) -> float:
+    def handoff_s(self, prefill: str, decode: str, num_tokens: int) -> float:
         """Seconds to hand over this many tokens to a decode engine; 0: not known."""
-        return self._fleet.speeds.load_s(self._num_bytes(decode, num_tokens))
+        return self._fleet.speeds.load_s(self._num_bytes(decode, num_tokens), (prefill, decode))
 
     # --- loans ----------------------------------------------------------------------------------------------------
 

@@ -45,24 +45,25 @@ def uniform(snapshot: Snapshot) -> EngineView:
 
 
 def least_loaded(snapshot: Snapshot) -> EngineView:
-    """The engine with the fewest tokens."""
-    return min(rotate(snapshot.engines, snapshot.turn), key=lambda e: e.load)
+    """The engine with the fewest tokens; those that wait for a slow engine count more."""
+    return min(rotate(snapshot.engines, snapshot.turn), key=lambda e: e.cost)
 
 
 def power_of_two(snapshot: Snapshot) -> EngineView:
     """The less loaded of two random engines (Mitzenmacher 2001): requests do not herd onto the least loaded one."""
     engines = snapshot.engines
-    return min(snapshot.rng.sample(engines, min(2, len(engines))), key=lambda e: e.load)
+    return min(snapshot.rng.sample(engines, min(2, len(engines))), key=lambda e: e.cost)
 
 
 def prefix_aware(snapshot: Snapshot) -> EngineView:
-    """The engine with the fewest tokens, including those of this prompt that it has to compute or load.
+    """The engine with the fewest tokens, including those of this prompt that it has to compute or load. Each of these
+    counts twice: it drops another one from the engine's cache, which will be computed again.
 
     So a hit is worth as many queued tokens as it covers, and a prefix that all prompts share gathers them on one engine
     only while that costs nothing.
     """
     match = snapshot.match()
-    return min(rotate(snapshot.engines, snapshot.turn), key=lambda e: e.load - match.get(e.name, 0))
+    return min(rotate(snapshot.engines, snapshot.turn), key=lambda e: e.cost - 2 * match.get(e.name, 0))
 
 
 MOST_QUEUED_S = 10.0

@@ -362,6 +362,11 @@ class Match(Mapping[str, int]):
     def __len__(self) -> int:
         return sum(mask.bit_count() for _, mask in self._levels)
 
+    @property
+    def longest(self) -> int:
+        """The most tokens that any engine holds."""
+        return next((num_tokens for num_tokens, mask in self._levels if mask), 0)
+
     def most_first(self, *, in_turn: bool = False) -> Iterator[tuple[int, str]]:
         """(tokens, engine). `in_turn`: of many that hold as much, others come first each time."""
         first = self._index.take_turn() if in_turn else 0

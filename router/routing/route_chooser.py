@@ -4,16 +4,18 @@ import functools
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import xxhash
 
 from pdkv.base.log_limit import LogLimit
 from pdkv.config import LocalTurns
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
+from pdkv.router.engines.books import expected_output, kv_tokens
 from pdkv.router.engines.candidate import EngineView, Side
 from pdkv.router.engines.fleet import Fleet
 from pdkv.router.request import Offer, Route
+from pdkv.router.routing.decision import Candidate, Choice, Reason
 from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.policies import (
     BY_LOAD,
@@ -33,15 +35,6 @@ SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 AFFINITY_TOKENS = 4096
 """Additional tokens that may wait on the engine of a `prompt_cache_key` before its request goes elsewhere."""
-
-
-MAX_LOCAL_TOKENS = 256
-"""Prompt tokens that a decode engine may lack; if it lacks more, prefill is used, whatever the cost."""
-
-LOCAL_FRACTION = 0.25
-"""That limit as a share of the prompt: a conversation's next turn goes to its KV, not a whole prompt to an idle
-decode engine.
-"""
 
 
 def prefer(engines: Sequence[EngineView], key: str) -> Sequence[EngineView]:
@@ -79,13 +72,13 @@ class RouteChooser:
         take_over: bool = False,
         local_turns: LocalTurns = "auto",
     ) -> None:
-        """`take_over`: if no engine of one role is ready, those of the other do its work, too. `local_turns`: whether a
-        decode engine that has nearly all of a prompt computes the rest itself, if that costs less.
+        """`take_over`: if no engine of one role is ready, those of the other do its work, too. `local_turns`: whether
+        one engine runs all of a request, if that costs less.
 
         Raises:
             ConfigError: an unknown policy.
         """
-        self.policy = find_policy(policy)
+        self.policy, self.policy_name = find_policy(policy), policy
         self._holdings = holdings
         self._fleet = fleet
         self._orders = tuple(orders)
@@ -96,7 +89,10 @@ class RouteChooser:
         self._decode_turn = 0
         self.num_policy_failures = 0  # choices of the default policy, in place of one that raised
         self._log_limit = LogLimit()
-        self.num_local_turns = 0  # requests given to decode engines because they had nearly all of the prompt
+        self.num_local_turns = 0  # requests given to decode engines alone
+        self.num_kept = 0  # requests given to prefill engines alone
+        self._gap_s = 0.0  # recent average between two requests; 0: not known
+        self._chose_at = 0.0
         self._num_prefill = 1  # candidates at the last choice
 
     def choose(
@@ -115,13 +111,16 @@ class RouteChooser:
         is done. Prompts too long for prefill are run by decode alone.
 
         Args:
-            may_stay: no output has been sent yet, so the request may run where nearly all of its prompt is cached.
+            may_stay: no output has been sent yet, so the request may stay on one engine.
             num_output: output tokens so far.
 
         Raises:
             NoEngine: no engine of a role is ready.
             EngineUnavailable: the two have no order in common.
         """
+        if self._chose_at:
+            self._gap_s += (now - self._chose_at - self._gap_s) * (0.1 if self._gap_s else 1.0)
+        self._chose_at = now
         short = self._fleet.too_short(prompt.request, num_output)
         without = {*without, *short}
         prefill, decode = (self._candidates(side, now, without, prompt) for side in SIDES)
@@ -147,47 +146,85 @@ class RouteChooser:
                 alone, alone
             )  # a hand-off would gain nothing: the decode engine would compute the prompt again
         offer = self._holdings.find_offer(prompt, first, now)
-        if may_stay and (local := self._find_local(prompt, first, offer, decode)) is not None:
-            return Route(local, local)
+        if may_stay and (one := self._stay(prompt, first, offer, decode, now)) is not None:
+            return Route(one, one)
         order = self._order(first, decode[0].name)
         if order == "prefill_first":
             return Route(first, "", order, offer)
         return Route(first, self.choose_decode(prompt, first, now, without=without), order, offer)
 
-    def _find_local(
-        self, prompt: PromptKV, prefill: str, offer: Offer | None, decode: Sequence[EngineView]
+    def _stay(
+        self, prompt: PromptKV, prefill: str, offer: Offer | None, decode: Sequence[EngineView], now: float
     ) -> str | None:
-        """The decode engine that has nearly all of the prompt, if it should compute the rest itself."""
-        if self._local_turns == "never" or self.policy is not prefix_aware:
-            return None
+        """The engine that runs all of the request, if that is sooner than a hand-off: the decode engine that the policy
+        chooses, or, where all of these are full, the prefill engine.
+        """
         request = prompt.request
-        if request.probe or request.near == prefill:
+        if self._local_turns == "never" or self.policy is not prefix_aware or request.probe or request.near == prefill:
             return None
-        chosen = self._choose(prompt, "decode", decode, self._decode_turn, lambda: prompt.cached)
         has_run_it = any(request.near == engine.name for engine in decode)  # for an earlier choice
-        if has_run_it:
-            chosen = request.near
+        chosen = request.near if has_run_it else self._choose(prompt, "decode", decode, self._decode_turn, prefill, now)
         num_tokens = len(request.prompt_token_ids)
         num_lacking = max(num_tokens - prompt.cached.get(chosen, 0), 1)
-        if num_lacking > min(MAX_LOCAL_TOKENS, num_tokens * LOCAL_FRACTION):
-            return None
-        is_asked_for = self._local_turns == "always" or has_run_it
-        if not (is_asked_for or self._is_sooner(num_lacking, chosen, prompt, prefill, offer)):
-            return None
-        self.num_local_turns += 1
-        return chosen
+        is_asked_for = has_run_it or (self._local_turns == "always" and 2 * num_lacking <= num_tokens)
+        if is_asked_for or self._is_sooner(prompt, chosen, num_lacking, prefill, offer, now):
+            self.num_local_turns += 1
+            prompt.stays = "local"
+            return chosen
+        if self._keeps(prompt, prefill, decode, now):
+            self.num_kept += 1
+            prompt.stays = "kept"
+            return prefill
+        return None
 
-    def _is_sooner(self, num_lacking: int, decode: str, prompt: PromptKV, prefill: str, offer: Offer | None) -> bool:
+    def _is_sooner(
+        self, prompt: PromptKV, decode: str, num_lacking: int, prefill: str, offer: Offer | None, now: float
+    ) -> bool:
         """Whether `decode` would compute this many tokens sooner than `prefill` would compute what it lacks and hand it
-        over. Computing on the decode engine holds up everything it runs; if nothing has been measured, prefill is used.
+        over. Computing on the decode engine holds up everything that it runs, and half of that time each request that
+        comes meanwhile. If nothing has been measured, prefill is used.
         """
-        token_s = self._fleet.speeds.token_s(prefill)
-        if token_s is None:
+        speeds, here, there = self._fleet.speeds, self._fleet.engines[decode], self._fleet.engines[prefill]
+        token_s = speeds.token_s(prefill)
+        if not token_s:
             return False
-        here_s = num_lacking * token_s * (1 + self._fleet.engines[decode].books.requests)
-        num_waiting = self._fleet.engines[prefill].books.prefill_tokens
-        num_computed = num_waiting + self._holdings.uncached_tokens(prompt, prefill, offer)
-        return here_s < num_computed * token_s + self._holdings.handoff_s(decode, num_lacking)
+        own_s = (here.tokens_left(now) + num_lacking) * (speeds.token_s(decode) or token_s)
+        arrivals = own_s / self._gap_s / len(self._fleet.sides["decode"]) if self._gap_s else 0.0
+        here_s = own_s * (1 + here.books.requests + arrivals / 2)
+        num_computed = there.tokens_left(now) + self._holdings.uncached_tokens(prompt, prefill, offer)
+        there_s = num_computed * token_s + self._holdings.handoff_s(prefill, decode, num_lacking)
+        self._record_stay(prompt, decode, num_lacking, here_s, prefill, num_computed, there_s)
+        return here_s < there_s
+
+    def _keeps(self, prompt: PromptKV, prefill: str, decode: Sequence[EngineView], now: float) -> bool:
+        """Whether the prefill engine would be done sooner with all of it than decode engines, the least loaded of
+        which has no room for it: each token may wait for a step of prompts there.
+        """
+        fleet, request, need = self._fleet, prompt.request, kv_tokens(prompt.request)
+        first, last = fleet.engines[prefill], min(decode, key=lambda e: e.load).name
+        over, token_s = fleet.engines[last].kv_missing(need), fleet.speeds.token_s(prefill)
+        if over <= 0 or not token_s or not first.takes(request.most_tokens(0)):
+            return False
+        books, num_output = fleet.engines[last].books, expected_output(request.params.max_tokens)
+        step_s = fleet.speeds.step_s(last, books.requests)
+        if not step_s:
+            return False
+        here_s = num_output * min(first.tokens_left(now), first.largest_step) * token_s
+        wait_s = num_output * step_s * over / max(books.kv_tokens, over)
+        there_s = wait_s + self._holdings.handoff_s(prefill, last, len(request.prompt_token_ids))
+        self._record_stay(prompt, prefill, 0, here_s, last, over, there_s)
+        return here_s < there_s
+
+    def _record_stay(
+        self, prompt: PromptKV, one: str, num_tokens: int, one_s: float, other: str, num_others: int, other_s: float
+    ) -> None:
+        """Record the choice between one engine and a hand-off, if it is asked for."""
+        if prompt.choices is not None:
+            ways = [(one, num_tokens, one_s), (other, num_others, other_s)]
+            candidates = [Candidate(name, 0, 1.0, num, 0, predicted_s=seconds) for name, num, seconds in ways]
+            chosen = one if one_s < other_s else other
+            size = len(prompt.request.prompt_token_ids)
+            prompt.choices.append(Choice("both", self.policy_name, chosen, "sooner", size, candidates))
 
     def has_engine(self, side: Side, now: float, without: Collection[str]) -> bool:
         """Whether an engine outside `without` is ready for this side."""
@@ -201,11 +238,8 @@ class RouteChooser:
         return any(self.has_engine(side, now, without) for side in sides)
 
     def _prefill_of(self, prompt: PromptKV, engines: Sequence[EngineView], now: float) -> str:
-        request = prompt.request
         self._num_prefill = len(engines)
-        if any(request.near == engine.name for engine in engines):
-            return request.near
-        return self._choose_prefill(prompt, prefer(engines, request.affinity), now)
+        return self._choose_prefill(prompt, prefer(engines, prompt.request.affinity), now)
 
     def choose_decode(self, prompt: PromptKV, prefill: str, now: float, *, without: Collection[str] = ()) -> str:
         """The engine that decodes the request of which `prefill` runs or ran the prompt; engines that recently failed
@@ -224,7 +258,7 @@ class RouteChooser:
         # Without the shift, both sides' turns would advance together: of 2 x 2 pairs only two would ever be used.
         turn = self._decode_turn + self._decode_turn // math.lcm(self._num_prefill, len(engines))
         self._decode_turn += 1
-        return self._choose(prompt, "decode", engines, turn, lambda: prompt.cached)
+        return self._choose(prompt, "decode", engines, turn, prefill, now)
 
     def _order(self, prefill: str, decode: str) -> Order:
         """The hand-off order of the two. Raises EngineUnavailable if they have none in common."""
@@ -251,30 +285,71 @@ class RouteChooser:
         return [engine for engine in engines if engine.name not in without]
 
     def _choose(
-        self,
-        prompt: PromptKV,
-        side: Side,
-        engines: Sequence[EngineView],
-        turn: int,
-        match: Callable[[], Mapping[str, int]],
+        self, prompt: PromptKV, side: Side, engines: Sequence[EngineView], turn: int, prefill: str, now: float
     ) -> str:
-        """Choose by policy; by the default one if that fails, which costs no request. `match`: prompt tokens that need
-        not be computed, by engine. (On the decode side there are none: only its own blocks count.)
-        """
-        match = functools.cache(match)
+        """Choose by policy; by the default one if that fails, which costs no request. `prefill`: of a decode side."""
+        names, request = [engine.name for engine in engines], prompt.request
+        if side == "prefill":
+            match = functools.cache(lambda: self._holdings.worth(prompt, names, now))
+        else:
+            match = functools.cache(lambda: self._spared(prompt, prefill, names))
         predict = functools.cache(lambda: self._predict(prompt, side, engines, match()))
-        num_tokens = len(prompt.request.prompt_token_ids)
-        snapshot = Snapshot(tuple(engines), turn, self._rng, match, side, num_tokens, predict)
-        slo_s = prompt.request.slo_ttft_s if side == "prefill" else prompt.request.slo_tpot_s
+        seed = self._rng.getrandbits(32) if prompt.choices is not None else 0
+        rng = self._rng if prompt.choices is None else random.Random(seed)
+        size = len(request.prompt_token_ids)
+        snapshot = Snapshot(tuple(engines), turn, rng, match, side, size, predict)
+        slo_s = request.slo_ttft_s if side == "prefill" else request.slo_tpot_s
+        near = request.near if side == "prefill" else ""
+        name, reason = self._decide(snapshot, near, slo_s)
+        if prompt.choices is not None:
+            policy = DEFAULT_POLICY if reason == "default" else self.policy_name
+            told = [self._describe(prompt, side, engine, snapshot, prefill) for engine in engines]
+            prompt.choices.append(Choice(side, policy, name, reason, size, told, turn, seed, near, slo_s))
+        return name
+
+    def _decide(self, snapshot: Snapshot, near: str, slo_s: float) -> tuple[str, Reason]:
+        """The chosen engine, and why."""
+        if near and any(near == engine.name for engine in snapshot.engines):
+            return near, "sibling"
         if slo_s and (cheapest := cheapest_within(snapshot, slo_s)) is not None:
-            return cheapest.name
+            return cheapest.name, "objective"
         try:
-            return apply_policy(self.policy, snapshot)
+            return apply_policy(self.policy, snapshot), "policy"
         except Exception:
             self.num_policy_failures += 1
             if self._log_limit.passes():
                 logger.exception("the policy failed, and %s chose in its place", DEFAULT_POLICY)
-            return apply_policy(POLICIES[DEFAULT_POLICY], snapshot)
+            return apply_policy(POLICIES[DEFAULT_POLICY], snapshot), "default"
+
+    def _describe(
+        self, prompt: PromptKV, side: Side, engine: EngineView, snapshot: Snapshot, prefill: str
+    ) -> Candidate:
+        """A candidate as the policy saw it, for the record."""
+        name, own = engine.name, prompt.cached.get(engine.name, 0)
+        token_s, transfer_s = self._fleet.speeds.token_s(name), None
+        if side == "prefill":
+            reach = max((r.num_tokens for r in prompt.reaches if name in r.engines), default=0)
+            own = max(own, prompt.expected(name), reach)
+        elif prefill:
+            transfer_s = self._holdings.handoff_s(prefill, name, snapshot.num_tokens - own) or None
+        return Candidate(
+            name, engine.load, engine.pace, max(snapshot.num_tokens - own, 1), snapshot.match().get(name, 0),
+            max(engine.load, 0) * token_s if side == "prefill" and token_s else None, transfer_s,
+            snapshot.predict().get(name),
+        )  # fmt: skip
+
+    def _spared(self, prompt: PromptKV, prefill: str, engines: Sequence[str]) -> Mapping[str, int]:
+        """Tokens of KV that need not be handed over to each of these, less those that cost their steps as much as it
+        takes to hand over the others.
+        """
+        token_s = self._fleet.speeds.token_s(prefill) if prefill else None
+        if not token_s or not self._fleet.speeds.knows_loads:
+            return prompt.cached
+        kv_token_s = token_s * self._fleet.engines[prefill].context_weight
+        size = len(prompt.request.prompt_token_ids)
+        lacking = {name: size - prompt.cached.get(name, 0) for name in engines}
+        handoff_s = self._holdings.handoff_s
+        return {name: size - int(handoff_s(prefill, name, num) / kv_token_s) for name, num in lacking.items()}
 
     def _predict(
         self, prompt: PromptKV, side: Side, engines: Sequence[EngineView], match: Mapping[str, int]
@@ -282,7 +357,7 @@ class RouteChooser:
         """Seconds that each engine would take to the first token (decode: for each further one), where known."""
         speeds, num_tokens = self._fleet.speeds, len(prompt.request.prompt_token_ids)
         predicted: dict[str, float] = {}
-        for name, load in engines:
+        for name, load, _ in engines:
             if side == "decode":
                 token_s = speeds.step_s(name, self._fleet.engines[name].books.requests + 1)
                 num_left = 1
@@ -294,6 +369,4 @@ class RouteChooser:
         return predicted
 
     def _choose_prefill(self, prompt: PromptKV, engines: Sequence[EngineView], now: float) -> str:
-        names = [engine.name for engine in engines]
-        worth = functools.partial(self._holdings.worth, prompt, names, now)
-        return self._choose(prompt, "prefill", engines, self._next_prefill_turn(), worth)
+        return self._choose(prompt, "prefill", engines, self._next_prefill_turn(), "", now)

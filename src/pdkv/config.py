@@ -528,6 +528,9 @@ class ObservabilityConfig(Options):
         "text", "format of log lines on stderr; text: plain text; json: one JSON object per line"
     )
     access_log: bool = option(True, "log one line per request: client, outcome, engines, tokens and times")
+    explain_share: Annotated[float, Meta(ge=0, le=1)] = option(
+        0.0, "share of requests whose choices of engines are logged, and shown by GET /admin/requests/ID"
+    )
     otlp_endpoint: str | None = option(
         None, "send request spans to this OpenTelemetry collector (OTLP over HTTP); needs pdkv[otel]", metavar="URL"
     )

@@ -32,6 +32,7 @@ class FakeGeneration:
         self.num_cached_tokens = 0
         self.num_lossy_tokens: int | None = None
         self.num_attempts = 1
+        self.choices, self.stays = None, ""
         self.sources = SourceCounts(computed=len(request.prompt_token_ids))
         self.aborted = False
         self.finished = False  # by its reader
@@ -123,7 +124,7 @@ class FakeDispatcher:
         self.on_room: Callable[[], None] = lambda: None
         self.started = asyncio.Event()  # set by every start
         self.counters = Counters()
-        self.num_local_turns = self.num_policy_failures = 0
+        self.num_local_turns = self.num_policy_failures = self.num_kept = 0
         self.counters.retried, self.counters.migrated, self.counters.dropped_messages = 2, 1, 3
         self.counters.failed["timeout"] = 4
         self.delays = Delays()

@@ -162,6 +162,7 @@ class Choice:
             slo_ttft_s=self._job.slo_ttft_s,
             slo_tpot_s=self._job.slo_tpot_s,
             affinity=self._job.affinity,
+            explain=self._job.explain,
             timeout_s=timeout_s,
             stall_timeout_s=stall_timeout_s,
             label=label,

@@ -15,6 +15,7 @@ from pdkv.base.log_fields import RequestName
 from pdkv.base.trace_context import TraceContext
 from pdkv.errors import InvalidRequest, PdkvError
 from pdkv.router.admission.tenants import Tenant
+from pdkv.router.generations.generation_records import encode_brief
 from pdkv.router.http.answer.fanout import Fanout
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.server.errors import describe_error
@@ -150,6 +151,8 @@ class Exchange:
         for name, engine in zip((b"x-pd-prefill-engine", b"x-pd-decode-engine"), engines, strict=True):
             if engine:
                 headers.append((name, engine.encode("latin-1")))
+        if self.fanout is not None and self.fanout.job.explain:
+            headers.append((b"x-pd-decision", encode_brief(self.fanout.generations)))
         if self._tenant is not None:
             headers += self._tenant.rate_headers()
         return headers

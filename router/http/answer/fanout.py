@@ -71,6 +71,11 @@ class Fanout:
         return (generation.prefill_engine, generation.decode_engine) if generation is not None else ("", "")
 
     @property
+    def stays(self) -> str:
+        """How the first choice stays on one engine by cost: "local", "kept" or not ("")."""
+        return next((generation.stays for generation in self._generations.values()), "")
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Number of prompt tokens; each prompt counts once, whatever n is."""
         return sum(len(prompt.token_ids) for prompt in self.job.prompts)

@@ -93,6 +93,7 @@ def _work(fanout: Fanout, metrics: RequestMetrics) -> dict[str, Any]:
         "choices": len(fanout.choices),
         "prefill": prefill or None,
         "decode": decode or None,
+        "stays": fanout.stays or None,
         "attempts": fanout.num_attempts,
         "prompt_tokens": fanout.num_prompt_tokens,
         **{name: getattr(sources, name) for name in sources.__struct_fields__},

@@ -62,6 +62,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     slo_ttft_s: float = 0.0  # see Wishes
     slo_tpot_s: float = 0.0
+    explain: bool = False  # its answer says why its engines were chosen
     affinity: str = ""  # requests with the same key prefer the same engine
     answer: AnswerFormat | None = None  # how its calls and reasoning are told apart from its text; None: it is all text
     own_tools: Mapping[str, Any] = {}  # of /v1/responses: the client's names of its functions

@@ -12,6 +12,9 @@ from pdkv.errors import InvalidRequest
 MAX_SLO_MS = 3_600_000
 """The longest time that may be asked for."""
 
+EXPLAIN = "x-pd-explain"
+"""A header of an admin, whose answer says why its engines were chosen."""
+
 _MILLISECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 _MAX_ID = 256
 
@@ -24,6 +27,7 @@ class Wishes(NamedTuple):
     priority: int | None = None  # of the objective that it names
     objective_header: str = ""  # that named it
     fairness_id: str = ""  # requests with the same one share their key's turns as one
+    explain: bool = False  # why its engines were chosen
 
 
 def read_wishes(headers: Headers, objectives: Mapping[str, int]) -> Wishes:
@@ -41,6 +45,7 @@ def read_wishes(headers: Headers, objectives: Mapping[str, int]) -> Wishes:
         objectives.get(objective) if objective else None,
         objective_header,
         fairness_id,
+        _is_true(*_find(headers, EXPLAIN)),
     )
 
 
@@ -50,6 +55,12 @@ def _find(headers: Headers, *names: str) -> tuple[str, str]:
     if len({value for _, value in found}) > 1:
         raise InvalidRequest(f"{found[0][0]}: one value was expected, got {len(found)}", param=found[0][0])
     return found[0] if found else ("", "")
+
+
+def _is_true(name: str, text: str) -> bool:
+    if text not in ("", "true", "false"):
+        raise _wrong(name, "true or false was expected", text)
+    return text == "true"
 
 
 def _seconds(name: str, text: str) -> float:

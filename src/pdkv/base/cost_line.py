@@ -11,20 +11,22 @@ class Line:
     amounts hardly differ, or the fit has a negative coefficient, the line goes through the origin and the means.
     """
 
-    __slots__ = ("_n", "_x", "_xx", "_xy", "_y")
+    __slots__ = ("_decay", "_n", "_x", "_xx", "_xy", "_y")
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = DECAY) -> None:
+        self._decay = decay
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
     def add(self, amount: float, seconds: float) -> None:
         """Add a measurement; one with amount 0 is ignored."""
         if amount <= 0 or seconds <= 0:
             return
-        self._n = self._n * DECAY + 1
-        self._x = self._x * DECAY + amount
-        self._y = self._y * DECAY + seconds
-        self._xx = self._xx * DECAY + amount * amount
-        self._xy = self._xy * DECAY + amount * seconds
+        decay = self._decay
+        self._n = self._n * decay + 1
+        self._x = self._x * decay + amount
+        self._y = self._y * decay + seconds
+        self._xx = self._xx * decay + amount * amount
+        self._xy = self._xy * decay + amount * seconds
 
     @property
     def known(self) -> bool:
@@ -35,6 +37,16 @@ class Line:
     def mean(self) -> float:
         """Seconds per unit of the amount, fixed costs included; 0 without measurements."""
         return self._y / self._x if self.known else 0.0
+
+    @property
+    def amount(self) -> float:
+        """The average amount; 0 without measurements."""
+        return self._x / self._n if self.known else 0.0
+
+    def at(self, amount: float) -> float:
+        """Seconds for this amount; 0 without measurements."""
+        at_rest, per_unit = self.fit()
+        return at_rest + per_unit * amount
 
     def fit(self) -> tuple[float, float]:
         """(fixed seconds, seconds per unit of the amount); (0, 0) without measurements."""

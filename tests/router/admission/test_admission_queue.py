@@ -373,6 +373,40 @@ async def test_a_key_pays_for_outputs_that_were_longer_than_expected_and_gets_ba
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
+@pytest.mark.parametrize("way", ["it writes on", "its prompt was cached"])
+async def test_a_key_s_turn_follows_what_it_costs_while_it_runs(way: str) -> None:
+    """Not only what was expected, at its beginning, or when all of it is over."""
+    rig = Rig()
+    async with case(rig):
+        tenants = {name: rig.tenant(name) for name in ("a", "b")}
+        visits = {name: rig.admission.arrive(tenant) for name, tenant in tenants.items()}
+        tasks = []
+        for visit in visits.values():
+            visit.hold([1000, 1000], 1, 4000, stream=False)
+            request = make_request(1000, max_tokens=4000, tenant=visit.tenant.digest)
+            tasks += [begin(visit, request) for _ in range(2)]
+        await settle()
+        rig.dispatcher.give_room(2)  # one of each
+        await settle()
+        if way == "it writes on":
+            visits["a"].came(2048)
+        else:
+            visits["b"].used(2512, 2000)
+            visits["b"].close()
+            await settle()
+            visits["b"] = rig.admission.arrive(tenants["b"])
+            visits["b"].hold([1000], 1, 4000, stream=False)
+            tasks.append(begin(visits["b"], make_request(1000, max_tokens=4000, tenant=tenants["b"].digest)))
+            await settle()
+        rig.dispatcher.give_room(3)
+        await settle()
+        newest = rig.dispatcher.requests[-1]
+        assert newest.tenant == tenants["b"].digest
+        for visit in visits.values():
+            visit.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def test_a_key_pays_for_long_outputs_of_what_began_before_anybody_waited() -> None:
     """Each is taken to come to 276 tokens; the four of "early" come to 2,760, while two others wait beside its next."""
     rig = Rig(num_slots=4)

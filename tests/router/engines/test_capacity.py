@@ -14,6 +14,7 @@ from pdkv.router.engines.books import Entry
 from pdkv.router.engines.capacity import LATELY_S, SEQS_AHEAD, Capacity
 from pdkv.router.engines.fleet import STEPS_AHEAD, Fleet
 from pdkv.router.generations.generation import Generation
+from pdkv.wire.messages import Tokens
 from pdkv.wire.reports import BlockCounts, LoadReport
 
 
@@ -188,3 +189,20 @@ async def test_a_router_that_ends_tells_those_who_wait() -> None:
         system.dispatcher.close()
         with pytest.raises(Exception, match="the router is shutting down"):
             await waiting
+
+
+async def test_more_is_kept_free_for_an_output_that_is_longer_than_expected() -> None:
+    async with live(System(1, 1)) as system:
+        request = make_request(20, max_tokens=1000)
+        system.backends["decode-0"].held = True
+        generation = system.dispatcher.start_on("decode-0", request)
+        room, books = system.dispatcher.room, system.dispatcher.fleet.engines["decode-0"].books
+        assert (room.kv_tokens, books.kv_tokens) == (276, 276)
+        number, attempt = generation.flow.request_id, generation.flow.attempt
+        system.backends["decode-0"].say(Tokens(number, attempt, 0, list(range(300))))
+        assert (room.kv_tokens, books.kv_tokens) == (532, 532)
+        system.backends["decode-0"].say(Tokens(number, attempt, 300, list(range(600))))
+        assert (room.kv_tokens, books.kv_tokens) == (1020, 1020)
+        generation.abort()
+        assert room.kv_tokens == 0
+        system.backends["decode-0"].release()

@@ -303,3 +303,27 @@ def test_connectors_of_different_versions_are_said_once_with_both(caplog: pytest
     assert not fleet.can_hand_over("prefill-0", "decode-0")
     assert not fleet.can_hand_over("decode-0", "prefill-0")
     assert fleet.can_hand_over("prefill-0", "decode-1")
+
+
+def test_what_an_engine_has_probably_computed_does_not_wait_there_and_a_step_is_the_most_of_it() -> None:
+    fleet = Fleet()
+    fleet.add("prefill-0", "prefill")
+    engine = fleet.came_up("prefill-0", make_card("prefill-0", "prefill", max_num_batched_tokens=1000))
+    Entry(engine.books, 5000, 0).enter()
+    engine.books.worked_since = 10.0
+    assert engine.view("prefill", 11.0).load == 5000, "not measured"
+    engine.token_s = 0.001
+    assert [engine.view("prefill", at).load for at in (10.0, 10.5, 60.0)] == [5000, 4500, 4000]
+
+
+def test_engines_of_unequal_speed_have_paces_and_nearly_equal_ones_have_none() -> None:
+    fleet = Fleet()
+    for i, token_s in enumerate((0.001, 0.0011, 0.003)):
+        fleet.add(f"prefill-{i}", "prefill")
+        fleet.came_up(f"prefill-{i}", make_card(f"prefill-{i}", "prefill"))
+        for num in range(1, 20):
+            fleet.speeds.worked(f"prefill-{i}", 100 * num, token_s * 100 * num, 1.0)
+    fleet.review(1.5)
+    assert [e.pace for e in fleet.engines.values()] == pytest.approx([1.0, 1.0, 3.0 / 1.1], rel=0.01)
+    fleet.review(60.0)
+    assert {e.pace for e in fleet.engines.values()} == {1.0}

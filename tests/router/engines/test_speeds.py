@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdkv.router.engines.speeds import LOAD_PATIENCE, MIN_LOAD_TIMEOUT_S, Costs, Speeds
+from pdkv.router.engines.speeds import CONTEXT_STEPS, LATELY_S, LOAD_PATIENCE, MIN_LOAD_TIMEOUT_S, Costs, Speeds
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,36 @@ def test_a_load_costs_an_answer_its_beginning_and_its_bytes_and_computing_only_i
     assert speeds.costs("q", 4000, 64 << 20).compute_s is None
     speeds.forget("p")
     assert speeds.costs("p", 4000, 64 << 20).compute_s is None
+
+
+def test_engines_are_compared_by_the_time_of_as_much_work_and_only_while_they_were_measured_lately() -> None:
+    speeds = Speeds()
+    for i in range(1, 40):
+        for engine, token_s in (("a", 0.001), ("b", 0.001), ("slow", 0.002)):
+            speeds.worked(engine, 100 * i, 0.01 + token_s * 100 * i, 1.0)
+    engines = ("a", "b", "slow", "unknown")
+    assert speeds.paces(engines, 2.0) == pytest.approx({"a": 1.0, "b": 1.0, "slow": 2.0}, rel=0.02)
+    assert speeds.work_token_s("slow") == pytest.approx(0.002, rel=0.01)
+    speeds.worked("a", 100, 0.11, 1.0 + LATELY_S)
+    assert speeds.paces(engines, 1.5 + LATELY_S) == {"a": 1.0}
+    speeds.forget("a")
+    assert speeds.paces(engines, 1.5 + LATELY_S) == {}
+
+
+def test_a_token_of_kv_weighs_what_it_takes_of_steps_beside_what_a_prompt_token_takes() -> None:
+    speeds = Speeds()
+    speeds.computed("e", 1000, 1.0)
+    assert speeds.context_weight("e") is None
+    for i in range(1, 40):
+        speeds.decoded("e", i, 0.01 + 1e-6 * 1000 * i, 1000 * i)
+    assert speeds.context_weight("e") == pytest.approx(CONTEXT_STEPS * 1e-6 / 1e-3, rel=0.01)
+
+
+def test_a_pair_that_was_measured_counts_by_itself() -> None:
+    speeds = Speeds()
+    speeds.loaded(1000, 1.0, ("a", "b"))
+    speeds.loaded(1000, 0.01, ("a", "c"))
+    assert speeds.load_s(1000, ("a", "b")) == pytest.approx(1.0)
+    assert 0.01 < speeds.load_s(1000, ("a", "d")) < 1.0, "as the others do"
+    speeds.forget("b")
+    assert speeds.load_s(1000, ("a", "b")) < 1.0

@@ -18,6 +18,7 @@ from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing, make_key, read_keys
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.request import GenerateRequest
+from pdkv.router.routing.decision import Candidate, Choice
 from pdkv.text import Tokenizer
 
 BODY = {"model": MODEL, "prompt": "what was said before", "max_tokens": 2}
@@ -477,3 +478,39 @@ def test_only_an_admin_may_reset_the_prefix_cache(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     reply = run(call(rig.app, "POST", "/reset_prefix_cache", None, rig.headers("a")))
     assert reply.status == 403
+
+
+class DecisionRig(Rig):
+    """Answers whose choices of engines are recorded."""
+
+    def start(self, request: GenerateRequest) -> FakeGeneration:
+        generation = FakeDispatcher.start(self.dispatcher, request)
+        best = Candidate("prefill-0", 0, 1.0, 16, 2032)
+        generation.choices = [Choice("prefill", "prefix_aware", "prefill-0", "policy", 2048, [best])]
+        return generation
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_why_engines_were_chosen_is_told_to_an_admin_that_asks_and_to_nobody_else(tmp_path: Path, stream: bool) -> None:
+    """What others have cached would be an oracle for strangers."""
+    rig = DecisionRig(tmp_path, say(ids("ok")))
+    rig.dispatcher.start = rig.start  # type: ignore[method-assign]
+
+    def ask(app: Any, headers: dict[str, str]) -> Exchange:
+        return run(call(app, "POST", "/v1/completions", BODY | {"stream": stream}, headers))
+
+    asked = {"x-pd-explain": "true"}
+    reply = ask(rig.app, rig.headers("root") | asked)
+    (choice,) = json.loads(reply.headers["x-pd-decision"])
+    assert (choice["chosen"], choice["candidates"][0]["match"]) == ("prefill-0", 2032)
+    for headers in (rig.headers("root"), rig.headers("a"), rig.headers("root") | {"x-pd-explain": "false"}):
+        reply = ask(rig.app, headers)
+        assert (reply.status, "x-pd-decision" in reply.headers) == (200, False)
+    num_started = len(rig.dispatcher.generations)
+    keyless = make_app(rig.dispatcher)
+    for app, headers, status in ((rig.app, rig.headers("a"), 403), (rig.app, {}, 401), (keyless, {}, 403)):
+        reply = ask(app, headers | asked)
+        assert (reply.status, "x-pd-decision" in reply.headers) == (status, False)
+        assert b"prefix_aware" not in reply.body
+    assert ask(rig.app, rig.headers("root") | {"x-pd-explain": "1"}).status == 400
+    assert len(rig.dispatcher.generations) == num_started

@@ -50,10 +50,16 @@ def test_prefix_aware_takes_the_longest_hit_and_of_equal_hits_the_least_loaded()
 
 
 @pytest.mark.parametrize("hit", [64, 6400])
-def test_prefix_aware_gives_a_hit_up_where_more_is_queued_than_it_saves(hit: int) -> None:
-    """However long the prompt is: a hit of thousands of tokens is worth thousands of queued ones."""
-    assert choose("prefix_aware", [hit - 1, 0], {"e0": hit}, turn=1) == "e0"
-    assert choose("prefix_aware", [hit + 1, 0], {"e0": hit}) == "e1"
+def test_prefix_aware_gives_a_hit_up_where_twice_as_much_is_queued_as_it_saves(hit: int) -> None:
+    """However long the prompt is: what is computed anew drops as much from a cache."""
+    assert choose("prefix_aware", [2 * hit - 1, 0], {"e0": hit}, turn=1) == "e0"
+    assert choose("prefix_aware", [2 * hit + 1, 0], {"e0": hit}) == "e1"
+
+
+@pytest.mark.parametrize("policy", ["least_loaded", "prefix_aware", "power_of_two"])
+def test_what_waits_for_a_slow_engine_counts_more(policy: str) -> None:
+    engines = [EngineView("slow", 60, 2.0), EngineView("fast", 100)]
+    assert POLICIES[policy](Snapshot(engines, 0, random.Random(0), dict)).name == "fast"
 
 
 def test_prefix_aware_sends_a_miss_to_the_least_loaded() -> None:

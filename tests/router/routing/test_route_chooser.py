@@ -13,7 +13,7 @@ from pdkv.base.block_keys import extend_keys
 from pdkv.errors import EngineUnavailable
 from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.router.routing.policies import POLICIES
-from pdkv.router.routing.route_chooser import AFFINITY_TOKENS, MAX_LOCAL_TOKENS
+from pdkv.router.routing.route_chooser import AFFINITY_TOKENS
 from pdkv.wire.kv import ConnectorKind
 from pdkv.wire.reports import BlockCounts, LoadReport
 
@@ -143,14 +143,14 @@ def test_who_has_a_prompt_itself_comes_first_and_need_not_be_waited_for_where_ot
     rig, request = ChooserRig(3, 1, "prefix_aware"), make_request(1024)
     rig.store("prefill-0", 1024, request)
     assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}
-    rig.occupy("prefill-0", prompts=200)
+    rig.occupy("prefill-0", prompts=400)
     assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}, "the others would compute it"
     rig.reach(["prefill-0", "prefill-1"], 1024, request)
     assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-1"}
-    rig.occupy("prefill-1", prompts=200)
+    rig.occupy("prefill-1", prompts=400)
     assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-0"}, "equally busy"
-    rig.occupy("prefill-0", prompts=950)
-    rig.occupy("prefill-1", prompts=950)
+    rig.occupy("prefill-0", prompts=2000)
+    rig.occupy("prefill-1", prompts=2000)
     assert {rig.choose_prefill(request, 0.0) for _ in range(6)} == {"prefill-2"}, "too busy for what it saves"
 
 
@@ -201,7 +201,7 @@ def test_who_borrows_comes_before_who_computes_and_behind_who_has_the_prompt() -
     rig, request = ChooserRig(2, 1, "prefix_aware", lends=True), make_request(1024)
     rig.store("prefill-0", 1008, request)
     assert {rig.choose_prefill(request, 0.0) for _ in range(4)} == {"prefill-0"}
-    rig.occupy("prefill-0", prompts=200)
+    rig.occupy("prefill-0", prompts=400)
     assert {rig.choose_prefill(request, 0.0) for _ in range(4)} == {"prefill-1"}, "it borrows"
     for _ in range(40):
         rig.fleet.speeds.computed("prefill-1", 1000, 0.1)
@@ -219,6 +219,7 @@ def measured(num_cached: int = 960, **options: Any) -> tuple[ChooserRig, Generat
     for _ in range(3):
         rig.fleet.speeds.computed("prefill-0", 1000, 1.0)
         rig.fleet.speeds.loaded(64 << 10, 0.01)
+        rig.fleet.speeds.loaded(1 << 10, 0.01)
     return rig, request
 
 
@@ -245,14 +246,43 @@ def test_a_turn_goes_to_prefill_where_that_is_sooner() -> None:
     assert routes_of(rig, request).prefill == "prefill-0"
 
 
-def test_a_turn_goes_to_prefill_where_decode_lacks_much_of_it() -> None:
-    rig, request = measured(num_cached=1024 - 256 - 16)
-    assert routes_of(rig, request).prefill == "prefill-0"
-    rig, request = measured(num_cached=1024 - MAX_LOCAL_TOKENS)
-    assert routes_of(rig, request) == Route("decode-0", "decode-0")
-    short = make_request(64)
-    rig.store("decode-0", 32, short)
-    assert routes_of(rig, short).prefill == "prefill-0", "half of a short prompt is not nearly all"
+def test_a_cold_prompt_stays_on_a_decode_engine_that_is_idle_and_not_on_one_that_others_need() -> None:
+    rig, request = measured(num_cached=0)
+    route = routes_of(rig, request)
+    assert route.aggregated, "a hand-off would take 10 ms more"
+    for name in ("decode-0", "decode-1"):
+        rig.occupy(name)
+    assert routes_of(rig, request).prefill == "prefill-0", "a stream would stand still for a second"
+
+
+def test_a_prompt_that_would_hold_up_those_who_come_goes_to_prefill() -> None:
+    rig, request = measured(num_cached=0)
+    for i in range(20):
+        rig.choose(make_request(16), i / 10)
+    assert rig.choose(request, 2.0, may_stay=True).prefill == "prefill-0", "ten come in a second"
+    assert rig.choose(make_request(32), 2.1, may_stay=True).aggregated, "few of them while it is short"
+
+
+def test_prefill_keeps_a_request_where_decode_is_full_and_would_let_it_wait_longer() -> None:
+    rig, request = measured(num_cached=0)
+    for name in ("decode-0", "decode-1"):
+        rig.fleet.speeds.decoded(name, 1, 0.01)
+        rig.occupy(name, kv=rig.fleet.engines[name].kv_capacity)
+    assert rig.choose(request, 0.0, may_stay=True) == Route("prefill-0", "prefill-0")
+    assert rig.chooser.num_kept == 1
+    rig.occupy("prefill-0", prompts=1000)
+    assert not rig.choose(request, 0.0, may_stay=True).aggregated, "each token would wait for a step of prompts"
+
+
+def test_the_time_of_a_transfer_counts_by_its_pair() -> None:
+    rig, request = measured(num_cached=0)
+    for name, seconds in (("decode-0", 1.0), ("decode-1", 0.001)):
+        for _ in range(20):
+            rig.fleet.speeds.loaded(64 << 10, seconds, ("prefill-0", name))
+    rig.occupy("decode-1", kv=2000)
+    assert {rig.choose_decode(request, "prefill-0") for _ in range(4)} == {"decode-1"}
+    rig.occupy("decode-1", kv=100_000)
+    assert {rig.choose_decode(request, "prefill-0") for _ in range(4)} == {"decode-0"}
 
 
 def test_turns_go_to_prefill_where_nobody_measured_or_asked_for_it() -> None:
@@ -273,7 +303,9 @@ def test_turns_go_to_prefill_where_nobody_measured_or_asked_for_it() -> None:
     rig.occupy("decode-0", kv=5000)
     assert routes_of(rig, near) == Route("decode-0", "decode-0"), "the first choice has just run it there"
     params = msgspec.structs.replace(request.params, prompt_logprobs=1)  # all of it is to be computed
-    rig, request = measured(local_turns="always")
+    rig = ChooserRig(1, 2, "prefix_aware", local_turns="always")
+    rig.store("decode-0", 960, request)
+    assert routes_of(rig, request) == Route("decode-0", "decode-0")
     assert routes_of(rig, msgspec.structs.replace(request, params=params)).prefill == "prefill-0"
 
 
