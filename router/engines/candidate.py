@@ -14,5 +14,5 @@ class EngineView(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Its load in tokens of a peer of usual speed."""
+        """The load in tokens of a peer of usual speed."""
         return self.load * self.pace
