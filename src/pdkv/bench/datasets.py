@@ -61,7 +61,7 @@ class Maker:
         self.seed = seed
         self.rng = random.Random(seed)
         self.as_text = as_text
-        self._units: Sequence[Any] = _WORDS if as_text else range(FIRST_ID, max(vocabulary, FIRST_ID + 1))
+        self._units: Sequence[Any] = _WORDS if as_text else tuple(range(FIRST_ID, max(vocabulary, FIRST_ID + 1)))
 
     def units(self, length: int, rng: random.Random | None = None) -> list[Any]:
         """That many token ids or words."""

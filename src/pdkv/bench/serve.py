@@ -4,12 +4,12 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import uvloop
 
-from pdkv.base.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.bench.client import Client, Reply
 from pdkv.bench.report import Run, Sent
 from pdkv.bench.workload import Prompt, Session, Turn, arrivals
@@ -56,44 +56,71 @@ async def send(
     Raises:
         ConfigError: the URL is none, or a trace without times was to be followed.
     """
+    with Client(target.url, target.headers) as client:
+
+        async def ask(ahead: "Conversation", turn: Turn, reply: Reply) -> None:
+            await _ask(client, target, ahead.body(target, turn), reply)
+
+        cpu = time.process_time()
+        run = await send_by(ask, sessions, pace, progress, endpoint=target.endpoint, keep_text=target.keep_text)
+        return run._replace(cpu_s=time.process_time() - cpu)
+
+
+Ask = Callable[["Conversation", Turn, Reply], Awaitable[None]]
+"""Has one turn of a conversation answered; returns when the reply is complete, or says why there is none."""
+
+
+async def send_by(
+    ask: Ask,
+    sessions: Sequence[Session],
+    pace: Pace,
+    progress: Callable[[Sent], None],
+    *,
+    endpoint: str = "completions",
+    keep_text: bool = False,
+    clock: Clock = MONOTONIC,
+) -> Run:
+    """Ask all turns of all sessions, each when it is due by the clock; returns when all are answered.
+
+    Raises:
+        ConfigError: a trace without times was to be followed.
+    """
     due = list(
         arrivals(sessions, random.Random(pace.seed), rate=pace.rate, burstiness=pace.burstiness, speed=pace.speed)
     )
     gate = asyncio.Semaphore(pace.max_concurrency or len(sessions))
+    due_alone = not pace.max_concurrency and (pace.rate < float("inf") or bool(pace.speed))
     found: list[Sent] = []
-    with Client(target.url, target.headers) as client:
-        cpu, start = time.process_time(), MONOTONIC.now()
+    start = clock.now()
 
-        async def one(number: int, session: Session, at_s: float) -> None:
-            async with gate:
-                is_talk = any(not turn.is_whole for turn in session.turns[1:])
-                ahead = Conversation(target.endpoint, is_talk=is_talk)
-                for index, turn in enumerate(session.turns):
-                    if turn.is_whole:
-                        ahead = Conversation(target.endpoint, is_talk=False)
-                    ahead.ask(turn.prompt)
-                    reply = Reply(keep_text=is_talk or target.keep_text)
-                    await _ask(client, target, ahead.body(target, turn), reply)
-                    late_s = max(reply.sent - start - at_s, 0.0) if reply.sent and not index and due_alone else 0.0
-                    sent = Sent(number, index, reply.sent - start - late_s, late_s, reply, turn.max_tokens)
-                    found.append(sent)
-                    progress(sent)
-                    if not reply.ok:
-                        return
-                    ahead.answer(reply)
-                    if index + 1 < len(session.turns) and (pause_s := session.turns[index + 1].pause_s):
-                        await MONOTONIC.pause(pause_s / (pace.speed or 1.0))
+    async def one(number: int, session: Session, at_s: float) -> None:
+        async with gate:
+            is_talk = any(not turn.is_whole for turn in session.turns[1:])
+            ahead = Conversation(endpoint, is_talk=is_talk)
+            for index, turn in enumerate(session.turns):
+                if turn.is_whole:
+                    ahead = Conversation(endpoint, is_talk=False)
+                ahead.ask(turn.prompt)
+                reply = Reply(keep_text=is_talk or keep_text)
+                await ask(ahead, turn, reply)
+                late_s = max(reply.sent - start - at_s, 0.0) if reply.sent and not index and due_alone else 0.0
+                sent = Sent(number, index, reply.sent - start - late_s, late_s, reply, turn.max_tokens)
+                found.append(sent)
+                progress(sent)
+                if not reply.ok:
+                    return
+                ahead.answer(reply)
+                if index + 1 < len(session.turns) and (pause_s := session.turns[index + 1].pause_s):
+                    await clock.pause(pause_s / (pace.speed or 1.0))
 
-        due_alone = not pace.max_concurrency and (pace.rate < float("inf") or bool(pace.speed))
-        async with asyncio.TaskGroup() as group:
-            for number, (session, at_s) in enumerate(zip(sessions, due, strict=True)):
-                if (left := at_s - (MONOTONIC.now() - start)) > 0:
-                    await MONOTONIC.pause(left)
-                group.create_task(one(number, session, at_s))
-        ends = [sent.reply.stamps[-1] for sent in found if sent.reply.stamps]
-        wall_s = max(ends, default=MONOTONIC.now()) - start
-        num_unsent = sum(len(session.turns) for session in sessions) - len(found)
-        return Run(found, wall_s, time.process_time() - cpu, num_unsent)
+    async with asyncio.TaskGroup() as group:
+        for number, (session, at_s) in enumerate(zip(sessions, due, strict=True)):
+            if (left := at_s - (clock.now() - start)) > 0:
+                await clock.pause(left)
+            group.create_task(one(number, session, at_s))
+    ends = [sent.reply.stamps[-1] for sent in found if sent.reply.stamps]
+    num_unsent = sum(len(session.turns) for session in sessions) - len(found)
+    return Run(found, max(ends, default=clock.now()) - start, 0.0, num_unsent)
 
 
 async def _ask(client: Client, target: Target, body: bytes, reply: Reply) -> None:
@@ -113,6 +140,12 @@ class Conversation:
         self._is_talk = is_talk
         self._messages: list[dict[str, str]] = []
         self._prompt: Prompt = ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt of its next request, if it consists of token ids."""
+        assert isinstance(self._prompt, list)
+        return self._prompt
 
     def ask(self, prompt: Prompt) -> None:
         """Add the user's next text or token ids."""

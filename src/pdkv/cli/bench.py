@@ -161,11 +161,16 @@ def _add_results(parser: argparse.ArgumentParser, *, requests: bool = True) -> N
 
 def run_serve(arguments: argparse.Namespace) -> int:
     """Run `pd bench serve`. The exit code is 1 if a request failed."""
+    take_trace(arguments)
+    pace = _pace(arguments)
+    return _run_load(arguments, _sessions(arguments, arguments.seed), pace)
+
+
+def take_trace(arguments: argparse.Namespace) -> None:
+    """Read --trace as the options that it stands for."""
     if arguments.trace is not None:
         arguments.dataset_name, arguments.dataset_path = "trace", arguments.trace
         arguments.trace_speed = arguments.trace_speed or 1.0
-    pace = _pace(arguments)
-    return _run_load(arguments, _sessions(arguments, arguments.seed), pace)
 
 
 def run_replay(arguments: argparse.Namespace) -> int:
@@ -196,9 +201,8 @@ def _run_load(
     trace: "Trace | None" = None,
 ) -> int:
     """Check options, send the sessions, and report; beside it stands what is recorded in `trace`."""
-    from pdkv.bench.llm_d import llm_d_report
     from pdkv.bench.replay import recorded_report
-    from pdkv.bench.report import Slo, doubts, print_report, request_lines, summarize
+    from pdkv.bench.report import Slo, summarize
     from pdkv.config import ModelFiles
     from pdkv.host.sockets import raise_open_files_limit
     from pdkv.text import load_tokenizer
@@ -218,6 +222,16 @@ def _run_load(
         report["total_output_tokens_retokenized"] = sum(counts)
     if trace is not None:
         report["recorded"] = recorded_report(trace, percents, slo)
+    return report_run(run, report, pace, percents, arguments)
+
+
+def report_run(
+    run: "Run", report: dict[str, Any], pace: "Pace", percents: Sequence[float], arguments: argparse.Namespace
+) -> int:
+    """Print a report and save what is to be saved. Returns the exit code: 1 if a request failed."""
+    from pdkv.bench.llm_d import llm_d_report
+    from pdkv.bench.report import doubts, print_report, request_lines
+
     if not arguments.json:
         print_report(report, percents, sys.stdout)
     is_open_loop = (pace.rate < float("inf") or pace.speed > 0) and not pace.max_concurrency
