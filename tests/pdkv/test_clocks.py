@@ -16,7 +16,7 @@ ALLOWED = {
     "router/http/server/request_body.py": "loop.time",  # asyncio.timeout counts by its loop's clock
 }
 
-LOOPS = ("router/", "src/pdkv/bench/", "src/pdkv/launch/", "kv_store/object_store.py", *CLOCKS)
+LOOPS = ("router/", "src/pdkv/bench/", "src/pdkv/simulate/", "src/pdkv/launch/", "kv_store/object_store.py", *CLOCKS)
 """What runs on an event loop, whose timers count by its time, and so by a test's (`pdkv.testing.VirtualLoop`)."""
 
 LOOP_TIMERS = {"asyncio.timeout", "asyncio.timeout_at", "asyncio.wait"}

@@ -74,6 +74,7 @@ LAYERS = (
     "pdkv.vllm",
     "pdkv.testing",
     "pdkv.bench",
+    "pdkv.simulate",
     "pdkv.connector_kit.rig",
     "pdkv.connector_kit.check",
     "pdkv.connector_kit.bench",

@@ -16,7 +16,9 @@ from pdkv.cli import engines as cli_engines
 from pdkv.cli import generate as cli_generate
 from pdkv.cli import key as cli_key
 from pdkv.cli import launch as cli_launch
+from pdkv.cli import profile as cli_profile
 from pdkv.cli import scale as cli_scale
+from pdkv.cli import simulate as cli_simulate
 from pdkv.cli import status as cli_status
 from pdkv.cli.options import Parser
 from pdkv.errors import ConfigError, InvalidRequest, PdkvError
@@ -68,6 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
     cli_scale.add_commands(commands)
     cli_generate.add_command(commands)
     cli_bench.add_command(commands)
+    cli_profile.add_command(commands)
+    cli_simulate.add_commands(commands)
     cli_connector.add_command(commands)
     cli_key.add_command(commands)
     return parser

@@ -33,8 +33,8 @@ _ANSWER, _WEIGHT, _MASK = (int.from_bytes(name, "little") for name in (b"answers
 
 
 class Profile(Options):
-    """A kind of engine: the duration of its steps, and the shape of its KV. A TOML file must have all of these
-    fields.
+    """A kind of engine: the duration of its steps, and the shape of its KV. A TOML file must have all fields without a
+    default.
     """
 
     step_s: Annotated[float, Meta(gt=0, le=60)] = option(help="of any step that computes something")
@@ -50,6 +50,11 @@ class Profile(Options):
     )
     max_model_len: Annotated[int, Meta(ge=16, le=1 << 24)] = option(help="most tokens of prompt + output")
     vocab_size: Annotated[int, Meta(ge=_ANSWERS.stop, le=1 << 24)] = option(help="token ids that prompts may have")
+    transfer_s: Annotated[float, Meta(ge=0, le=60)] = option(0.0, "of a hand-off, whatever its size (simulator)")
+    transfer_token_s: Annotated[float, Meta(ge=0, le=60)] = option(
+        0.0, "for each token of a hand-off, on the links of both engines (simulator)"
+    )
+    kv_tokens: Annotated[int, Meta(ge=16, le=1 << 30)] = option(131_072, "that an engine's pool holds (simulator)")
 
     def seconds(self, num_rows: int, num_prompt_tokens: int, num_context_tokens: int) -> float:
         """The step-time curve."""
@@ -91,7 +96,7 @@ def read_profile(model: Path) -> Profile:
         raise ModelError(f"unknown profile {name!r} in --model {model}; known: {', '.join(known)}, or a TOML file")
     try:
         values = tomllib.loads(file.read_text())
-        missing = [name for name in options_of(Profile) if name not in values]
+        missing = [n for n, o in options_of(Profile).items() if o.default is dataclasses.MISSING and n not in values]
         if missing:
             raise ModelError(f"{file}: field {missing[0]!r} is missing: {options_of(Profile)[missing[0]].help}")
         return from_fields(Profile, values, owner=str(file))

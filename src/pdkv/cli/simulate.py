@@ -1,0 +1,174 @@
+"""`pd simulate` and `pd plan`: a deployment on a virtual clock, and the one that a load needs."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pdkv.cli.bench import (
+    _add_data,
+    _add_pace,
+    _add_results,
+    _add_slo,
+    _check_folder,
+    _pace,
+    _percentiles,
+    _sessions,
+    _show,
+    report_run,
+    take_trace,
+)
+from pdkv.cli.options import capitalized, check_numbers
+from pdkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdkv.simulate.deployment import Failure
+    from pdkv.simulate.engine import EngineOptions
+    from pdkv.simulate.load import Load
+
+
+def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Add `simulate` and `plan` to the `pd` parser."""
+    summary = "run a load through a deployment's router and schedulers on a virtual clock, and report as `pd bench`"
+    simulate = commands.add_parser("simulate", help=summary, description=f"{capitalized(summary)}.")
+    simulate.set_defaults(run=run_simulate)
+    add = simulate.add_argument_group("deployment").add_argument
+    add("--prefill", type=int, default=1, metavar="N", help="prefill engines; 0: engines that do both (default: 1)")
+    add("--decode", type=int, default=1, metavar="N", help="decode engines, or engines that do both (default: 1)")
+    add("--policy", default="prefix_aware", metavar="NAME", help="routing policy (default: prefix_aware)")
+    add("--order", choices=("auto", "prefill_first", "decode_first"), default="auto", help="decode_first: a decode "
+        "engine that lacks few tokens of a prompt computes them itself (default: auto)")  # fmt: skip
+    add("--kill", action="append", default=[], metavar="NAME@AT[+BACK]", help="kill an engine at this second; it comes "
+        "back after BACK seconds (repeatable)")  # fmt: skip
+    _add_engine(simulate)
+    _add_trace(simulate)
+    _add_data(simulate, num_prompts=1000)
+    _add_pace(simulate)
+    _add_slo(simulate)
+    _add_results(simulate)
+
+    summary = "recommend how to divide engines into prefill and decode for a load, or not to"
+    plan = commands.add_parser("plan", help=summary, description=f"{capitalized(summary)}.")
+    plan.set_defaults(run=run_plan)
+    add = plan.add_argument_group("question").add_argument
+    add("--engines", type=int, required=True, metavar="N", help="engines, all of one kind")
+    add("--slo-ttft", type=float, required=True, metavar="SECONDS", help="time to first token that a request may take")
+    add("--slo-tpot", type=float, required=True, metavar="SECONDS", help="time that each further token may take")
+    add("--rate", type=float, metavar="RATE", help="requests (or sessions) a second (default: the trace's own)")
+    add(
+        "--attainment",
+        type=float,
+        default=0.9,
+        metavar="SHARE",
+        help="requests that must be within both (default: 0.9)",
+    )
+    _add_engine(plan)
+    _add_trace(plan)
+    _add_data(plan, num_prompts=1000)
+    _add_results(plan, requests=False)
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("engines").add_argument
+    add("--profile", default="h100", metavar="NAME", help="their curves: a name, or a file of `pd profile` (default: "
+        "h100)")  # fmt: skip
+    add("--kv-tokens", type=int, default=0, metavar="N", help="tokens that a pool holds (default: the profile's)")
+    add("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
+    add("--max-num-seqs", type=int, default=256, metavar="N", help="requests in one step (default: 256)")
+    add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens in one step (default: 2048)")
+    add("--hop", type=float, default=0.0003, metavar="SECONDS", help="that a message between two processes takes "
+        "(default: 0.0003)")  # fmt: skip
+
+
+def _add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="what a router has recorded, at its own times")
+
+
+def run_simulate(arguments: argparse.Namespace) -> int:
+    """Run `pd simulate`. The exit code is 1 if a request failed."""
+    from pdkv.bench.report import Slo
+    from pdkv.simulate.deployment import Topology
+    from pdkv.simulate.load import simulate
+
+    percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
+    _check_folder(arguments.save_result, "--save-result")
+    _check_folder(arguments.save_requests, "--save-requests")
+    check_numbers(arguments, "decode")
+    check_numbers(arguments, "prefill", zero=True)
+    orders = {} if arguments.order == "auto" else {"orders": [arguments.order]}
+    topology = Topology(
+        _engine(arguments), arguments.prefill, arguments.decode, arguments.policy,
+        failures=[_failure(text) for text in arguments.kill], **orders,
+    )  # fmt: skip
+    load = _load(arguments)
+    run, report = simulate(topology, load, percents, slo, seed=arguments.seed)
+    rate = load.pace.rate if load.pace.rate < float("inf") else "inf"
+    return report_run(run, report | {"request_rate": rate}, load.pace, percents, arguments)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Run `pd plan`. The exit code is 1 if no division of the engines serves the load within the SLO."""
+    from pdkv.simulate.plan import Question, plan, print_plan
+
+    _check_folder(arguments.save_result, "--save-result")
+    check_numbers(arguments, "engines", "slo_ttft", "slo_tpot")
+    if not 0 < arguments.attainment <= 1:
+        raise ConfigError(f"--attainment: a share from 0 to 1 was expected, got {arguments.attainment:g}")
+    if arguments.rate is not None:
+        check_numbers(arguments, "rate")
+    elif arguments.trace is None:
+        raise ConfigError("--rate: requests a second were expected, since only a --trace has times of its own")
+    arguments.request_rate, arguments.trace_speed = float("inf"), 0.0
+    arguments.burstiness, arguments.max_concurrency, arguments.num_warmups = 1.0, 0, 0
+    load = _load(arguments)
+    load = load if arguments.rate is None else load.at_rate(arguments.rate)
+    question = Question(
+        load, arguments.engines, _engine(arguments), arguments.slo_ttft, arguments.slo_tpot, arguments.attainment
+    )
+    answer = plan(question)
+    if not arguments.json:
+        print_plan(question, answer, sys.stdout)
+    _show(answer.describe(), arguments)
+    return int(answer.best.rate < load.rate)
+
+
+def _engine(arguments: argparse.Namespace) -> "EngineOptions":
+    from pdkv.config import PACED
+    from pdkv.simulate.engine import EngineOptions
+    from pdkv.testing.paced import read_profile
+
+    check_numbers(arguments, "block_size", "max_num_seqs", "max_num_batched_tokens")
+    check_numbers(arguments, "kv_tokens", "hop", zero=True)
+    if arguments.block_size % 16:
+        raise ConfigError(f"--block-size: a multiple of 16 was expected, got {arguments.block_size}")
+    if arguments.max_num_batched_tokens < arguments.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens: at least --max-num-seqs, {arguments.max_num_seqs}, was expected, got "
+            f"{arguments.max_num_batched_tokens}"
+        )
+    return EngineOptions(
+        read_profile(Path(PACED + arguments.profile)), arguments.kv_tokens, arguments.block_size,
+        arguments.max_num_seqs, arguments.max_num_batched_tokens, hop_s=arguments.hop,
+    )  # fmt: skip
+
+
+def _load(arguments: argparse.Namespace) -> "Load":
+    from pdkv.simulate.load import Load, as_tokens
+
+    take_trace(arguments)
+    pace = _pace(arguments)
+    return Load(as_tokens(_sessions(arguments, arguments.seed)), pace)
+
+
+def _failure(text: str) -> "Failure":
+    from pdkv.simulate.deployment import Failure
+
+    name, _, rest = text.partition("@")
+    at, _, back = rest.partition("+")
+    try:
+        found = Failure(name, float(at), float(back or 0))
+    except ValueError:
+        found = Failure(name, -1.0)
+    if not (0 <= found.at_s < float("inf") and 0 <= found.back_s < float("inf")):
+        raise ConfigError(f"--kill {text}: NAME@AT or NAME@AT+BACK with seconds was expected, as in decode-0@5+2")
+    return found

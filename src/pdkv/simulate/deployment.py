@@ -1,0 +1,162 @@
+"""A whole deployment in a simulation: clients, admission, the real dispatcher, and its engines."""
+
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pdkv.bench.client import Reply
+from pdkv.bench.report import Run, Sent
+from pdkv.bench.serve import Conversation, Pace, send_by
+from pdkv.bench.workload import Session, Turn
+from pdkv.errors import ConfigError, PdkvError
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.engines.fleet import ORDERS
+from pdkv.router.generations.dispatch import Dispatcher, Generation
+from pdkv.router.request import GenerateRequest
+from pdkv.router.routing.policies import DEFAULT_POLICY
+from pdkv.sampling.params import SamplingParams
+from pdkv.simulate.engine import EngineOptions, SimulatedEngine
+from pdkv.simulate.loop import VirtualTime
+from pdkv.wire.kv import Order
+from pdkv.wire.messages import Tokens
+
+
+class Failure(NamedTuple):
+    """An engine that is killed, and comes back after a time; 0: never."""
+
+    engine: str
+    at_s: float
+    back_s: float = 0.0
+
+
+class Topology(NamedTuple):
+    """What is simulated."""
+
+    engine: EngineOptions
+    prefill: int = 0  # 0: all engines do both
+    decode: int = 1
+    policy: str = DEFAULT_POLICY
+    orders: Sequence[Order] = ORDERS
+    failures: Sequence[Failure] = ()
+
+    @property
+    def roles(self) -> Sequence[tuple[str, str]]:
+        """(name, role) of each engine, named as `pd launch` names them."""
+        roles = [("prefill", self.prefill), ("decode" if self.prefill else "any", self.decode)]
+        return [(f"{'engine' if role == 'any' else role}-{i}", role) for role, count in roles for i in range(count)]
+
+
+class Simulation:
+    """One run of a topology under a load; `run` is called once.
+
+    Args:
+        on_event: told of (time, name, what) when a request arrives, begins to answer or ends, and when engines die or
+            come back.
+    """
+
+    def __init__(
+        self,
+        topology: Topology,
+        *,
+        seed: int = 0,
+        timeout_s: float = 600.0,
+        on_event: Callable[[float, str, str], None] = lambda time, name, what: None,
+    ) -> None:
+        """Raises ConfigError: a policy or an engine to be killed is unknown."""
+        self._loop = loop = VirtualTime()  # type: ignore[abstract]  # what else a loop has is not for simulations
+        self._timeout_s, self._on_event, self._failures = timeout_s, on_event, topology.failures
+        self._stamps: dict[str, array[float]] = {}  # of each generation's tokens, by request_id
+        self._hop_s = topology.engine.hop_s
+        self.dispatcher = Dispatcher(
+            policy=topology.policy, orders=topology.orders, clock=loop.clock.now, rng=random.Random(seed)
+        )
+        self._admission = Admission(self.dispatcher, clock=loop.clock.now)
+        peers: dict[str, SimulatedEngine] = {}
+        self.engines = {
+            name: SimulatedEngine(
+                loop, name, role, topology.engine, peers, self._stamped, connected=topology.prefill > 0
+            )
+            for name, role in topology.roles
+        }
+        for failure in topology.failures:
+            if failure.engine not in self.engines:
+                known = ", ".join(list(self.engines)[:8])
+                raise ConfigError(f"--kill {failure.engine}: an engine's name was expected: {known}")
+        for engine in self.engines.values():
+            self.dispatcher.add_backend(engine, engine.role)
+
+    def run(self, sessions: Sequence[Session], pace: Pace, progress: Callable[[Sent], None] = lambda sent: None) -> Run:
+        """Have all sessions answered."""
+        return self._loop.run(self._run(sessions, pace, progress))
+
+    async def _run(self, sessions: Sequence[Session], pace: Pace, progress: Callable[[Sent], None]) -> Run:
+        self.dispatcher.connect()
+        await self._loop.clock.pause(WARM_S)
+        for failure in self._failures:
+            self._loop.call_later(failure.at_s, self._kill, failure)
+        return await send_by(self._ask, sessions, pace, progress, clock=self._loop.clock)
+
+    def _kill(self, failure: Failure) -> None:
+        self._on_event(self._loop.clock.now(), failure.engine, "killed")
+        self.engines[failure.engine].die()
+        if failure.back_s:
+            self._loop.call_later(failure.back_s, self._come_back, failure.engine)
+
+    def _come_back(self, name: str) -> None:
+        self._on_event(self._loop.clock.now(), name, "back")
+        self.engines[name].come_back()
+
+    async def _ask(self, ahead: Conversation, turn: Turn, reply: Reply) -> None:
+        """One request, from the client's point of view."""
+        loop = self._loop
+        reply.sent = loop.clock.now()
+        prompt = ahead.token_ids
+        name = f"request of {len(prompt)}"
+        self._on_event(loop.clock.now(), name, "arrives")
+        params = SamplingParams(temperature=0.0, max_tokens=turn.max_tokens, seed=0, ignore_eos=True)
+        request = GenerateRequest(
+            prompt_token_ids=prompt, params=params, timeout_s=self._timeout_s, priority=turn.priority
+        )
+        await loop.clock.pause(self._hop_s)
+        try:
+            generation = await self._answer(request, reply)
+        except PdkvError as error:
+            reply.error = f"{error.code}: {error}"
+            self._on_event(loop.clock.now(), name, error.code)
+            return
+        reply.num_prompt_tokens, reply.num_cached_tokens = len(prompt), generation.num_cached_tokens
+        reply.has_usage = True
+        self._on_event(loop.clock.now(), name, f"{generation.prefill_engine} {generation.decode_engine}")
+
+    async def _answer(self, request: GenerateRequest, reply: Reply) -> Generation:
+        """As the router's front does it. Raises what that answers as errors."""
+        admission = self._admission
+        with admission.arrive(admission.anonymous) as visit:
+            visit.hold([len(request.prompt_token_ids)], 1, request.params.max_tokens, stream=True)
+            generation = await visit.start(request, self._began)
+            try:
+                async for delta in generation:
+                    reply.num_tokens += len(delta.token_ids)
+                    visit.came(len(delta.token_ids))
+                    if reply.keep_text:
+                        reply.token_ids += delta.token_ids
+            finally:
+                reply.stamps = self._stamps.pop(generation.request_id)  # type: ignore[assignment]
+                generation.abort()
+            visit.used(len(request.prompt_token_ids) + reply.num_tokens)
+        return generation
+
+    def _began(self, generation: Generation) -> None:
+        self._stamps[generation.request_id] = array("d")
+
+    def _stamped(self, message: Tokens, stamps: Sequence[float]) -> None:
+        """Note when a client hears of new tokens."""
+        known = self._stamps.get(message.request_id)
+        if known is not None and (first := len(known) - message.position) >= 0:
+            own = stamps[-len(message.token_ids) :][first:]
+            known.extend(stamp + 2 * self._hop_s for stamp in own)
+
+
+WARM_S = 1.0
+"""Seconds before the first request, in which engines are told of each other."""

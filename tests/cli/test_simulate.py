@@ -1,0 +1,70 @@
+"""`pd simulate`, `pd plan` and `pd profile`: reports, and bad input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdkv.cli.main import main
+
+SMALL = ["--num-prompts", "6", "--input-len", "64", "--output-len", "8"]
+
+
+def test_a_simulation_prints_the_report_of_pd_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "requests.jsonl"
+    flags = ["--request-rate", "20", "--goodput", "ttft:500", "--save-requests", str(lines)]
+    assert main(["simulate", *SMALL, *flags, "--kill", "prefill-0@0.1+0.1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["completed"], report["short_answers"], report["request_rate"]) == (6, 0, 20)
+    assert report["goodput"] > 0
+    assert len(lines.read_text().splitlines()) == 6
+    assert main(["simulate", *SMALL, "--prefill", "0"]) == 0
+    assert "P99 TTFT (ms):" in capsys.readouterr().out
+
+
+def test_a_plan_prints_every_division_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--engines", "2", "--slo-ttft", "1", "--slo-tpot", "0.1", "--rate", "4"]
+    assert main(["plan", *SMALL, *flags]) == 0
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("2 aggregated", "1P1D", "1P1D conditional", "recommended:", "runner-up:"))
+    assert main(["plan", *SMALL, *flags, "--slo-tpot", "1e-5", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["recommended"]["rate"] == 0
+
+
+def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    fields = {"key": 0, "prompt_tokens": 40, "output_tokens": 3, "outcome": "length", "e2e_s": 0.1}
+    lines = [{"t": t, "session": i, "blocks": ["ab" * 8] * 2, **fields} for i, t in enumerate((0.0, 2.0))]
+    head = {"pdkv_trace": 1, "block_size": 16, "model": "m"}
+    path.write_text("".join(json.dumps(line) + "\n" for line in [head, *lines]))
+    assert main(["simulate", "--trace", str(path), "--prefill", "0", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["completed"], report["cached_input_tokens"]) == (2, 32)
+    assert report["duration"] > 2.0
+    assert main(["plan", "--trace", str(path), "--engines", "1", "--slo-ttft", "1", "--slo-tpot", "1"]) == 0
+    assert "1 aggregated" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--decode", "0"], "--decode: a number above 0"),
+        (["simulate", "--prefill", "-1"], "--prefill: a number 0 or more"),
+        (["simulate", "--profile", "h900"], "unknown profile 'h900'"),
+        (["simulate", "--policy", "nonsense"], "nonsense"),
+        (["simulate", "--kill", "decode-0"], "NAME@AT or NAME@AT+BACK"),
+        (["simulate", "--kill", "x@1"], "--kill x: an engine's name"),
+        (["simulate", "--block-size", "24"], "a multiple of 16"),
+        (["simulate", "--kv-tokens", "8"], "take at most 0"),
+        (["simulate", "--trace", "/nowhere"], "/nowhere: No such file"),
+        (["simulate", "--trace", "/nowhere", "--request-rate", "3"], "give one of them"),
+        (["simulate", "--num-prompts", "1", "--input-len", "40000"], "a request of 40128 tokens"),
+        (["plan", "--engines", "2", "--slo-ttft", "1", "--slo-tpot", "1"], "--rate: requests a second"),
+        (["plan", "--engines", "0", "--slo-ttft", "1", "--slo-tpot", "1", "--rate", "1"], "--engines"),
+        (["profile", "--output", "/nowhere/x.toml"], "there is no folder /nowhere"),
+        (["profile", "--like", "h900", "--output", "x.toml"], "unknown profile 'h900'"),
+    ],
+)
+def test_bad_input_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
