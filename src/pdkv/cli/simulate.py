@@ -122,6 +122,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     arguments.burstiness, arguments.max_concurrency, arguments.num_warmups = 1.0, 0, 0
     load = _load(arguments)
     load = load if arguments.rate is None else load.at_rate(arguments.rate)
+    if load.rate == float("inf"):
+        raise ConfigError("--rate: requests a second were expected, since all of the trace begin at once")
     question = Question(
         load, arguments.engines, _engine(arguments), arguments.slo_ttft, arguments.slo_tpot, arguments.attainment
     )

@@ -12,6 +12,9 @@ from pdkv.bench.workload import FIRST_ID, LAST_ID, Prompt, Session
 from pdkv.errors import ConfigError
 from pdkv.simulate.deployment import Simulation, Topology
 
+MAX_SECONDS = 1e6
+"""Simulated seconds: the router looks after its engines ten times in each, which takes an hour of this machine's."""
+
 
 class Load(NamedTuple):
     """Sessions, and when they begin."""
@@ -29,9 +32,9 @@ class Load(NamedTuple):
         return (len(times) - 1) / seconds if seconds > 0 else float("inf")
 
     def at_rate(self, rate: float) -> "Load":
-        """The same sessions at another rate; those of a trace keep its pattern."""
-        if not self.pace.speed:
-            return self._replace(pace=self.pace._replace(rate=rate))
+        """The same sessions at another rate; those of a trace keep its pattern, if it has one."""
+        if not self.pace.speed or self.rate == float("inf"):
+            return self._replace(pace=self.pace._replace(rate=rate, speed=0.0))
         return self._replace(pace=self.pace._replace(speed=self.pace.speed * rate / self.rate))
 
 
@@ -63,6 +66,8 @@ def simulate(
     Raises:
         ConfigError: an engine or policy is unknown, or the engines cannot take the longest request.
     """
+    if (seconds := len(load.sessions) / load.rate) > MAX_SECONDS:
+        raise ConfigError(f"a load of {seconds:.3g} s, at {load.rate:.3g} sessions/s: at most {MAX_SECONDS:g} s")
     longest = max(map(_longest, load.sessions))
     if longest > topology.engine.max_model_len:
         raise ConfigError(
