@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, Protocol, cast
 
 import uvicorn
 import zmq
@@ -25,6 +25,7 @@ from pdkv.models.generation_config import log_sampling_defaults, read_sampling_d
 from pdkv.router.admission.api_keys import KeyRing, read_keys
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
+from pdkv.router.fronts.hall import Hall
 from pdkv.router.garbage import ShortCollections
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.operations import Operations
@@ -67,6 +68,38 @@ class _Server(uvicorn.Server):
         yield
 
 
+class Serving(Protocol):
+    """What a process serves."""
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve until `stop`."""
+
+    def stop(self) -> None:
+        """End `serve`. Idempotent."""
+
+
+class HttpServer:
+    """HTTP by uvicorn."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        self._server = _Server(config)
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve until `stop`."""
+        await self._server.serve(sockets=[listener])
+
+    def stop(self) -> None:
+        """End `serve`. Idempotent."""
+        self._server.should_exit = True
+
+
+class Closable(Protocol):
+    """What has requests in progress."""
+
+    def close(self) -> None:
+        """End them all. Idempotent."""
+
+
 def run_router(
     spec: RouterSpec,
     *,
@@ -74,6 +107,7 @@ def run_router(
     lifeline_fd: int | None = None,
     admin_socket: Path | None = None,
     marks_file: Path | None = None,
+    fronts_fd: int | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
     """Serve until SIGTERM, or until the lifeline's writer is gone; must be called in the main thread.
@@ -84,7 +118,8 @@ def run_router(
 
     `listen_fd` is a bound, listening TCP socket. `on_ready` is called once: when every engine has been ready, or
     without `spec.await_all` when a prompt can be run and decoded. Requests before that are answered with 503 if they
-    lack an engine.
+    lack an engine. With `fronts_fd`, a listening unix socket, fronts connect there (docs/fronts.md), and nothing is
+    served on `listen_fd`.
 
     Returns:
         The exit code, 0.
@@ -144,17 +179,23 @@ def run_router(
         recorder=recorder,
     )
     room = Connections(max_connections)
-    server = _Server(server_config(app, limits, app.state.bodies, room, tls))
+    serving: Serving
+    if fronts_fd is None:
+        serving = HttpServer(server_config(app, limits, app.state.bodies, room, tls))
+    else:
+        state = app.state
+        serving = Hall(dispatcher, state.admission, state.metrics, state.drain, keys, app, limits.max_answer_memory)
     launchers = LauncherPages(dispatcher, operations, app.state.caches).app(app.state.figures)
     admin = _serving(launchers, admin_socket) if admin_socket is not None else contextlib.nullcontext()
     reloads = [source.reload for source in (keys, tls) if source is not None]
-    stopping = _Stopping(server, dispatcher, app.state.drain, room, spec.drain_s)
+    stopping = Stopping(serving, dispatcher, app.state.drain, room, spec.drain_s)
+    listener = socket.socket(fileno=listen_fd if fronts_fd is None else fronts_fd)
     sys.setswitchinterval(SWITCH_S)
     gc.collect()
     gc.freeze()  # objects that live as long as the process need not be examined again
     try:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-            runner.run(_serve(server, admin, dispatcher, stopping, listen_fd, lifeline_fd, on_ready, reloads, watchdog))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            runner.run(_serve(serving, admin, dispatcher, stopping, listener, lifeline_fd, on_ready, reloads, watchdog))
     finally:
         for instrument in (watchdog, tracer, recorder):
             if instrument is not None:
@@ -164,7 +205,13 @@ def run_router(
 
 
 def server_config(
-    app: ASGIApp, limits: HttpLimits, bodies: ByteBudget, room: Connections, tls: Tls | None = None
+    app: ASGIApp,
+    limits: HttpLimits,
+    bodies: ByteBudget,
+    room: Connections,
+    tls: Tls | None = None,
+    *,
+    lifespan: Literal["auto", "off"] = "auto",
 ) -> uvicorn.Config:
     """The configuration of uvicorn with pdkv's limits and TLS; `bodies` is the application's budget, `room` admits
     connections.
@@ -179,6 +226,7 @@ def server_config(
         app,
         http=cast(type[asyncio.Protocol], plain if tls is None else gate),
         ws="none",
+        lifespan=lifespan,
         access_log=False,
         log_config=None,
         log_level="warning",
@@ -207,13 +255,11 @@ async def _serving(app: ASGIApp, path: Path) -> AsyncIterator[None]:
         await task
 
 
-class _Stopping:
+class Stopping:
     """Ends the router: at once, or when all requests are answered and the answers sent."""
 
-    def __init__(
-        self, server: uvicorn.Server, dispatcher: Dispatcher, drain: Drain, room: Connections, drain_s: float
-    ) -> None:
-        self._server = server
+    def __init__(self, serving: Serving, dispatcher: Closable, drain: Drain, room: Connections, drain_s: float) -> None:
+        self._serving = serving
         self._dispatcher = dispatcher
         self._drain = drain
         self._room = room
@@ -247,25 +293,12 @@ class _Stopping:
         """Cut off everything that still runs. Idempotent."""
         self._drain.begin()
         self._dispatcher.close()
-        self._server.should_exit = True
+        self._serving.stop()
 
 
-async def _serve(
-    server: _Server,
-    admin: contextlib.AbstractAsyncContextManager[None],
-    dispatcher: Dispatcher,
-    stopping: _Stopping,
-    listen_fd: int,
-    lifeline_fd: int | None,
-    on_ready: Callable[[], None] | None,
-    reloads: Sequence[Callable[[], None]],
-    watchdog: LoopWatchdog | None,
-) -> None:
+def listen_to_signals(stopping: Stopping, lifeline_fd: int | None, reloads: Sequence[Callable[[], None]]) -> None:
+    """Stop for SIGTERM or when the launcher is gone, and reload for SIGHUP, in the running loop."""
     loop = asyncio.get_running_loop()
-    if watchdog is not None:
-        watchdog.start()
-    garbage = ShortCollections(lambda: (dispatcher.num_generations, dispatcher.counters.started))
-    garbage.start()
 
     def lifeline_readable() -> None:
         assert lifeline_fd is not None
@@ -280,12 +313,31 @@ async def _serve(
         loop.add_signal_handler(signal.SIGHUP, lambda: [reload() for reload in reloads])
     if lifeline_fd is not None:
         loop.add_reader(lifeline_fd, lifeline_readable)
+
+
+async def _serve(
+    serving: Serving,
+    admin: contextlib.AbstractAsyncContextManager[None],
+    dispatcher: Dispatcher,
+    stopping: Stopping,
+    listener: socket.socket,
+    lifeline_fd: int | None,
+    on_ready: Callable[[], None] | None,
+    reloads: Sequence[Callable[[], None]],
+    watchdog: LoopWatchdog | None,
+) -> None:
+    loop = asyncio.get_running_loop()
+    if watchdog is not None:
+        watchdog.start()
+    garbage = ShortCollections(lambda: (dispatcher.num_generations, dispatcher.counters.started))
+    garbage.start()
+    listen_to_signals(stopping, lifeline_fd, reloads)
     dispatcher.connect()
     announcement = loop.create_task(_announce(dispatcher, on_ready))
     announcement.add_done_callback(lambda task: stopping.now() if not task.cancelled() and task.exception() else None)
     try:
         async with admin:
-            await server.serve(sockets=[socket.socket(fileno=listen_fd)])
+            await serving.serve(listener)
     finally:
         garbage.close()
         dispatcher.close()
@@ -307,7 +359,7 @@ async def _announce(dispatcher: Dispatcher, on_ready: Callable[[], None] | None)
         on_ready()
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop's if it is installed."""
     if sys.platform != "linux":
         return None

@@ -27,4 +27,5 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     config: RouterConfig = RouterConfig()
     logits_processors: list[str] = []  # names of those that engines have
     drain_s: float = 0.0  # how long requests may continue after SIGTERM
+    num_fronts: int = 0  # processes for HTTP; 0: the router serves it itself
     cluster_key_file: Path | None = None  # of engines at tcp:// endpoints

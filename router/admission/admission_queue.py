@@ -9,16 +9,18 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
+from starlette.types import Scope
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC
 from pdkv.config import AdmissionConfig
-from pdkv.errors import Draining, PdkvError, RequestAborted, RequestTimeout, TooManyRequests
+from pdkv.errors import Draining, InvalidRequest, PdkvError, RequestAborted, RequestTimeout, TooManyRequests
+from pdkv.router.admission.desk import Asked, Deliver, Replay, Terms
 from pdkv.router.admission.fair_queue import FairQueue, Flow, Turns, Waiting
-from pdkv.router.admission.tenants import ANONYMOUS, Grant, Tenant
+from pdkv.router.admission.tenants import ANONYMOUS, TENANT, Grant, Tenant
 from pdkv.router.engines.books import EXPECTED_OUTPUT, expected_output
 from pdkv.router.request import GenerateRequest
 
@@ -37,9 +39,6 @@ Without it, a tenant with many tiny requests would get every place.
 
 _RATE_WINDOW_S = 10.0
 _MAX_RETRY_AFTER_S = 60.0
-
-Deliver = Callable[["Generation"], None]
-"""A callback that takes a generation over the moment it begins: its owner can abort it from then on."""
 
 
 class _Waiter:
@@ -100,6 +99,10 @@ class Admission:
     def resume(self) -> None:
         """Take requests again."""
         self.draining = ""
+
+    async def receive(self, scope: Scope) -> "Visit":
+        """As `arrive`, for the tenant in an ASGI scope: of the `Desk`, which may be in another process."""
+        return self.arrive(scope.get(TENANT) or self.anonymous)
 
     def arrive(self, tenant: Tenant) -> "Visit":
         """Admit a request, when only its tenant is known.
@@ -273,6 +276,8 @@ class Admission:
 class Visit:
     """One request's stay in the router: its places, its tenant's limits, its waiting generations. A context manager."""
 
+    resume_id, replay = "", cast(Replay | None, None)  # a front's have them
+
     def __init__(self, admission: Admission, tenant: Tenant) -> None:
         self.tenant = tenant
         self.turns = Turns()
@@ -314,7 +319,37 @@ class Visit:
         self._admission.hold(self.tenant, num_choices, num_tokens)
         self._num_held, self._held_tokens = num_choices, num_tokens
 
-    async def start(self, request: GenerateRequest, deliver: Deliver) -> "Generation":
+    def check(self) -> None:
+        """Raise TooManyRequests if there is no room for it."""
+        self._admission.check(self.tenant)
+
+    async def admit(self, asked: Asked, body: bytes = b"", *names: object) -> Terms:
+        """As `judge`: of the `Stay`, which may be in another process."""
+        return self.judge(asked)
+
+    def judge(self, asked: Asked) -> Terms:
+        """Reserve what a request asks for, within its tenant's limits. Raises InvalidRequest and TooManyRequests."""
+        tenant, priority = self.tenant, asked.priority
+        self.turns = tenant.turns_of(asked.fairness_id)
+        tenant.check_priority(priority)
+        if asked.objective_priority is not None:
+            if priority not in (0, asked.objective_priority):
+                text = f"{asked.objective_header} has priority {asked.objective_priority}, and the body {priority}"
+                raise InvalidRequest(f"{text}: send one of them", param=asked.objective_header)
+            priority = asked.objective_priority
+            tenant.check_priority(priority, asked.objective_header)
+        if self._admission.config.require_cache_salt and not asked.cache_salt:
+            raise InvalidRequest(
+                "cache_salt is required here (--require-cache-salt): send a secret common to those who may share the "
+                "cache, such as a random text per user",
+                param="cache_salt",
+            )
+        self.hold(asked.prompt_lengths, asked.n, asked.max_tokens, stream=asked.stream)
+        if not tenant.digest:
+            return Terms(priority, asked.cache_salt, None, "")
+        return Terms(priority, tenant.salted(asked.cache_salt), tenant.grant.kv_terms, tenant.digest)
+
+    async def start(self, request: GenerateRequest, deliver: Deliver, index: int = 0) -> "Generation":
         """Begin a generation when its turn comes; at once, without switching to another task, if it need not wait.
 
         `deliver` gets the generation before this returns, even if the call is cancelled in the meantime.

@@ -40,6 +40,8 @@ class Generation:
         self.asked_work = 0  # prompt tokens that this engine then had to compute to the end of its prompt
         self.timer: asyncio.TimerHandle | None = None
         self.failures: FailureRecord | None = None  # its failures so far
+        self.on_wake: Callable[[], None] | None = None
+        """Called, instead of waking a reader, when there is something to take."""
         self._on_end = on_end
         self._waiter: asyncio.Future[None] | None = None
         self._has_news = True
@@ -149,9 +151,9 @@ class Generation:
         if not self.flow.ended:
             self._on_end(self, self.flow.abort())
 
-    def finish(self) -> None:
+    def finish(self, num_tokens: int = 0) -> None:
         """End the generation because the reader has everything: the engines stop, and their work counts as successful.
-        Idempotent, as `abort`.
+        Idempotent, as `abort`. `num_tokens`: what the reader shows, for generations of another process.
         """
         if not self.flow.ended:
             self._on_end(self, self.flow.finish())
@@ -185,7 +187,10 @@ class Generation:
             if delta is not None:
                 if self.flow.output.piles_up:
                     # between the parts of a long pile, other tasks have their turn
-                    self._has_news = self._pauses = True
+                    self._has_news = True
+                    self._pauses = self.on_wake is None
+                    if self.on_wake is not None:
+                        self.on_wake()
                 return delta
         if self.flow.failure is not None:
             raise self.flow.failure
@@ -213,6 +218,9 @@ class Generation:
     def wake(self) -> None:
         """Wake the reader: there is something new."""
         self._has_news = True
+        if self.on_wake is not None:
+            self.on_wake()
+            return
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

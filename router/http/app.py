@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastapi import FastAPI
 from prometheus_client.core import Metric
@@ -104,20 +104,8 @@ def create_app(
         metrics.register(lambda: key_metrics(keys.tenants))
     if recorder is not None:
         metrics.register(recorder.metrics)
-    served = ServedModel(
-        names=names,
-        tokenizer=tokenizer,
-        vocab_size=model_config.vocab_size,
-        eos_token_ids=model_config.eos_token_ids,
-        max_model_len=model_config.num_positions if max_model_len is None else max_model_len,
-        sampling_defaults=sampling_defaults or {},
-        tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source, api.tool_parser_plugin),
-        reasoning_parser=find_reasoning_parser(api.reasoning_parser),
-        stops_in_thoughts=api.stop_in_reasoning,
-        logits_processors=tuple(logits_processors),
-        takes_templates=api.trust_request_chat_template,
-    )
-    model = _model_provider(dispatcher, served)
+    served = served_model(config, tokenizer, model_config, names, max_model_len, sampling_defaults, logits_processors)
+    model = model_provider(dispatcher, served)
     caches = CachePages(dispatcher, model, keys)
     pool = TextPool()
     metrics.register(functools.partial(_held, dispatcher, drain, bodies, pool))
@@ -134,9 +122,37 @@ def create_app(
         yield
         pool.close()
 
-    app = _App(_generating(shared), [*_on_texts(shared), *pages], lifespan, keys, config.access)
+    texts = (Route(path, endpoint, methods=["POST"]) for path, endpoint in on_texts(shared).items())
+    app = _App(generating(shared), [*texts, *pages], lifespan, keys, config.access)
     app.state.caches, app.state.figures, app.state.bodies, app.state.drain = caches, metrics.figures, bodies, drain
+    app.state.admission, app.state.metrics = admission, metrics
     return app
+
+
+def served_model(
+    config: RouterConfig,
+    tokenizer: Tokenizer,
+    model_config: ModelConfig,
+    names: Sequence[str],
+    max_model_len: int | None,
+    sampling_defaults: Mapping[str, Any] | None,
+    logits_processors: Sequence[str],
+) -> ServedModel:
+    """The model as requests may use it; the arguments are those of `create_app`."""
+    api = config.api
+    return ServedModel(
+        names=names,
+        tokenizer=tokenizer,
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=model_config.eos_token_ids,
+        max_model_len=model_config.num_positions if max_model_len is None else max_model_len,
+        sampling_defaults=sampling_defaults or {},
+        tool_parser=find_tool_parser(api.tool_parser, tokenizer.chat_template_source, api.tool_parser_plugin),
+        reasoning_parser=find_reasoning_parser(api.reasoning_parser),
+        stops_in_thoughts=api.stop_in_reasoning,
+        logits_processors=tuple(logits_processors),
+        takes_templates=api.trust_request_chat_template,
+    )
 
 
 def _held(dispatcher: "Dispatcher", drain: Drain, bodies: ByteBudget, pool: TextPool) -> Iterator[Metric]:
@@ -149,19 +165,19 @@ def _held(dispatcher: "Dispatcher", drain: Drain, bodies: ByteBudget, pool: Text
     yield gauge("pdkv_open_generations", "Choices that have begun and are not over.", dispatcher.num_running)
 
 
-def _generating(shared: Shared) -> dict[str, ASGIApp]:
+def generating(shared: Shared) -> dict[str, ASGIApp]:
     """Endpoints by path."""
     limits, ignores_unknown = shared.limits, shared.api.ignores_unknown
     responses = ResponseStore(limits.max_kept_responses, limits.keep_responses_s, limits.max_body_bytes)
 
-    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant) -> Job:
+    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant | None) -> Job:
         return prepare_completion(COMPLETION.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
 
-    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant) -> Job:
+    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant | None) -> Job:
         return prepare_chat(CHAT.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
 
-    def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, tenant: Tenant) -> Job:
-        kept = Kept(responses, tenant.keeper) if tenant.digest and responses.keep_s else None
+    def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, tenant: Tenant | None) -> Job:
+        kept = Kept(responses, tenant.keeper) if tenant is not None and responses.keep_s else None
         return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled, kept)
 
     completions, events = ReplyForms(ChunkEncoder, WholeCompletion), ReplyForms(ResponseEvents, WholeResponse)
@@ -172,11 +188,20 @@ def _generating(shared: Shared) -> dict[str, ASGIApp]:
     }
 
 
-def _on_texts(shared: Shared) -> list[Route]:
-    return [
-        Route("/tokenize", TextEndpoint(tokenize, shared), methods=["POST"]),
-        Route("/detokenize", TextEndpoint(detokenize, shared), methods=["POST"]),
-    ]
+def on_texts(shared: Shared) -> dict[str, ASGIApp]:
+    """Endpoints without an engine, by path."""
+    return {"/tokenize": TextEndpoint(tokenize, shared), "/detokenize": TextEndpoint(detokenize, shared)}
+
+
+def for_browsers(endpoints: Mapping[str, ASGIApp], access: AccessConfig) -> Mapping[str, ASGIApp]:
+    """Endpoints for pages of other origins, too, if there are any that may."""
+    if not access.cors_origin:
+        return endpoints
+    return {path: CORSMiddleware(endpoint, **_browsers(access)) for path, endpoint in endpoints.items()}
+
+
+def _browsers(access: AccessConfig) -> dict[str, Any]:
+    return {"allow_origins": access.cors_origin, "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
 
 
 class _App(FastAPI):
@@ -193,13 +218,11 @@ class _App(FastAPI):
         access: AccessConfig,
     ) -> None:
         """`endpoints`: POST endpoints by path; they write their own access lines."""
-        browsers: dict[str, Any] = {"allow_origins": access.cors_origin, "allow_methods": ["GET", "POST"]}
-        browsers["allow_headers"] = ["*"]
         layers = [Middleware(AccessLogged), Middleware(PlainPaths)]
-        self._endpoints, self._keys, self._has_browsers = endpoints, keys, bool(access.cors_origin)
+        self._keys, self._has_browsers = keys, bool(access.cors_origin)
+        self._endpoints = for_browsers(endpoints, access)
         if access.cors_origin:  # asks about its origin without a key
-            layers.append(Middleware(CORSMiddleware, **browsers))
-            self._endpoints = {path: CORSMiddleware(endpoint, **browsers) for path, endpoint in endpoints.items()}
+            layers.append(Middleware(CORSMiddleware, **_browsers(access)))
         if keys is not None:
             layers.append(Middleware(Authenticate, keys=keys, protect_metrics=access.protect_metrics))
         super().__init__(
@@ -244,13 +267,21 @@ class _App(FastAPI):
         return self.openapi_schema
 
 
+class HasLength(Protocol):
+    """What knows the length that engines allow."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest prompt and output together; None: not known yet."""
+
+
 def body_budget(limits: HttpLimits) -> ByteBudget:
     """The budget for all bodies that are being received or are not yet tokenized."""
     memory = limits.max_body_memory
     return ByteBudget(memory, "the bodies (--max-body-memory)", largest=limits.max_body_bytes, unread=memory // 4)
 
 
-def _model_provider(dispatcher: "Dispatcher", model: ServedModel) -> Callable[[], ServedModel]:
+def model_provider(dispatcher: HasLength, model: ServedModel) -> Callable[[], ServedModel]:
     """A function that returns the served model: engines that come up may allow less than was asked for."""
     limit = model.max_model_len
     limited = functools.cache(lambda length: dataclasses.replace(model, max_model_len=length))

@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 
 from pdkv.base.limits import clip
 from pdkv.base.trace_context import TraceContext, new_trace, parse_traceparent
-from pdkv.errors import InvalidRequest, PdkvError, ServerBusy, Unauthorized
-from pdkv.router.admission.admission_queue import Visit
+from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
+from pdkv.router.admission.desk import Asked, Stay
 from pdkv.router.admission.tenants import TENANT, Tenant, payer
 from pdkv.router.http.answer.exchange import Exchange
 from pdkv.router.http.answer.fanout import Fanout
@@ -26,7 +26,7 @@ from pdkv.router.http.answer.request_report import RequestReport, record
 from pdkv.router.http.read.intake import Shared
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
-from pdkv.router.http.read.wishes import EXPLAIN, Wishes, read_wishes
+from pdkv.router.http.read.wishes import Wishes, read_wishes
 from pdkv.router.http.server.access_log import log_access, wants_access_lines
 from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.http.server.request_body import Disconnected
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled, Tenant], Job]
+Prepare = Callable[[bytes | bytearray, ServedModel, Cancelled, Tenant | None], Job]
 """Turns a body into a checked request; raises InvalidRequest. Runs on any thread."""
 
 
@@ -53,7 +53,7 @@ class GenerateEndpoint:
         self._prepare = prepare
         self._forms = forms
         self._shared = shared
-        self._admission = shared.admission
+        self._desk = shared.desk
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._shared.drain.counted():
@@ -71,7 +71,8 @@ class GenerateEndpoint:
         exchange = Exchange(send, send_body, label, trace or new_trace(), tenant)
         outcome, param = "internal_error", None
         try:
-            with self._admission.arrive(tenant or self._admission.anonymous) as visit:
+            with await self._desk.receive(scope) as visit:
+                exchange.received(scope.get(TENANT), visit.replay)
                 outcome = await self._serve(scope, receive, exchange, metrics, visit)
         except Disconnected:
             outcome = "disconnected"
@@ -99,21 +100,19 @@ class GenerateEndpoint:
                     tracer.end(span, report.served())
 
     async def _serve(
-        self, scope: Scope, receive: Receive, exchange: Exchange, metrics: RequestMetrics, visit: Visit
+        self, scope: Scope, receive: Receive, exchange: Exchange, metrics: RequestMetrics, visit: Stay
     ) -> str:
         """Serve one request and report how it ended."""
         exchange.check_label()
-        wishes = self._read_wishes(scope, visit)
-        self._admission.check(visit.tenant)
+        wishes = read_wishes(Headers(scope=scope), self._desk.objectives)
+        visit.check()
         deadline = Deadline(_client_timeout(Headers(scope=scope)), self._shared.limits.request_timeout_s)
         model = self._shared.model()
-        job, gone = await self._receive_job(scope, receive, exchange, model, deadline, visit)
+        job, body, gone = await self._receive_job(scope, receive, exchange, model, deadline, visit)
         try:
             self._check_answer(job)
-            job = exchange.job = self._permit(job, visit.tenant, wishes)
-            visit.hold(
-                [len(prompt.token_ids) for prompt in job.prompts], job.n, job.params.max_tokens, stream=job.stream
-            )
+            exchange.job = job
+            job = exchange.job = await self._admit(job, visit, wishes, exchange, body)
         except BaseException:
             gone.cancel()
             raise
@@ -124,10 +123,12 @@ class GenerateEndpoint:
             visit,
             metrics,
             deadline=deadline,
+            serial=exchange.reply_id,
             label=exchange.request_id,
             traceparent=exchange.trace.traceparent,
             pool=self._shared.pool,
         )
+        exchange.may_resume(visit, len(fanout.choices) if job.stream else 0)
         gone.add_done_callback(lambda _: fanout.abort())
         try:
             shared = self._shared
@@ -164,57 +165,46 @@ class GenerateEndpoint:
                 param="max_tokens",
             )
 
-    def _read_wishes(self, scope: Scope, visit: Visit) -> Wishes:
-        """What its headers ask for. Raises InvalidRequest."""
-        wishes = read_wishes(Headers(scope=scope), self._admission.objectives)
-        visit.turns = visit.tenant.turns_of(wishes.fairness_id)
-        return wishes
-
-    def _permit(self, job: Job, tenant: Tenant, wishes: Wishes) -> Job:
-        """The request as its tenant may make it. Raises InvalidRequest."""
-        tenant.check_priority(job.priority)
-        if wishes.priority is not None:
-            if job.priority not in (0, wishes.priority):
-                text = f"{wishes.objective_header} has priority {wishes.priority}, and the body {job.priority}"
-                raise InvalidRequest(f"{text}: send one of them", param=wishes.objective_header)
-            tenant.check_priority(wishes.priority, wishes.objective_header)
-            job = msgspec.structs.replace(job, priority=wishes.priority)
-        if wishes.explain:
-            if not tenant.grant.admin:  # what others have cached is told to no stranger
-                raise Unauthorized(
-                    f"{EXPLAIN} needs a key with admin rights (admin = true in the key file)", status=403
-                )
-            job = msgspec.structs.replace(job, explain=True)
-        if wishes.slo_ttft_s or wishes.slo_tpot_s:
-            job = msgspec.structs.replace(job, slo_ttft_s=wishes.slo_ttft_s, slo_tpot_s=wishes.slo_tpot_s)
-        if self._admission.config.require_cache_salt and not job.cache_salt:
-            raise InvalidRequest(
-                "cache_salt is required here (--require-cache-salt): send a secret common to those who may share the "
-                "cache, such as a random text per user",
-                param="cache_salt",
-            )
-        salt, terms = tenant.salted(job.cache_salt), tenant.grant.kv_terms
-        if not tenant.digest:
-            return job
-        return msgspec.structs.replace(job, cache_salt=salt, kv_terms=terms, tenant=tenant.digest)
+    async def _admit(self, job: Job, visit: Stay, wishes: Wishes, exchange: Exchange, body: bytes) -> Job:
+        """The request on its tenant's terms. Raises InvalidRequest and TooManyRequests."""
+        asked = Asked(
+            priority=job.priority,
+            objective_priority=wishes.priority,
+            objective_header=wishes.objective_header,
+            fairness_id=wishes.fairness_id,
+            explain=wishes.explain,
+            cache_salt=job.cache_salt,
+            prompt_lengths=[len(prompt.token_ids) for prompt in job.prompts],
+            n=job.n,
+            max_tokens=job.params.max_tokens,
+            stream=job.stream,
+        )
+        terms = await visit.admit(asked, body, exchange.reply_id, exchange.created, exchange.request_id)
+        slo = {"slo_ttft_s": wishes.slo_ttft_s, "slo_tpot_s": wishes.slo_tpot_s}
+        return msgspec.structs.replace(job, **terms._asdict(), **slo)
 
     async def _receive_job(
-        self, scope: Scope, receive: Receive, exchange: Exchange, model: ServedModel, deadline: Deadline, visit: Visit
-    ) -> tuple[Job, "asyncio.Task[None]"]:
-        """The checked request, and the task that ends when the client goes away."""
+        self, scope: Scope, receive: Receive, exchange: Exchange, model: ServedModel, deadline: Deadline, visit: Stay
+    ) -> tuple[Job, bytes, "asyncio.Task[None]"]:
+        """The checked request, its body if it is to be kept, and the task that ends when the client goes away."""
+        replay, kept = visit.replay, b""
+        tenant: Tenant | None = scope.get(TENANT)
 
         def prepare(body: bytes | bytearray, cancelled: Cancelled) -> Job:
-            return self._prepare(body, model, cancelled, visit.tenant)
+            nonlocal kept
+            body = body if replay is None else replay.body
+            job = self._prepare(body, model, cancelled, tenant)
+            kept = bytes(body) if visit.resume_id and job.stream else b""
+            return job
 
         def on_body() -> None:
             exchange.body_is_here = True
-            self._admission.check(
-                visit.tenant
-            )  # checked again: the queue may be full by now, and nothing should be tokenized in vain
+            visit.check()  # again: the queue may be full by now, and nothing should be tokenized in vain
 
-        return await self._shared.intake.read(
+        job, gone = await self._shared.intake.read(
             scope, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body
         )
+        return job, kept, gone
 
 
 def _given_trace(headers: Headers) -> TraceContext | None:

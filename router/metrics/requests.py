@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 Endpoint = Literal["completions", "chat_completions", "responses"]
 
+ENDPOINTS: dict[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/completions": "chat_completions"}
+"""Endpoints that fronts serve, by path."""
+
 MAX_OUTCOMES = 64
 """The most different outcomes of requests that are counted separately: an engine may report any error."""
 
@@ -42,26 +45,10 @@ _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 
-class Metrics:
-    """The counters of one router. Labels come from fixed sets and names of engines, never from clients."""
+class Totals:
+    """What `RequestMetrics` count."""
 
-    def __init__(
-        self,
-        dispatcher: "Dispatcher",
-        model_name: str = "",
-        *,
-        tracer: Tracer | None = None,
-        watchdog: LoopWatchdog | None = None,
-        admission: "Admission | None" = None,
-    ) -> None:
-        """`model_name`: the served name; a label of vLLM's metrics."""
-        self._admission = admission
-        self.queue_wait = Histogram(SHORT_S)
-        if admission is not None:
-            admission.observe_wait = self.queue_wait.observe
-        self._dispatcher = dispatcher
-        self._tracer, self._watchdog = tracer, watchdog
-        self._labels = {"model_name": model_name, "engine": "router"}
+    def __init__(self) -> None:
         self.requests: Counter[tuple[str, str]] = Counter()  # by endpoint and outcome
         self.in_flight = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
@@ -75,6 +62,29 @@ class Metrics:
         self.scheduling = Histogram(SHORT_S)
         self.prompt_size, self.output_size = Histogram(_TOKENS), Histogram(_TOKENS)
         self.num_choices = Histogram(_N)
+
+
+class Metrics(Totals):
+    """The counters of one router. Labels come from fixed sets and names of engines, never from clients."""
+
+    def __init__(
+        self,
+        dispatcher: "Dispatcher",
+        model_name: str = "",
+        *,
+        tracer: Tracer | None = None,
+        watchdog: LoopWatchdog | None = None,
+        admission: "Admission | None" = None,
+    ) -> None:
+        """`model_name`: the served name; a label of vLLM's metrics."""
+        super().__init__()
+        self._admission = admission
+        self.queue_wait = Histogram(SHORT_S)
+        if admission is not None:
+            admission.observe_wait = self.queue_wait.observe
+        self._dispatcher = dispatcher
+        self._tracer, self._watchdog = tracer, watchdog
+        self._labels = {"model_name": model_name, "engine": "router"}
         self._registry = CollectorRegistry()
         self.register(self.collect)
         self.register(lambda: engine_metrics(dispatcher, model_name))
@@ -242,7 +252,7 @@ class _Only(NamedTuple):
 class RequestMetrics:
     """The lifetime events of one request, by the process's clock: latencies are differences of two of them."""
 
-    def __init__(self, metrics: Metrics, endpoint: Endpoint) -> None:
+    def __init__(self, metrics: Totals, endpoint: Endpoint) -> None:
         self._metrics = metrics
         self._endpoint = endpoint
         self.began = MONOTONIC.now()
@@ -284,6 +294,18 @@ class RequestMetrics:
         if not self.first_token_at:
             self.first_token_at = now
             self._metrics.first_token.observe(now - self.began)
+
+    def arrived(self, arrivals: Iterable[float], last_at: float) -> float:
+        """Note when a choice's tokens came from the engines, of which the last came at `last_at` (0: none had). Returns
+        the time of the last one now.
+        """
+        for at in arrivals:
+            if last_at:
+                self.inter_token(at - last_at)
+            else:
+                self.first_token(at)
+            last_at = at
+        return last_at
 
     def choice_ended(self, finish_reason: str) -> None:
         """Note that a choice has all of its tokens."""

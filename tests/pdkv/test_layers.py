@@ -69,6 +69,7 @@ LAYERS = (
     "pdkv.router.http.responses_api",
     "pdkv.router.http.pages",
     "pdkv.router.http",
+    "pdkv.router.fronts",
     "pdkv.router",
     "pdkv.launch",
     "pdkv.vllm",

@@ -67,7 +67,7 @@ class FakeGeneration:
             self.put(RequestAborted("aborted", request_id="r"))
             self.on_end()
 
-    def finish(self) -> None:
+    def finish(self, num_tokens: int = 0) -> None:
         if not self.ended and not self.aborted:
             self.finished = self.ended = True
             self.over.set()

@@ -14,8 +14,10 @@ from pdkv.base.clock import unix_time
 from pdkv.base.log_fields import RequestName
 from pdkv.base.trace_context import TraceContext
 from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.router.admission.desk import Replay, Stay
 from pdkv.router.admission.tenants import Tenant
 from pdkv.router.generations.generation_records import encode_brief
+from pdkv.router.http.answer.event_ids import MAX_CHOICES, EventIds
 from pdkv.router.http.answer.fanout import Fanout
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.server.errors import describe_error
@@ -44,6 +46,10 @@ class Exchange:
         """Status of the response; 0: nothing was sent."""
         self.job: Job | None = None
         self.fanout: Fanout | None = None
+        self.ids: EventIds | None = None
+        """Ids of a stream's events; None: it cannot be taken up again."""
+        self._resume_id = ""
+        self._seen: tuple[int, ...] = ()
         self._tenant = tenant
         self._send = send
         self._send_body = send_body
@@ -61,6 +67,18 @@ class Exchange:
     def name(self) -> RequestName:
         """The request's name in log lines."""
         return RequestName(self.reply_id, 0, label=self.request_id, traceparent=self.trace.traceparent)
+
+    def received(self, tenant: Tenant | None, replay: Replay | None) -> None:
+        """Note whose request it is, and that it is an earlier one that is taken up again."""
+        self._tenant = tenant
+        if replay is not None:
+            self.reply_id, self.created, self.request_id, self._seen = replay[1:]
+
+    def may_resume(self, stay: Stay, num_choices: int) -> None:
+        """Let the client of a stream of so many choices take it up again, if it can be."""
+        if stay.resume_id and 0 < num_choices <= MAX_CHOICES:
+            self._resume_id = stay.resume_id
+            self.ids = EventIds(stay.resume_id, num_choices, self._seen)
 
     def check_label(self) -> None:
         """Raise InvalidRequest for a client's x-request-id that cannot be echoed."""
@@ -80,6 +98,8 @@ class Exchange:
         headers.append((b"content-length", b"%d" % len(data)))
         if status in (429, 503):
             headers.append((b"retry-after", b"%d" % math.ceil(retry_after_s)))
+        if status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
         if not self.body_is_here:
             headers.append((b"connection", b"close"))
         self.status = status
@@ -153,6 +173,8 @@ class Exchange:
                 headers.append((name, engine.encode("latin-1")))
         if self.fanout is not None and self.fanout.job.explain:
             headers.append((b"x-pd-decision", encode_brief(self.fanout.generations)))
+        if self._resume_id:
+            headers.append((b"x-pd-resume-id", self._resume_id.encode()))
         if self._tenant is not None:
             headers += self._tenant.rate_headers()
         return headers

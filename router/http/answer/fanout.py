@@ -2,12 +2,13 @@
 
 import asyncio
 import functools
-import secrets
+import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.errors import RequestAborted, RequestFailed
+from pdkv.router.admission.desk import Stay
 from pdkv.router.http.answer.choice import Choice, ChoiceDelta, TokenCounts
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.served_model import ServedModel
@@ -18,7 +19,6 @@ from pdkv.router.request import Delta
 from pdkv.wire.reports import SourceCounts
 
 if TYPE_CHECKING:
-    from pdkv.router.admission.admission_queue import Visit
     from pdkv.router.generations.dispatch import Generation
 
 _STARTS_IN_A_ROW = 16
@@ -38,17 +38,20 @@ class Fanout:
         self,
         job: Job,
         model: ServedModel,
-        visit: "Visit",
+        visit: Stay,
         metrics: RequestMetrics,
         *,
         deadline: Deadline,
+        serial: str,
         label: str,
         traceparent: str = "",
         pool: TextPool,
     ) -> None:
-        """`label`, `traceparent`: the request's names in all processes' logs. `pool` runs long computations."""
+        """`label`, `traceparent`: the request's names in all processes' logs; `serial`: the random one, from which
+        seeds are drawn that its client left open. `pool` runs long computations.
+        """
         self.job = job
-        self.choices = list(_make_choices(job, model))
+        self.choices = list(_make_choices(job, model, serial))
         self._visit = visit
         self._metrics = metrics
         self._deadline = deadline
@@ -232,7 +235,9 @@ class Fanout:
             traceparent=self._traceparent,
             near=near,
         )
-        generation = await self._visit.start(request, functools.partial(self._generations.__setitem__, choice.index))
+        generation = await self._visit.start(
+            request, functools.partial(self._generations.__setitem__, choice.index), choice.index
+        )
         self._metrics.dispatched()
         return generation
 
@@ -244,20 +249,16 @@ class Fanout:
     def _show(self, choice: Choice, generation: "Generation", delta: Delta) -> ChoiceDelta:
         """The part of an engine's delta to show to the client."""
         arrivals = generation.take_arrivals()
-        for at in arrivals:
-            if choice.last_token_at:
-                self._metrics.inter_token(at - choice.last_token_at)
-            else:
-                self._metrics.first_token(at)
-            choice.last_token_at = at
+        choice.last_token_at = self._metrics.arrived(arrivals, choice.last_token_at)
         if arrivals and (waited_s := MONOTONIC.now() - arrivals[0]) > STALL_S:
             self._metrics.client_stall(waited_s)
         shown = choice.push(delta)
         self._visit.came(len(shown.token_ids))
         if shown.finish_reason is not None:
             self._metrics.choice_ended(shown.finish_reason)
-        if choice.finished and delta.finish_reason is None:
-            generation.finish()  # a stop string, or a tool call: the engines do not know about it
+        if choice.finished and (delta.finish_reason is None or len(shown.token_ids) < len(delta.token_ids)):
+            # a stop string, or a tool call: the engines do not know about it
+            generation.finish(choice.num_tokens)
         return shown
 
     def _ended_early(self) -> RequestFailed:
@@ -288,9 +289,12 @@ class Fanout:
             self._put(error)
 
 
-def _make_choices(job: Job, model: ServedModel) -> Iterator[Choice]:
+def _make_choices(job: Job, model: ServedModel, serial: str) -> Iterator[Choice]:
     for first in range(0, len(job.prompts) * job.n, job.n):
-        seed = secrets.randbits(63) if job.params.seed is None else job.params.seed
+        seed = job.params.seed
+        if seed is None:
+            drawn = hashlib.blake2b(f"{serial} {first}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(drawn) >> 1  # the same where the answer is taken up again
         sibling = Choice(job, model, index=first, seed=seed)
         yield sibling
         for index in range(first + 1, first + job.n):

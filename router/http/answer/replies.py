@@ -108,7 +108,12 @@ async def send_reply(
 
 async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, pool: TextPool) -> None:
     """Stream the reply: one write per step of the engines, whatever the number of choices."""
-    encode = encoder.encode
+    encode, ids = encoder.encode, exchange.ids
+    if ids is not None:
+
+        def encode(delta: ChoiceDelta) -> bytes:
+            return ids.stamp(delta.choice, encoder.encode(delta))
+
     begin = b""
     begun = False
     shows_logprobs = fanout.job.params.logprobs is not None
@@ -135,7 +140,8 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
             await exchange.send_events(begin + data)
             begin = b""
     end = functools.partial(encoder.end, fanout.counts)
-    await exchange.end_events(end() if num_shown <= INLINE_LOGPROBS else await pool.encode(end))
+    data = end() if num_shown <= INLINE_LOGPROBS else await pool.encode(end)
+    await exchange.end_events(data if ids is None else ids.stamp(-1, data))
 
 
 def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:

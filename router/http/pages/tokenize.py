@@ -10,7 +10,6 @@ from starlette.types import Receive, Scope, Send
 from pdkv.base.trace_context import new_trace
 from pdkv.config import HttpApi
 from pdkv.errors import InvalidRequest, PdkvError
-from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.answer.exchange import Exchange
 from pdkv.router.http.read.chat import read_conversation
 from pdkv.router.http.read.decoding import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT, has_field
@@ -97,7 +96,7 @@ class TextEndpoint:
             exchange.body_is_here = True
 
         try:
-            with shared.admission.arrive(scope.get(TENANT, shared.admission.anonymous)):
+            with await shared.desk.receive(scope):
                 deadline = Deadline(shared.limits.body_timeout_s)
                 data, gone = await shared.intake.read(
                     scope, receive, work, deadline, request_id=exchange.request_id, on_body=on_body

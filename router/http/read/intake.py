@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope
 
 from pdkv.config import HttpApi, HttpLimits
 from pdkv.errors import RequestAborted, RequestTimeout
-from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.admission.desk import Desk
 from pdkv.router.admission.tenants import payer
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.text_pool import INLINE_BYTES, TextPool
@@ -21,7 +21,7 @@ from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.http.server.request_body import BodyReader, Disconnected
 from pdkv.router.metrics.recorder import Recorder
-from pdkv.router.metrics.requests import Metrics
+from pdkv.router.metrics.requests import Totals
 from pdkv.router.metrics.tracing import Tracer
 
 T = TypeVar("T")
@@ -98,9 +98,9 @@ class Intake:
 class Shared(NamedTuple):
     """What all endpoints of a server have in common."""
 
-    admission: Admission
+    desk: Desk
     model: Callable[[], ServedModel]  # as it is served now
-    metrics: Metrics
+    metrics: Totals
     limits: HttpLimits
     api: HttpApi
     intake: Intake

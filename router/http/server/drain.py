@@ -3,26 +3,26 @@
 import contextlib
 from collections.abc import Iterator
 
-from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.admission.desk import Desk
 from pdkv.router.generations.changes import Changes
 
 
 class Drain:
     """Counts requests from their headers to the last byte of their answers."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, desk: Desk) -> None:
         self.num_requests = 0
-        self._admission = admission
+        self._desk = desk
         self._changes = Changes()
 
     @property
     def draining(self) -> bool:
         """Whether new requests are refused."""
-        return bool(self._admission.draining)
+        return bool(self._desk.draining)
 
     def begin(self) -> None:
         """Refuse requests from now on. Idempotent."""
-        self._admission.drain("the server is stopping")
+        self._desk.drain("the server is stopping")
 
     async def wait_idle(self, timeout_s: float) -> bool:
         """Return True once all requests that had begun are answered; False if they are not within `timeout_s`."""

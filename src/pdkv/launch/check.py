@@ -82,6 +82,8 @@ def check_deployment(deployment: Deployment) -> Deployment:
     check_parser_names(api.tool_parser, api.reasoning_parser, api.tool_parser_plugin)
     if deployment.router.observability.otlp_endpoint is not None:
         check_tracing()
+        if deployment.launch.router_fronts:
+            raise ConfigError("--otlp-endpoint and --router-fronts exclude each other: fronts trace no requests")
     check_processors(deployment)
     read_keys(deployment.router.access.api_key_file)
     if deployment.launch.cluster_key_file is not None:

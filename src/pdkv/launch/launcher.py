@@ -91,7 +91,7 @@ async def _serve(
     lifeline_fd: int,
 ) -> None:
     """Start the fleet, report that it is ready, and end it when a signal asks for that."""
-    on_ready = ReadyLog(len(fleet.engines) + 1)
+    on_ready = ReadyLog(len(fleet.engines) + 1 + deployment.launch.router_fronts)
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
     control = _make_control(deployment, run_dir, supervisor, host_memory)
     signals = StopSignals(supervisor, reloads=deployment.router.reads_files)

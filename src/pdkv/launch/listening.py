@@ -6,7 +6,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, StartupError
 from pdkv.host.sockets import LISTEN_BACKLOG
 from pdkv.launch.config import LaunchConfig
 
@@ -59,3 +59,16 @@ def listen_at(path: Path) -> Iterator[socket.socket]:
             yield listener
         finally:
             path.unlink(missing_ok=True)
+
+
+def listen_for_fronts(path: Path) -> socket.socket:
+    """The socket at which a dispatcher and its successors meet their fronts: for this user alone."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(str(path))
+        path.chmod(0o600)
+        listener.listen(LISTEN_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise StartupError(f"cannot listen on {path}: {error.strerror or error}") from None
+    return listener

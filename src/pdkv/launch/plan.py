@@ -66,6 +66,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         log_level=launch.log_level,
         config=deployment.router,
         drain_s=launch.drain_s,
+        num_fronts=launch.router_fronts,
         cluster_key_file=launch.cluster_key_file,
     )
     return Fleet(

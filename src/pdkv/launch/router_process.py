@@ -1,4 +1,4 @@
-"""The router as a child process of the launcher."""
+"""The router, or one of its fronts, as a child process of the launcher."""
 
 import logging
 import sys
@@ -8,8 +8,9 @@ from pdkv.host.malloc import set_malloc
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import sweep_if_orphaned, watch_lifeline
 from pdkv.launch.logs import configure_logging
-from pdkv.launch.run_dir import ADMIN_SOCKET, MARKS_FILE
+from pdkv.launch.run_dir import ADMIN_SOCKET, FRONTS_SOCKET, MARKS_FILE
 from pdkv.launch.specs import decode_router_spec, take_spec
+from pdkv.router.front_process import run_front
 from pdkv.router.process import run_router
 from pdkv.router.spec import RouterSpec
 
@@ -20,28 +21,43 @@ _HEAP_BYTES = 4 << 20
 logger = logging.getLogger(__name__)
 
 
-def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int:
-    """Run the router in this process; returns its exit status. It is ready when every engine has answered."""
+def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int, other: str = "") -> int:
+    """Run the router in this process; returns its exit status. It is ready when every engine has answered.
+
+    `other`: the descriptor at which fronts connect to it; or a name: run the front of this name instead.
+    """
+    is_front = bool(other) and not other.isdecimal()
+    name = other if is_front else "router"
     seen = spec.config.observability
-    configure_logging("router", spec.log_level, seen.log_format, access_log=seen.access_log)
-    set_process_name("pd router")
+    configure_logging(name, spec.log_level, seen.log_format, access_log=seen.access_log)
+    set_process_name(f"pd {name}")
     _bound_heap()
     watch_lifeline(lifeline_fd, lambda: None, grace_s=_LIFELINE_GRACE_S, run_dir=spec.run_dir)  # the loop sees it, too
     ack = Acknowledger(ack_fd)
     try:
+        if is_front:
+            assert spec.run_dir is not None
+            return run_front(
+                spec,
+                listen_fd=listen_fd,
+                lifeline_fd=lifeline_fd,
+                dispatcher_socket=spec.run_dir / FRONTS_SOCKET,
+                on_ready=ack.ready,
+            )
         return run_router(
             spec,
             listen_fd=listen_fd,
             lifeline_fd=lifeline_fd,
             admin_socket=spec.run_dir / ADMIN_SOCKET if spec.run_dir is not None else None,
             marks_file=spec.run_dir / MARKS_FILE if spec.run_dir is not None else None,
+            fronts_fd=int(other) if other else None,
             on_ready=ack.ready,
         )
     except StartGivenUp:
         return 1
     except Exception as error:
         if ack.answered:
-            logger.exception("the router stops after an error")
+            logger.exception("the %s stops after an error", name)
         else:
             ack.failed(error)
         return 1
@@ -61,4 +77,4 @@ def _bound_heap() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(decode_router_spec(take_spec()), *map(int, sys.argv[1:4])))
+    sys.exit(main(decode_router_spec(take_spec()), int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))

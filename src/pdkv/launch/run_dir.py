@@ -15,6 +15,7 @@ from pdkv.errors import StartupError
 from pdkv.host.process_info import process_start_time
 
 ADMIN_SOCKET = "admin.sock"  # the router's, for operators (router/http/pages/admin.py)
+FRONTS_SOCKET = "fronts.sock"  # the dispatcher's, for fronts (docs/fronts.md)
 MARKS_FILE = "engines.json"  # their settings, for a restarted router
 CONTROL_SOCKET = "control.sock"  # the launcher's (control.py)
 _INFO_FILE = "launch.json"

@@ -7,6 +7,7 @@ import functools
 import logging
 import secrets
 import signal
+import socket
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,15 +24,20 @@ from pdkv.launch.children import (
     RankLinks,
     describe_exit,
     spawn_engine,
+    spawn_front,
     spawn_router,
 )
 from pdkv.launch.keeper import Care, Keeper
+from pdkv.launch.listening import listen_for_fronts
+from pdkv.launch.run_dir import FRONTS_SOCKET
 from pdkv.launch.specs import EngineSpec
 from pdkv.router.engines.address import EngineAddress
 from pdkv.router.spec import RouterSpec
 from pdkv.wire.refusal_note import RefusalNote
 
 _ROUTER = "router"
+FRONT = "front-"
+"""How the names of fronts begin."""
 _ROUTER_GRACE_S = 2.0  # with the engines' below the five seconds that a stop may take
 _ENGINE_GRACE_S = 1.5
 _OTHER_RANKS_S = 5.0  # between the failure of a rank and that of another one, which caused it
@@ -75,7 +81,9 @@ class Supervisor:
         self._clock = clock
         self._children: set[Child] = set()
         self._router: Child | None = None
-        self._listens_for_hangups = False  # the router handles it: before it is ready, a SIGHUP would end it
+        self._fronts: dict[str, Child] = {}
+        self._fronts_listener: socket.socket | None = None  # for the dispatcher and its successors
+        self._listen_for_hangups: set[Child] = set()  # they handle it: before they are ready, a SIGHUP would end them
         self._forks: ForkServer | None = None
         self._keepers: dict[str, Keeper] = {}
         self.engines = {spec.name: spec for spec in fleet.engines}  # kept running, by name, oldest first
@@ -94,7 +102,12 @@ class Supervisor:
             self._forks = self._new_fork_server()  # its imports take longest, so it starts first
         first_ready = [self._keep_engine(name).ready for name in self.engines]
         if (router := self._fleet.router) is not None:
+            if router.num_fronts:
+                assert router.run_dir is not None
+                self._fronts_listener = listen_for_fronts(router.run_dir / FRONTS_SOCKET)
             first_ready.append(self._keep_running(_ROUTER, lambda: self._start_router(router)).ready)
+            for name in (f"{FRONT}{index}" for index in range(router.num_fronts)):
+                first_ready.append(self._keep_running(name, functools.partial(self._start_front, name, router)).ready)
         await asyncio.gather(*first_ready)
 
     def pid_of(self, name: str) -> int | None:
@@ -158,23 +171,37 @@ class Supervisor:
         self._children.difference_update(children)
 
     async def _start_router(self, spec: RouterSpec) -> list[Child]:
-        self._listens_for_hangups = False
         spec = msgspec.structs.replace(spec, engines=list(self._addresses.values()))
         if self._router is not None:  # a second one must not wait for an engine that cannot start
             spec = msgspec.structs.replace(spec, await_all=False, identity=self._model)
 
         async def spawn(ack: AckSocket) -> Child:
-            self._router = spawn_router(spec, self._listen_fd, ack.child_fd, self._lifeline_fd)
+            listener = self._fronts_listener
+            fronts_fd = [] if listener is None else [listener.fileno()]
+            self._router = spawn_router(spec, self._listen_fd, ack.child_fd, self._lifeline_fd, *fronts_fd)
             return self._router
 
         router = await self._start_child(_ROUTER, spawn)
-        self._listens_for_hangups = True
+        self._reloads(router)
         return [router]
+
+    async def _start_front(self, name: str, spec: RouterSpec) -> list[Child]:
+        async def spawn(ack: AckSocket) -> Child:
+            self._fronts[name] = spawn_front(name, spec, self._listen_fd, ack.child_fd, self._lifeline_fd)
+            return self._fronts[name]
+
+        front = await self._start_child(name, spawn)
+        self._reloads(front)
+        return [front]
+
+    def _reloads(self, child: Child) -> None:
+        self._listen_for_hangups.add(child)
+        child.when_dead(lambda _: self._listen_for_hangups.discard(child))
 
     def reload_files(self) -> None:
         """Have the router read its API keys and its certificate again; a router that is starting reads them anyway."""
-        if self._router is not None and self._listens_for_hangups:
-            self._router.send_signal(signal.SIGHUP)
+        for child in self._listen_for_hangups:
+            child.send_signal(signal.SIGHUP)
 
     async def _admit_engine(self, spec: EngineSpec) -> list[Child]:
         """Start an engine; routers are told of one that is refused."""
@@ -319,14 +346,17 @@ class Supervisor:
         The router may take `drain_s` to answer running requests; engines that die in this time are restarted. `stuck()`
         returns when the router turns out to be unable to answer them.
         """
-        if (keeper := self._keepers.pop(_ROUTER, None)) is not None:
-            await keeper.cancel()
+        for name in [name for name in self._keepers if name == _ROUTER or name.startswith(FRONT)]:
+            await self._keepers.pop(name).cancel()
+        fronts = [front for front in self._fronts.values() if front.alive]
         if self._router is not None:
             if drain_s and self._router.alive:
-                await self._drain_router(self._router, drain_s, stuck)
-            await _end({self._router}, _ROUTER_GRACE_S)
+                await self._drain_router([self._router, *fronts], drain_s, stuck)
+            await _end({self._router, *fronts}, _ROUTER_GRACE_S)
+        if self._fronts_listener is not None:
+            self._fronts_listener.close()
         await asyncio.gather(*(keeper.cancel() for keeper in self._keepers.values()))
-        rest = self._children - {self._router}
+        rest = self._children - {self._router, *fronts}
         if self._forks is not None:
             self._forks.close()
             rest.add(self._forks.child)
@@ -336,10 +366,13 @@ class Supervisor:
         """Stop waiting for running requests. Idempotent."""
         self._hurried.set()
 
-    async def _drain_router(self, router: Child, drain_s: float, stuck: Callable[[], Awaitable[None]] | None) -> None:
-        """Wait until the router has ended, has had its time, or a stop in a hurry is requested."""
-        router.send_signal(signal.SIGTERM)
-        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(router.wait())]
+    async def _drain_router(
+        self, processes: Sequence[Child], drain_s: float, stuck: Callable[[], Awaitable[None]] | None
+    ) -> None:
+        """Wait until the router and its fronts have ended, have had their time, or a stop in a hurry is requested."""
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        waits: list[asyncio.Future[Any]] = [asyncio.gather(*(process.wait() for process in processes))]
         waits.append(asyncio.ensure_future(self._hurried.wait()))
         if stuck is not None:
             waits.append(asyncio.ensure_future(stuck()))

@@ -1,0 +1,109 @@
+"""The dispatcher's face to the HTTP side: `Admission` and `Visit`, or a front's clients of them (router/fronts)."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import msgspec
+from starlette.types import Scope
+
+from pdkv.router.request import GenerateRequest
+from pdkv.wire.kv import KVTerms
+
+if TYPE_CHECKING:
+    from pdkv.router.generations.dispatch import Generation
+
+Deliver = Callable[["Generation"], None]
+"""A callback that takes a generation over the moment it begins: its owner can abort it from then on."""
+
+
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request asks of its tenant, once it has been read."""
+
+    priority: int
+    objective_priority: int | None  # of the objective that a header names
+    objective_header: str
+    fairness_id: str
+    cache_salt: str
+    prompt_lengths: list[int]
+    n: int
+    max_tokens: int | None
+    stream: bool
+
+
+class Terms(NamedTuple):
+    """On what terms a request is served."""
+
+    priority: int
+    cache_salt: str
+    kv_terms: KVTerms | None
+    tenant: str  # its digest
+
+
+class Replay(NamedTuple):
+    """An answer that is taken up again."""
+
+    body: bytes  # of its request
+    reply_id: str
+    created: int
+    label: str
+    seen: tuple[int, ...]  # events that its client has, by choice, and then those of its end
+
+
+class Stay(Protocol):
+    """One request's stay in the router, as a context manager (`Visit`)."""
+
+    @property
+    def resume_id(self) -> str:
+        """The id with which its client may take it up elsewhere; "": it cannot."""
+
+    @property
+    def replay(self) -> Replay | None:
+        """The earlier request that this one takes up."""
+
+    def check(self) -> None:
+        """Raise TooManyRequests if there is no room for it."""
+
+    async def admit(self, asked: Asked, body: bytes, reply_id: str, created: int, label: str) -> Terms:
+        """Reserve what it asks for. `body` and the names: kept for whoever takes the answer up.
+
+        Raises:
+            TooManyRequests, InvalidRequest: it gets less than it asks for, now or ever.
+        """
+
+    async def start(self, request: GenerateRequest, deliver: Deliver, index: int) -> "Generation":
+        """Begin the choice of this index when its turn comes."""
+
+    def came(self, num_tokens: int) -> None:
+        """Count output tokens as they arrive."""
+
+    def used(self, num_tokens: int) -> None:
+        """Record the final number of prompt and output tokens."""
+
+    def abort(self) -> None:
+        """Remove everything of this request from the queue. Idempotent."""
+
+    def __enter__(self) -> "Stay": ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class Desk(Protocol):
+    """Where requests arrive."""
+
+    @property
+    def draining(self) -> str:
+        """Why no new requests are taken; empty if they are."""
+
+    @property
+    def objectives(self) -> Mapping[str, int]:
+        """Priorities that headers may name."""
+
+    async def receive(self, scope: Scope) -> Stay:
+        """The stay of a request of which only the head is known; its tenant is in the scope from then on.
+
+        Raises:
+            Draining, TooManyRequests, Unauthorized.
+        """
+
+    def drain(self, why: str) -> None:
+        """Take no new requests from now on. Idempotent."""

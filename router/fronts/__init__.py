@@ -1,0 +1,1 @@
+"""Fronts: processes for HTTP and text, in front of one dispatcher (docs/fronts.md)."""

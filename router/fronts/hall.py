@@ -1,0 +1,312 @@
+"""The dispatcher's side of the fronts: takes their messages, and keeps answers that may be taken up again."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from prometheus_client.core import Metric
+from starlette.types import ASGIApp
+
+from pdkv.errors import InvalidRequest, MalformedMessage, PdkvError
+from pdkv.router.admission.admission_queue import Admission
+from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.fronts.session import Run, Session
+from pdkv.router.fronts.wire import (
+    Admit,
+    Answer,
+    Arrive,
+    Arrived,
+    AskPage,
+    End,
+    FromFront,
+    Link,
+    Message,
+    PageBody,
+    PageHead,
+    PageLeft,
+    PageRead,
+    Problem,
+    Start,
+    Stop,
+    Taken,
+    Welcome,
+    from_fronts,
+)
+from pdkv.router.http.app import HasLength
+from pdkv.router.http.server.drain import Drain
+from pdkv.router.metrics.exposition import gauge
+from pdkv.router.metrics.requests import ENDPOINTS, Metrics, RequestMetrics, Totals
+
+HOLD_S = 30.0
+"""Seconds for which an answer can be taken up: after its front has gone, or after its end."""
+
+PIECES_AHEAD = 8
+"""Pieces of a page's answer that may wait in a front."""
+
+logger = logging.getLogger(__name__)
+
+
+class Hall:
+    """All fronts of one dispatcher, and its sessions."""
+
+    def __init__(
+        self, dispatcher: HasLength, admission: Admission, metrics: Metrics, drain: Drain, keys: KeyRing | None,
+        pages: ASGIApp, max_kept_bytes: int,
+    ) -> None:  # fmt: skip
+        """`pages` serves what fronts do not; `max_kept_bytes`: of answers without a front, oldest dropped first."""
+        self.dispatcher, self.admission, self.metrics, self.drain = dispatcher, admission, metrics, drain
+        self.keys, self.pages = keys, pages
+        self.no_totals = Totals()  # of what is not counted
+        self._max_kept_bytes = max_kept_bytes
+        self._fronts: set[_Door] = set()
+        self._kept: dict[str, Session] = {}  # that may be taken up, by id
+        self._alone: dict[Session, int] = {}  # those without a front or over, and their bytes; oldest first
+        self._over = asyncio.Event()
+        metrics.register(self._held)
+
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve fronts until `stop`."""
+        server = await asyncio.get_running_loop().create_unix_server(self._door, sock=listener)
+        await self._over.wait()
+        server.close()
+        for front in list(self._fronts):
+            front.link.close()
+
+    def stop(self) -> None:
+        """End `serve`. Idempotent."""
+        self._over.set()
+
+    def _door(self) -> asyncio.Protocol:
+        front = _Door(self)
+        self._fronts.add(front)
+        return front.link
+
+    def left(self, front: "_Door") -> None:
+        """Note that a front is gone."""
+        self._fronts.discard(front)
+        if not self._fronts and self.drain.draining:
+            for session in list(self._alone):
+                self.drop(session)
+
+    def keep(self, session: Session) -> None:
+        """Keep a session that has no front, or is over, for HOLD_S and within the budget."""
+        self._kept[session.id] = session
+        self._alone[session] = session.num_bytes
+        session.timer = asyncio.get_running_loop().call_later(HOLD_S, self.drop, session)
+        while sum(self._alone.values()) > self._max_kept_bytes:
+            self.drop(next(iter(self._alone)))
+
+    def drop(self, session: Session) -> None:
+        """End a session for good. Idempotent."""
+        self._alone.pop(session, None)
+        self._kept.pop(session.id, None)
+        if session.timer is not None:
+            session.timer.cancel()
+        session.close("disconnected")
+
+    def admitted(self, session: Session) -> None:
+        """Let it be taken up from now on."""
+        if session.kept is not None:
+            self._kept[session.id] = session
+
+    def take_up(self, resume_id: str, path: str, keeper: str) -> Session:
+        """The session of this id, which leaves the front that it has. Raises InvalidRequest (404)."""
+        session = self._kept.get(resume_id)
+        if session is None or (session.path, session.keeper) != (path, keeper):
+            text = "there is no such answer (any more) to take up with this key at this path"
+            raise InvalidRequest(text, param="x-pd-resume-id", status=404)
+        self._alone.pop(session, None)
+        if session.timer is not None:
+            session.timer.cancel()
+        return session
+
+    def _held(self) -> Iterator[Metric]:
+        yield gauge("pdkv_fronts", "Fronts that are connected.", len(self._fronts))
+        yield gauge("pdkv_kept_answers", "Answers that may be taken up again.", len(self._kept))
+        texts = "Bodies that fronts read or work on.", "Bodies that wait for room in fronts.", "Texts in fronts."
+        names = "pdkv_front_body_bytes", "pdkv_front_waiting_bodies", "pdkv_front_text_bytes"
+        for index, (name, text) in enumerate(zip(names, texts, strict=True)):
+            yield gauge(name, text, sum(front.held[index] for front in self._fronts))
+
+
+class _Door:
+    """The connection of one front."""
+
+    def __init__(self, hall: Hall) -> None:
+        self._hall = hall
+        self.held = (0, 0, 0)
+        self._sessions: dict[int, Session] = {}
+        self._pages: dict[int, _PageExchange] = {}
+        self._news: dict[Run, None] = {}
+        self.link: Link[FromFront] = Link(from_fronts, self._take, self._lost)
+        self.link.fill = self._fill
+        self.send = self.link.send
+        self.send(Welcome(hall.dispatcher.max_model_len))
+
+    def has_news(self, run: Run) -> None:
+        """Take the run's news into the next frame: until the front reads, they stay where they are."""
+        self._news[run] = None
+        self.link.wake()
+
+    def _fill(self, out: list[Message]) -> None:
+        runs, self._news = self._news, {}
+        for run in runs:
+            if run.session.front is self and (news := run.news()) is not None:
+                out.append(news)
+
+    def _take(self, messages: Sequence[FromFront]) -> None:
+        for message in messages:
+            match message:
+                case Arrive():
+                    self._arrive(message)
+                case AskPage():
+                    page = self._pages[message.page] = _PageExchange(message, self.send)
+                    page.begin(self._hall.pages, partial(self._forget, message.page))
+                case PageRead() | PageLeft():
+                    if (page_or_none := self._pages.get(message.page)) is not None:
+                        page_or_none.hear(message)
+                case _ if (session := self._sessions.get(message.stay)) is not None:
+                    self._advance(session, message)
+                case _:  # of one that another front has taken up
+                    pass
+
+    def _forget(self, page: int, _: object) -> None:
+        self._pages.pop(page, None)
+
+    def _arrive(self, message: Arrive) -> None:
+        hall, stay = self._hall, message.stay
+        if stay in self._sessions:
+            raise MalformedMessage(f"request {stay} arrives twice")
+        metrics: RequestMetrics | None = None
+        try:
+            tenant = hall.admission.anonymous if hall.keys is None else hall.keys.authenticate(message.authorization)
+            if message.resume_id:
+                session = hall.take_up(message.resume_id, message.path, tenant.keeper)
+                if isinstance(old := session.front, _Door):
+                    old.release(session)
+            else:
+                endpoint = ENDPOINTS.get(message.path)
+                metrics = RequestMetrics(hall.metrics if endpoint else hall.no_totals, endpoint or "completions")
+                visit = hall.admission.arrive(tenant)
+                session = Session(self, stay, message.path, visit, metrics)
+                session.stack.enter_context(hall.drain.counted())
+        except PdkvError as error:
+            if metrics is not None:
+                metrics.ended(error.code)
+            self.send(Answer(stay, -1, Problem.of(error)))
+            return
+        session.front, session.number = self, stay
+        self._sessions[stay] = session
+        name = tenant.name if tenant.digest else None
+        rates, kept = list(tenant.rate_headers()), session.kept if message.resume_id else None
+        self.send(Arrived(stay, name, rates, hall.dispatcher.max_model_len, session.id, kept))
+        if message.resume_id:
+            session.again()
+
+    def _advance(self, session: Session, message: Admit | Start | Stop | End) -> None:
+        match message:
+            case Admit():
+                try:
+                    session.admit(message)
+                    self._hall.admitted(session)
+                    self.send(Answer(session.number, -1))
+                except MalformedMessage:
+                    raise
+                except PdkvError as error:
+                    self.send(Answer(session.number, -1, Problem.of(error)))
+            case Start():
+                session.start(message)
+            case Stop():
+                session.stop(message)
+            case End():
+                self._end(session, message)
+
+    def _end(self, session: Session, message: End) -> None:
+        self.held = message.held
+        for seconds in message.stalls:
+            session.metrics.client_stall(seconds)
+        del self._sessions[session.number]
+        session.front = None
+        session.close(message.outcome[:64])
+        if session.kept is not None and message.outcome == "ok":
+            self._hall.keep(session)
+        else:
+            self._hall.drop(session)
+
+    def release(self, session: Session) -> None:
+        """Leave a session to another front."""
+        self._sessions.pop(session.number, None)
+        self.send(Taken(session.number))
+
+    def _lost(self) -> None:
+        """Keep what may be taken up, end the rest."""
+        for page in list(self._pages.values()):
+            page.hear(PageLeft(0))
+        sessions, self._sessions = self._sessions, {}
+        for session in sessions.values():
+            session.front = None
+            if session.kept is not None:
+                self._hall.keep(session)
+            else:
+                self._hall.drop(session)
+        num_kept = sum(session.kept is not None for session in sessions.values())
+        logger.warning("a front is gone; %d of its %d requests may be taken up", num_kept, len(sessions))
+        self._hall.left(self)
+
+
+class _PageExchange:
+    """One exchange of HTTP with the application of the dispatcher."""
+
+    def __init__(self, message: AskPage, tell: Callable[[Message], None]) -> None:
+        self._number, self._tell = message.page, tell
+        self._scope: dict[str, Any] = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "root_path": "",
+        }
+        for name in ("method", "path", "raw_path", "query_string", "headers", "client", "server", "scheme"):
+            self._scope[name] = getattr(message, name)
+        self._body: bytes | None = message.body
+        self._room = asyncio.Semaphore(PIECES_AHEAD)
+        self._gone = asyncio.Event()
+
+    def begin(self, app: ASGIApp, done: Callable[[object], object]) -> None:
+        """Serve it; `done` is called at its end."""
+        self._task = asyncio.get_running_loop().create_task(self._serve(app))
+        self._task.add_done_callback(done)
+
+    async def _serve(self, app: ASGIApp) -> None:
+        try:
+            await app(self._scope, self._receive, self._send)
+        except Exception:
+            logger.exception("an error in the answer to %s", self._scope.get("path"))
+            self._tell(PageBody(self._number, b"", more=False))
+
+    async def _receive(self) -> dict[str, Any]:
+        if self._body is None:
+            await self._gone.wait()
+            return {"type": "http.disconnect"}
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._tell(PageHead(self._number, message["status"], [(n, v) for n, v in message.get("headers", ())]))
+            return
+        if not self._gone.is_set():
+            await self._room.acquire()
+        if not self._gone.is_set():
+            self._tell(PageBody(self._number, message.get("body", b""), message.get("more_body", False)))
+
+    def hear(self, message: PageRead | PageLeft) -> None:
+        """Send more, or nothing any more."""
+        if isinstance(message, PageLeft):
+            self._gone.set()
+            for _ in range(PIECES_AHEAD):
+                self._room.release()
+        else:
+            self._room.release()
