@@ -30,6 +30,7 @@ from pdkv.host.sockets import raise_open_files_limit
 
 RUN_LIMIT = 1.02
 TOKEN_LIMITS_US = {64: 40.0, 1000: 30.0}
+DISPATCHER_US, TOGETHER_LIMIT = 8.0, 1.15
 STREAM_LIMIT_KIB = 30.0
 LATENCY_LIMIT_MS = 2.0
 REFUSAL_LIMIT_MS = 10.0
@@ -44,6 +45,7 @@ def run(context: Context) -> list[Claim]:
     return [
         *whole_runs(model, context.before, context.quick),
         *(_tokens(num_streams, context.quick) for num_streams in TOKEN_LIMITS_US),
+        *(claim for num_streams in TOKEN_LIMITS_US for claim in fronts(num_streams, context.quick)),
         *slow_streams(context.quick),
         added_latency(context.quick),
         refusals(context.quick),
@@ -112,6 +114,50 @@ def _tokens(num_streams: int, quick: bool) -> Claim:
     limit = TOKEN_LIMITS_US[num_streams]
     title = f"router CPU a token, {num_streams} streams of 10 in, 20 to 500 out / {limit:g} us"
     return Claim(title, figures["us"] / limit, 1.0, "lower", figures)
+
+
+class Cost(NamedTuple):
+    """CPU microseconds a token."""
+
+    router: float  # or dispatcher
+    fronts: float = 0.0
+
+
+def fronts(num_streams: int, quick: bool) -> list[Claim]:
+    """A front and its dispatcher, beside one process that does both; two rounds by turns."""
+    rounds = 1 if quick else 2
+    costs: dict[int, list[Cost]] = {0: [], 1: []}
+    for _ in range(rounds):
+        for num_fronts, seen in costs.items():
+            seen.append(_cost(num_streams, num_fronts, quick))
+    one = median(cost.router for cost in costs[0])
+    dispatcher, front = (median(values) for values in zip(*costs[1], strict=True))
+    figures = {"one process us": one, "dispatcher us": dispatcher, "front us": front}
+    title = f"{num_streams} streams behind a front"
+    return [
+        Claim(
+            f"{title}: dispatcher's CPU a token / {DISPATCHER_US:g} us",
+            dispatcher / DISPATCHER_US,
+            1.0,
+            "lower",
+            figures,
+        ),
+        Claim(f"{title}: both / one process", (dispatcher + front) / one, TOGETHER_LIMIT, "lower", figures),
+    ]
+
+
+def _cost(num_streams: int, num_fronts: int, quick: bool) -> Cost:
+    pace_s = 0.02 if num_streams < 256 else 0.1
+    num_requests, lengths = (num_streams, (8, 8)) if quick else (num_streams * 2, LONG.output_len)
+    with router_alone(pace_s=pace_s, num_seqs=2 * num_streams, num_fronts=num_fronts) as router:
+        run_loop(send_all(router.url, router.model, Workload(64, LONG.input_len, (20, 20), 64)))  # warm
+        began = router.cpu_seconds(), router.fronts_cpu_seconds()
+        load = Workload(num_requests, LONG.input_len, lengths, num_streams, seed=num_streams)
+        replies, _ = run_loop(send_all(router.url, router.model, load))
+        used = router.cpu_seconds() - began[0], router.fronts_cpu_seconds() - began[1]
+    check(replies)
+    num_tokens = sum(reply.num_tokens for reply in replies)
+    return Cost(*(seconds / num_tokens * 1e6 for seconds in used))
 
 
 # --- slow streams -------------------------------------------------------------------------------------------------

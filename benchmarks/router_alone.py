@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.servers import pdkv, process_cpu_seconds, router_pid
+from benchmarks.servers import pdkv, process_cpu_seconds, router_pids
 from pdkv.launch.run_dir import running_launches
 
 MAX_LEN = 1024
@@ -30,10 +30,15 @@ class Alone(NamedTuple):
     model: str
     pid: int
     endpoint: str  # of the engine
+    fronts: tuple[int, ...] = ()  # their pids
 
     def cpu_seconds(self) -> float:
         """The router's, since its start."""
         return process_cpu_seconds(self.pid)
+
+    def fronts_cpu_seconds(self) -> float:
+        """The fronts', since their start."""
+        return sum(map(process_cpu_seconds, self.fronts))
 
     def memory_kib(self) -> int:
         """Resident memory of the router that is its own, without pages of files."""
@@ -45,12 +50,18 @@ class Alone(NamedTuple):
 
 @contextlib.contextmanager
 def router_alone(
-    *, pace_s: float, num_seqs: int, max_connections: int | None = None, max_queued_requests: int | None = None
+    *,
+    pace_s: float,
+    num_seqs: int,
+    max_connections: int | None = None,
+    max_queued_requests: int | None = None,
+    num_fronts: int = 0,
 ) -> Iterator[Alone]:
-    """A router with the default options, but for these two, and an engine whose steps take `pace_s`."""
+    """A router with the default options, but for these, and an engine whose steps take `pace_s`."""
     pool_kib = min(64 + 36 * num_seqs, 256 << 10)  # 1 KiB a block: 576 tokens each
     options = ["--max-num-seqs", str(num_seqs), "--max-num-batched-tokens", str(_STEP_TOKENS), "--max-steps-ahead", "0"]
     options += ["--kv-cache-memory", f"{pool_kib}KiB"]
+    options += ["--router-fronts", str(num_fronts)] if num_fronts else []
     if max_connections is not None:
         options += ["--max-connections", str(max_connections)]
     if max_queued_requests is not None:
@@ -60,4 +71,5 @@ def router_alone(
         profile.write_text(f"step_s = {pace_s}\n{_PROFILE}")
         with pdkv(Path(f"paced:{profile}"), prefill=0, decode=1, options=options) as server:
             [run_dir] = [launch.path for launch in running_launches() if launch.pid == server.pid]
-            yield Alone(server.url, server.model, router_pid(server.pid), f"ipc://{run_dir}/engine-0")
+            pid, *fronts = router_pids(server.pid)
+            yield Alone(server.url, server.model, pid, f"ipc://{run_dir}/engine-0", tuple(fronts))

@@ -193,9 +193,18 @@ def process_cpu_seconds(pid: int) -> float:
 
 
 def router_pid(launcher: int) -> int:
-    """The launcher's child that runs the router."""
+    """The launcher's child that runs the router, or the dispatcher of its fronts."""
+    return router_pids(launcher)[0]
+
+
+def router_pids(launcher: int) -> list[int]:
+    """That, and then the fronts."""
+    found: dict[int, bool] = {}
     for task in Path(f"/proc/{launcher}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            if b"pdkv.launch.router_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-    raise RuntimeError(f"process {launcher} has no router among its children")
+        for child in map(int, (task / "children").read_text().split()):
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            if b"pdkv.launch.router_process" in command:
+                found[child] = command.rstrip(b"\0").rpartition(b"\0")[2].startswith(b"front-")
+    if not found:
+        raise RuntimeError(f"process {launcher} has no router among its children")
+    return sorted(found, key=lambda pid: found[pid])

@@ -70,10 +70,12 @@ class Hall:
     async def serve(self, listener: socket.socket) -> None:
         """Serve fronts until `stop`."""
         server = await asyncio.get_running_loop().create_unix_server(self._door, sock=listener)
-        await self._over.wait()
-        server.close()
-        for front in list(self._fronts):
-            front.link.close()
+        try:
+            await self._over.wait()
+        finally:
+            server.close()
+            for front in list(self._fronts):
+                front.link.close()
 
     def stop(self) -> None:
         """End `serve`. Idempotent."""

@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -32,6 +33,7 @@ from pdkv.router.fronts.wire import (
     PageHead,
     PageLeft,
     PageRead,
+    Problem,
     RawHeaders,
     Start,
     Stop,
@@ -178,10 +180,8 @@ class RemoteStay:
                 if (kept := message.kept) is not None:
                     self.replay = Replay(kept.body, kept.reply_id, kept.created, kept.label, self._seen)
                 self._settle(-1, "")
-            case Answer(problem=None):
-                self._settle(message.choice, message.engine)
             case Answer(problem=problem):
-                self._settle(message.choice, problem.error())
+                self._settle(message.choice, message.engine if problem is None else problem.error())
             case Taken():
                 self.fail(RequestAborted("its client goes on elsewhere", request_id=self.label))
 
@@ -205,7 +205,7 @@ class RemoteStay:
             self._settle(choice, error)
         for run in self._runs.values():
             if not run.ended:
-                run.put(error.anew(), None, 0.0)
+                run.put(Problem.of(error).error(), None, 0.0)  # each is raised elsewhere
 
     def tell_stop(self, choice: int, num_tokens: int) -> None:
         """Tell the dispatcher that a choice's text is over."""
@@ -295,7 +295,7 @@ class RemoteDesk:
             lost = asyncio.Event()
             link = self._link = Link(from_dispatcher, self._take, lost.set)
             try:
-                await loop.create_unix_connection(lambda link=link: link, str(path))
+                await loop.create_unix_connection(partial(_same, link), str(path))
                 await lost.wait()
             except OSError as error:
                 logger.error("cannot connect to the dispatcher at %s: %s", path, error)
@@ -445,6 +445,10 @@ def _page(number: int, scope: Scope, body: bytes) -> AskPage:
         scope["scheme"],
         body,
     )
+
+
+def _same(link: Link[FromDispatcher]) -> Link[FromDispatcher]:
+    return link
 
 
 async def _until_gone(receive: Receive) -> None:

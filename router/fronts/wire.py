@@ -276,7 +276,7 @@ class Link(asyncio.Protocol, Generic[T]):
         _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.geteuid():
             logger.error("a process of user %d is refused: another one than this process's (%d)", uid, os.geteuid())
-            transport.abort()
+            transport.close()
             return
         self._transport = cast(asyncio.Transport, transport)
         self.wake()

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from pdkv.errors import EngineUnavailable, RequestAborted
@@ -39,6 +40,9 @@ class FakeGeneration:
         self.ended = False
         self.over = asyncio.Event()  # aborted, or the reader saw the failure
         self.on_end: Callable[[], None] = lambda: None
+        self.on_wake: Callable[[], None] | None = None  # of a session for a front
+        self.request_id = "r"
+        self.flow = SimpleNamespace(output=SimpleNamespace(token_ids=[]))
         self._items: deque[Delta | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._arrivals: list[float] = []
@@ -48,6 +52,8 @@ class FakeGeneration:
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+        if self.on_wake is not None:
+            self.on_wake()
         if isinstance(item, Delta) and item.token_ids:
             self._arrivals.append(time.perf_counter() if at is None else at)
 
@@ -96,9 +102,12 @@ class FakeGeneration:
             self.over.set()
             self.on_end()
             raise item
+        self.flow.output.token_ids += item.token_ids
         self.ended = item.finish_reason is not None
         if self.ended:
             self.on_end()
+        elif self._items and self.on_wake is not None:
+            self.on_wake()
         return item
 
 

@@ -1,0 +1,312 @@
+"""Fronts and their dispatcher over a real unix socket in one event loop, in front of a dispatcher without engines."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from asgi_client import Exchange, begin, call, run
+from fake_dispatcher import FakeDispatcher, logprob, tokens
+from small_app import MODEL, make_app, model_config, tokenizer
+
+from pdkv.config import AdmissionConfig, RouterConfig
+from pdkv.launch.listening import listen_for_fronts
+from pdkv.router.admission.api_keys import KeyRing, make_key
+from pdkv.router.fronts.front_app import FrontApp
+from pdkv.router.fronts.hall import Hall
+from pdkv.router.fronts.remote import RemoteDesk
+from pdkv.router.fronts.wire import Message, Start
+from pdkv.router.http.app import body_budget
+from pdkv.router.request import Delta
+from pdkv.sampling.params import SamplingParams
+
+COMPLETIONS = "/v1/completions"
+
+
+class Rig:
+    """A hall, and as many fronts as asked for."""
+
+    def __init__(
+        self, path: Path, dispatcher: FakeDispatcher, keys: KeyRing | None = None, kept: int = 1 << 20
+    ) -> None:
+        self.dispatcher, self._keys, self._kept = dispatcher, keys, kept
+        self._path = path / "fronts.sock"
+        self._listener = listen_for_fronts(self._path)
+        self._tasks: dict[object, asyncio.Task[None]] = {}
+        self.open_hall()
+
+    def open_hall(self) -> None:
+        """The dispatcher, or its successor."""
+        self.app = make_app(self.dispatcher, keys=self._keys)
+        state = self.app.state
+        self.hall = Hall(
+            cast(Any, self.dispatcher), state.admission, state.metrics, state.drain, self._keys, self.app, self._kept
+        )
+        self._tasks[self.hall] = asyncio.create_task(self.hall.serve(self._listener.dup()))
+
+    async def end_hall(self) -> None:
+        """As when it dies: connections end."""
+        self.hall.stop()
+        await self._tasks.pop(self.hall)
+
+    async def front(self) -> FrontApp:
+        """One more front."""
+        config = RouterConfig()
+        bodies = body_budget(config.http)
+        desk = RemoteDesk(AdmissionConfig(), config.http, bodies)
+        app = FrontApp(desk, tokenizer(), model_config(), [MODEL], config=config, bodies=bodies)
+        self._tasks[app] = asyncio.create_task(desk.stay_connected(self._path))
+        await desk.welcomed.wait()
+        return app
+
+    async def kill(self, app: FrontApp) -> None:
+        """The front is gone; the hall has noticed."""
+        num = len(self.hall._fronts)
+        self._tasks.pop(app).cancel()
+        while len(self.hall._fronts) == num:
+            await asyncio.sleep(0)
+
+    async def close(self) -> None:
+        """End all of it."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._listener.close()
+
+
+@contextlib.asynccontextmanager
+async def rig(path: Path, dispatcher: FakeDispatcher | None = None, **options: Any) -> AsyncIterator[Rig]:
+    rig = Rig(path, dispatcher or FakeDispatcher(), **options)
+    try:
+        yield rig
+    finally:
+        await rig.close()
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 9, "stream": True, "seed": 1, **fields}
+
+
+def events(exchange: Exchange) -> list[tuple[str, str]]:
+    """(id, data) of each whole event."""
+    found = []
+    for event in exchange.body.decode().split("\n\n")[:-1]:
+        data, _, name = event.partition("\nid: ")
+        found.append((name, data))
+    return found
+
+
+def write_keys(path: Path, *names: str) -> tuple[KeyRing, dict[str, dict[str, str]]]:
+    """A ring of new keys, and the header of each by name."""
+    made = {name: make_key(name) for name in names}
+    file = path / "keys.toml"
+    file.write_text("\n".join(lines for _, lines in made.values()))
+    file.chmod(0o600)
+    return KeyRing(file), {name: {"authorization": f"Bearer {key}"} for name, (key, _) in made.items()}
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 3, "logprobs": 2}, {"stop": ["zz"], "echo": True}], ids=["one", "n", "echo"]
+)
+def test_a_stream_taken_up_at_another_front_has_each_event_once(tmp_path: Path, fields: dict[str, Any]) -> None:
+    def part(*token_ids: int, end: str | None = None) -> Delta:
+        of_each = [logprob(i, 9) for i in token_ids] if "logprobs" in fields else None
+        return tokens(*token_ids, end=end, logprobs=of_each)
+
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            first, second = await hall.front(), await hall.front()
+            num_choices = fields.get("n", 1)
+            whole, task = begin(first, "POST", COMPLETIONS, body(**fields))
+            for beginning in (part(10, 11), part(12)):
+                for index in range(num_choices):
+                    (await hall.dispatcher.next_generation(index)).put(beginning)
+                await whole.wait_for_writes(len(whole.writes) + 1)
+            resume_id = whole.headers["x-pd-resume-id"]
+            await hall.kill(first)
+            await asyncio.gather(task, return_exceptions=True)
+            seen = [event for event in events(whole) if "error" not in event[1]]
+            for generation in hall.dispatcher.generations:
+                generation.put(part(13, 14))
+                generation.put(part(30, end="length"))
+            rest = await call(second, "POST", COMPLETIONS, headers={"last-event-id": seen[-1][0]})
+            again = await call(second, "POST", COMPLETIONS, headers={"x-pd-resume-id": resume_id})
+            assert (rest.status, rest.headers["x-request-id"]) == (200, whole.headers["x-request-id"])
+            assert sorted(data for _, data in seen + events(rest)) == sorted(data for _, data in events(again))
+            assert events(rest)[-1] == events(again)[-1]
+            assert len(hall.dispatcher.generations) == num_choices
+
+    run(main())
+
+
+def test_an_answer_is_taken_up_with_its_own_key_and_path_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        keys, headers = write_keys(tmp_path, "a", "b")
+        async with rig(tmp_path, keys=keys) as hall:
+            first, second = await hall.front(), await hall.front()
+            whole, task = begin(first, "POST", COMPLETIONS, body(), headers["a"])
+            (await hall.dispatcher.next_generation(0)).put(tokens(10))
+            await whole.wait_for_writes(1)
+            resume = {"x-pd-resume-id": whole.headers["x-pd-resume-id"]}
+            assert (await call(second, "POST", COMPLETIONS, headers=headers["b"] | resume)).status == 404
+            assert (await call(second, "POST", "/v1/chat/completions", headers=headers["a"] | resume)).status == 404
+            assert (await call(second, "POST", COMPLETIONS, headers=resume)).status == 401
+            for wrong, status in (("unknown:1", 404), (f"{resume['x-pd-resume-id']}:x", 400)):
+                answer = await call(second, "POST", COMPLETIONS, headers=headers["a"] | {"x-pd-resume-id": wrong})
+                assert answer.status == status
+            taken, second_task = begin(second, "POST", COMPLETIONS, headers=headers["a"] | resume)
+            await task  # the front that had it gives it up
+            hall.dispatcher.generations[0].put(tokens(11, end="length"))
+            await second_task
+            assert "its client goes on elsewhere" in events(whole)[-1][1]
+            assert [name.partition(":")[2] for name, _ in events(taken)] == ["1", "2", "2,1"]
+            while keys.tenants[0].num_requests:
+                await asyncio.sleep(0)
+            assert keys.tenants[0].num_tokens == 3 + 2
+
+    run(main())
+
+
+def test_a_stop_string_ends_the_generation_and_takes_back_what_came_behind_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        keys, headers = write_keys(tmp_path, "a")
+        async with rig(tmp_path, keys=keys) as hall:
+            front = await hall.front()
+            text = tokenizer().decode([11], skip_special_tokens=True)
+            _, task = begin(front, "POST", COMPLETIONS, body(stop=[text], max_tokens=50), headers["a"])
+            generation = await hall.dispatcher.next_generation(0)
+            generation.put(tokens(10, 11, *range(20, 40)))
+            await task
+            await generation.over.wait()
+            assert generation.finished
+            while keys.tenants[0].num_requests:
+                await asyncio.sleep(0)
+            assert keys.tenants[0].num_tokens == 3 + 2
+
+    run(main())
+
+
+def test_answers_without_a_front_end_when_their_memory_is_full(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with rig(tmp_path, kept=10_000) as hall:
+            first, second = await hall.front(), await hall.front()
+            exchanges = [begin(first, "POST", COMPLETIONS, body()) for _ in range(3)]
+            for number, (exchange, _) in enumerate(exchanges):
+                (await hall.dispatcher.next_generation(number)).put(tokens(10))
+                await exchange.wait_for_writes(1)
+            await hall.kill(first)
+            await asyncio.gather(*(task for _, task in exchanges), return_exceptions=True)
+            assert sum(generation.aborted for generation in hall.dispatcher.generations) == 1
+            last_id = {"last-event-id": events(exchanges[-1][0])[0][0]}
+            hall.dispatcher.generations[-1].put(tokens(11, end="length"))
+            assert (await call(second, "POST", COMPLETIONS, headers=last_id)).status == 200
+
+    run(main())
+
+
+def test_other_paths_and_refusals_are_the_dispatchers(tmp_path: Path) -> None:
+    async def main() -> None:
+        keys, headers = write_keys(tmp_path, "a")
+        async with rig(tmp_path, keys=keys) as hall:
+            front = await hall.front()
+            for method, path, key, status in (
+                ("GET", "/health", {}, 200),
+                ("HEAD", "/v1/models", headers["a"], 200),
+                ("GET", "/v1/models", {}, 401),
+                ("GET", "/v1/completions", headers["a"], 405),
+                ("GET", "/nowhere", headers["a"], 404),
+                ("POST", COMPLETIONS, {}, 401),
+                ("POST", "/tokenize", {}, 401),
+            ):
+                got = await call(front, method, path, body() if method == "POST" else None, key)
+                same = await call(hall.app, method, path, body() if method == "POST" else None, key)
+                assert (got.status, got.body) == (status, same.body), path
+            assert (await call(front, "POST", "/tokenize", {"prompt": "ab"}, headers["a"])).status == 200
+            hall.dispatcher.available = False
+            assert (await call(front, "POST", COMPLETIONS, body(), headers["a"])).status == 503
+            figures = (await call(front, "GET", "/metrics")).body.decode()
+            assert 'pdkv_requests_total{endpoint="completions",outcome="engine_unavailable"} 1.0' in figures
+            assert "pdkv_requests_in_flight 0.0" in figures
+
+    run(main())
+
+
+def test_a_front_that_lies_loses_its_connection_and_no_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            liar, honest = await hall.front(), await hall.front()
+            whole, task = begin(honest, "POST", COMPLETIONS, body())
+            generation = await hall.dispatcher.next_generation(0)
+            link = liar._desk._link
+            assert link is not None
+            stay = await liar._desk.receive({"path": COMPLETIONS, "headers": [], "type": "http"})
+            lie: Message = Start(
+                stay=stay._number, choice=0, prompt_token_ids=[1], params=SamplingParams(), slo_ttft_s=0.0,
+                slo_tpot_s=0.0, affinity="", timeout_s=1.0, stall_timeout_s=1.0, label="", traceparent="", near="",
+            )  # fmt: skip
+            link.send(lie)
+            while liar._desk._link is link or not liar._desk.welcomed.is_set():
+                await asyncio.sleep(0.01)
+            link = liar._desk._link
+            assert link is not None
+            assert link._transport is not None
+            link._transport.write(b"\xff\xff\xff\xff")  # a frame of 4 GiB
+            while liar._desk._link is link:
+                await asyncio.sleep(0.01)
+            generation.put(tokens(10, end="length"))
+            await task
+            assert whole.status == 200
+            assert len(hall.dispatcher.generations) == 1
+
+    run(main())
+
+
+def test_while_a_front_does_not_read_its_tokens_stay_with_the_generations(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            front = await hall.front()
+            whole, task = begin(front, "POST", COMPLETIONS, body(logprobs=2))
+            generation = await hall.dispatcher.next_generation(0)
+            link = front._desk._link
+            assert link is not None
+            assert link._transport is not None
+            link._transport.pause_reading()
+            wide = [logprob(10, *range(20, 120)) for _ in range(100)]
+            for _ in range(14):
+                generation.put(tokens(*[10] * 100, logprobs=wide))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            num_unread = generation.num_unread
+            link._transport.resume_reading()
+            generation.put(tokens(11, end="length", logprobs=[logprob(11)]))
+            await task
+            assert num_unread > 0
+            assert events(whole)[-1][1] == "data: [DONE]"
+
+    run(main())
+
+
+def test_streams_end_with_their_dispatcher_and_its_successor_is_found(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            front = await hall.front()
+            whole, task = begin(front, "POST", COMPLETIONS, body())
+            (await hall.dispatcher.next_generation(0)).put(tokens(10))
+            await whole.wait_for_writes(1)
+            await hall.end_hall()
+            await task
+            assert "engine_unavailable" in events(whole)[-1][1]
+            assert (await call(front, "GET", "/health")).status == 503
+            hall.open_hall()
+            await front._desk.welcomed.wait()
+            assert (await call(front, "GET", "/health")).status == 200
+
+    run(main())
+
+
+def test_the_socket_is_its_users_alone(tmp_path: Path) -> None:
+    listener = listen_for_fronts(tmp_path / "s")
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+    listener.close()
