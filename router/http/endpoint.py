@@ -128,7 +128,8 @@ class GenerateEndpoint:
             traceparent=exchange.trace.traceparent,
             pool=self._shared.pool,
         )
-        exchange.may_resume(visit, len(fanout.choices) if job.stream else 0)
+        wants_ids = "x-pd-event-ids" in (headers := Headers(scope=scope)) or "last-event-id" in headers
+        exchange.may_resume(visit, len(fanout.choices) if job.stream else 0, with_ids=wants_ids)
         gone.add_done_callback(lambda _: fanout.abort())
         try:
             shared = self._shared

@@ -1,4 +1,4 @@
-"""Ids of a stream's events, by which a client that lost its connection goes on after the last one that it has."""
+"""Positions in a stream, by which a client that lost its connection goes on after the last event that it has."""
 
 from collections.abc import Sequence
 
@@ -10,25 +10,26 @@ MAX_CHOICES = 64
 
 
 class EventIds:
-    """Numbers the events of each choice, and last those after all choices; the same request and tokens make the same
-    events, with the same numbers.
+    """Counts the events of each choice, and last those after all choices (of one choice: together with its own). The
+    same request and tokens make the same events, so a position says which ones a client has.
     """
 
     def __init__(self, resume_id: str, num_choices: int, seen: Sequence[int] = ()) -> None:
-        """`seen`: how many events the client has."""
+        """`resume_id`: "" for events without ids. `seen`: how many events the client has."""
         self._head = resume_id.encode()
-        self._counts = [0] * (num_choices + 1)
-        self._seen = [*seen, *self._counts][: num_choices + 1]
+        self._counts = [0] * (num_choices + (num_choices > 1))
+        self._seen = [*seen, *self._counts][: len(self._counts)]
 
     def stamp(self, choice: int, data: bytes) -> bytes:
         """Whole events with their ids, without those that the client has; `choice` -1: after all choices."""
-        counts = self._counts
-        stamped = b""
+        counts, stamped = self._counts, b""
         for event in data.split(b"\n\n")[:-1]:
             counts[choice] += 1
-            if counts[choice] > self._seen[choice]:
-                shown = b"%d" % counts[0] if choice == 0 and len(counts) == 2 else ",".join(map(str, counts)).encode()
-                stamped += b"%b\nid: %b:%b\n\n" % (event, self._head, shown)
+            if counts[choice] <= self._seen[choice]:
+                continue
+            if self._head:
+                event += b"\nid: %b:%b" % (self._head, ",".join(map(str, counts)).encode())
+            stamped += event + b"\n\n"
         return stamped
 
 

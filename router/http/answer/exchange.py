@@ -47,7 +47,7 @@ class Exchange:
         self.job: Job | None = None
         self.fanout: Fanout | None = None
         self.ids: EventIds | None = None
-        """Ids of a stream's events; None: it cannot be taken up again."""
+        """What counts a stream's events; None: they are sent as they are."""
         self._resume_id = ""
         self._seen: tuple[int, ...] = ()
         self._tenant = tenant
@@ -74,11 +74,14 @@ class Exchange:
         if replay is not None:
             self.reply_id, self.created, self.request_id, self._seen = replay[1:]
 
-    def may_resume(self, stay: Stay, num_choices: int) -> None:
-        """Let the client of a stream of so many choices take it up again, if it can be."""
+    def may_resume(self, stay: Stay, num_choices: int, *, with_ids: bool) -> None:
+        """Let the client of a stream of so many choices take it up again, if it can be; `with_ids`: its events say
+        where they are in it.
+        """
         if stay.resume_id and 0 < num_choices <= MAX_CHOICES:
             self._resume_id = stay.resume_id
-            self.ids = EventIds(stay.resume_id, num_choices, self._seen)
+            if with_ids or self._seen:
+                self.ids = EventIds(stay.resume_id if with_ids else "", num_choices, self._seen)
 
     def check_label(self) -> None:
         """Raise InvalidRequest for a client's x-request-id that cannot be echoed."""

@@ -42,7 +42,7 @@ async def read_stream(
     async with asyncio.timeout(limit_s):
         while True:
             num_resumed += 1
-            sent = {**(headers or {}), **({"x-pd-resume-id": last} if last else {})}
+            sent = {"x-pd-event-ids": "1", **(headers or {}), **({"last-event-id": last} if last else {})}
             try:
                 async for event in _events(
                     url, path, b"" if last else json.dumps({**body, "stream": True}).encode(), sent
