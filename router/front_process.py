@@ -78,7 +78,7 @@ async def _serve(
     connecting = asyncio.create_task(desk.stay_connected(dispatcher_socket))
     announcing = asyncio.create_task(_announce(desk, on_ready))
     try:
-        await serving.serve(socket.socket(fileno=listen_fd))
+        await serving.serve_on(socket.socket(fileno=listen_fd))
     finally:
         for task in (connecting, announcing):
             task.cancel()

@@ -60,37 +60,30 @@ SHUTDOWN_S = 1
 they are cut. The launcher kills a router 2 s after that."""
 
 
-class _Server(uvicorn.Server):
+class Serving(Protocol):
+    """What a process serves."""
+
+    async def serve_on(self, listener: socket.socket) -> None:
+        """Serve until `stop`."""
+
+    def stop(self) -> None:
+        """End that. Idempotent."""
+
+
+class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers: they end the process with the signal instead of an exit code."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
-
-class Serving(Protocol):
-    """What a process serves."""
-
-    async def serve(self, listener: socket.socket) -> None:
+    async def serve_on(self, listener: socket.socket) -> None:
         """Serve until `stop`."""
+        await self.serve(sockets=[listener])
 
     def stop(self) -> None:
-        """End `serve`. Idempotent."""
-
-
-class HttpServer:
-    """HTTP by uvicorn."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        self._server = _Server(config)
-
-    async def serve(self, listener: socket.socket) -> None:
-        """Serve until `stop`."""
-        await self._server.serve(sockets=[listener])
-
-    def stop(self) -> None:
-        """End `serve`. Idempotent."""
-        self._server.should_exit = True
+        """End that. Idempotent."""
+        self.should_exit = True
 
 
 class Closable(Protocol):
@@ -241,7 +234,7 @@ def server_config(
 @contextlib.asynccontextmanager
 async def _serving(app: ASGIApp, path: Path) -> AsyncIterator[None]:
     """Serve the operators' application on a unix socket, which may exist if a predecessor was killed."""
-    server = _Server(
+    server = HttpServer(
         uvicorn.Config(
             app, uds=str(path), ws="none", lifespan="off", access_log=False, log_config=None, log_level="warning",
             server_header=False, proxy_headers=False, timeout_graceful_shutdown=SHUTDOWN_S,
@@ -337,7 +330,7 @@ async def _serve(
     announcement.add_done_callback(lambda task: stopping.now() if not task.cancelled() and task.exception() else None)
     try:
         async with admin:
-            await serving.serve(listener)
+            await serving.serve_on(listener)
     finally:
         garbage.close()
         dispatcher.close()

@@ -64,10 +64,11 @@ class Hall:
         self._fronts: set[_Door] = set()
         self._kept: dict[str, Session] = {}  # that may be taken up, by id
         self._alone: dict[Session, int] = {}  # those without a front or over, and their bytes; oldest first
+        self._num_bytes = 0  # of those
         self._over = asyncio.Event()
         metrics.register(self._held)
 
-    async def serve(self, listener: socket.socket) -> None:
+    async def serve_on(self, listener: socket.socket) -> None:
         """Serve fronts until `stop`."""
         server = await asyncio.get_running_loop().create_unix_server(self._door, sock=listener)
         try:
@@ -78,7 +79,7 @@ class Hall:
                 front.link.close()
 
     def stop(self) -> None:
-        """End `serve`. Idempotent."""
+        """End that. Idempotent."""
         self._over.set()
 
     def _door(self) -> asyncio.Protocol:
@@ -97,17 +98,22 @@ class Hall:
         """Keep a session that has no front, or is over, for HOLD_S and within the budget."""
         self._kept[session.id] = session
         self._alone[session] = session.num_bytes
+        self._num_bytes += self._alone[session]
         session.timer = asyncio.get_running_loop().call_later(HOLD_S, self.drop, session)
-        while sum(self._alone.values()) > self._max_kept_bytes:
+        while self._num_bytes > self._max_kept_bytes:
             self.drop(next(iter(self._alone)))
 
     def drop(self, session: Session) -> None:
         """End a session for good. Idempotent."""
-        self._alone.pop(session, None)
+        self._rejoin(session)
         self._kept.pop(session.id, None)
+        session.close("disconnected")
+
+    def _rejoin(self, session: Session) -> None:
+        """Count a session no longer among those without a front. Idempotent."""
+        self._num_bytes -= self._alone.pop(session, 0)
         if session.timer is not None:
             session.timer.cancel()
-        session.close("disconnected")
 
     def admitted(self, session: Session) -> None:
         """Let it be taken up from now on."""
@@ -120,9 +126,7 @@ class Hall:
         if session is None or (session.path, session.keeper) != (path, keeper):
             text = "there is no such answer (any more) to take up with this key at this path"
             raise InvalidRequest(text, param="x-pd-resume-id", status=404)
-        self._alone.pop(session, None)
-        if session.timer is not None:
-            session.timer.cancel()
+        self._rejoin(session)
         return session
 
     def _held(self) -> Iterator[Metric]:
@@ -150,8 +154,9 @@ class _Door:
 
     def has_news(self, run: Run) -> None:
         """Take the run's news into the next frame: until the front reads, they stay where they are."""
+        if not self._news:
+            self.link.wake()
         self._news[run] = None
-        self.link.wake()
 
     def _fill(self, out: list[Message]) -> None:
         runs, self._news = self._news, {}
@@ -200,12 +205,13 @@ class _Door:
                 metrics.ended(error.code)
             self.send(Answer(stay, -1, Problem.of(error)))
             return
-        session.front, session.number = self, stay
+        session.number = stay
         self._sessions[stay] = session
         name = tenant.name if tenant.digest else None
         rates, kept = list(tenant.rate_headers()), session.kept if message.resume_id else None
         self.send(Arrived(stay, name, rates, hall.dispatcher.max_model_len, session.id, kept))
         if message.resume_id:
+            session.attach(self)
             session.again()
 
     def _advance(self, session: Session, message: Admit | Start | Stop | End) -> None:
@@ -231,7 +237,7 @@ class _Door:
         for seconds in message.stalls:
             session.metrics.client_stall(seconds)
         del self._sessions[session.number]
-        session.front = None
+        session.attach(None)
         session.close(message.outcome[:64])
         if session.kept is not None and message.outcome == "ok":
             self._hall.keep(session)
@@ -249,7 +255,7 @@ class _Door:
             page.hear(PageLeft(0))
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
-            session.front = None
+            session.attach(None)
             if session.kept is not None:
                 self._hall.keep(session)
             else:

@@ -163,16 +163,14 @@ class RemoteStay:
         answer = self._answers[choice] = asyncio.get_running_loop().create_future()
         return answer
 
-    def hear(self, message: Answer | Arrived | News | Taken, now: float) -> None:
+    def news(self, news: News, now: float) -> None:
+        """Take a delta, or the failure of a choice."""
+        delta = cast(Delta, news)  # it has the same fields
+        self._run(news.choice).put(delta if news.problem is None else news.problem.error(), news.facts, now)
+
+    def hear(self, message: Answer | Arrived | Taken) -> None:
         """Take a message about it."""
         match message:
-            case News():
-                delta = Delta(
-                    message.token_ids, message.logprobs, message.prompt_logprobs, message.finish_reason,
-                    message.stop_token_id,
-                )  # fmt: skip
-                problem = message.problem
-                self._run(message.choice).put(delta if problem is None else problem.error(), message.facts, now)
             case Arrived():
                 self.resume_id = message.resume_id
                 if message.tenant is not None:
@@ -186,9 +184,9 @@ class RemoteStay:
                 self.fail(RequestAborted("its client goes on elsewhere", request_id=self.label))
 
     def _run(self, choice: int) -> RemoteGeneration:
-        if choice not in self._runs:
-            self._runs[choice] = RemoteGeneration(self, choice)
-        return self._runs[choice]
+        if (run := self._runs.get(choice)) is None:
+            run = self._runs[choice] = RemoteGeneration(self, choice)
+        return run
 
     def _settle(self, choice: int, result: str | PdkvError) -> None:
         answer = self._answers.pop(choice, None)
@@ -330,6 +328,9 @@ class RemoteDesk:
         now = MONOTONIC.now()
         for message in messages:
             match message:
+                case News():
+                    if (stay := self._stays.get(message.stay)) is not None:
+                        stay.news(message, now)
                 case Welcome():
                     self.max_model_len = message.max_model_len
                     self.welcomed.set()
@@ -340,7 +341,7 @@ class RemoteDesk:
                     if isinstance(message, Arrived):
                         self.max_model_len = message.max_model_len
                     if (stay := self._stays.get(message.stay)) is not None:
-                        stay.hear(message, now)
+                        stay.hear(message)
 
     async def receive(self, scope: Scope) -> RemoteStay:
         """As `Desk` says; a request with the header x-pd-resume-id or Last-Event-ID takes an answer up."""

@@ -51,12 +51,15 @@ class Run:
         self._finish: News | None = None  # the last delta
         self._problem: Problem | None = None
         self._last_at = 0.0
-        generation.on_wake = self.wake
+        self.attach(session.front)
 
-    def wake(self) -> None:
-        """Have what is new sent, if there is a front to send it to."""
-        if self.session.front is not None:
-            self.session.front.has_news(self)
+    def attach(self, front: Front | None) -> None:
+        """Have what is new, from now on, sent by this front; None: it stays with the generation."""
+        if front is None:
+            self.generation.on_wake = None
+        else:
+            self.generation.on_wake = partial(front.has_news, self)
+            front.has_news(self)
 
     @property
     def finish_reason(self) -> str | None:
@@ -81,14 +84,17 @@ class Run:
             return None
         token_ids, logprobs, prompt_logprobs, reason, stop_token_id = delta
         self._last_at = session.metrics.arrived(generation.take_arrivals(), self._last_at)
+        session.visit.came(len(token_ids))
+        self.num_sent += len(token_ids)
+        if reason is None and logprobs is None and self._cuts:  # nearly all of them
+            self._cuts.append(len(token_ids))
+            return News(session.number, self.choice, token_ids)
         if prompt_logprobs is not None:
             self._prompt_logprobs = prompt_logprobs
         if logprobs is not None:
             self._logprobs += logprobs
         facts = self._facts() if not self._cuts or reason is not None else None
         self._cuts.append(len(token_ids))
-        self.num_sent += len(token_ids)
-        session.visit.came(len(token_ids))
         news = News(
             session.number, self.choice, token_ids, logprobs, prompt_logprobs, reason, stop_token_id, facts
         )  # fmt: skip
@@ -222,21 +228,25 @@ class Session:
 
     def _begun(self, choice: int, generation: "Generation") -> None:
         self.metrics.dispatched()
-        run = self.runs[choice] = Run(self, choice, generation)
+        self.runs[choice] = Run(self, choice, generation)
         self.tell(Answer(self.number, choice, engine=generation.prefill_engine))
-        run.wake()
 
     def stop(self, message: Stop) -> None:
         """End a choice whose text is over."""
         if (run := self.runs.get(message.choice)) is not None and not self.is_over:
             run.stop(message.num_tokens)
 
+    def attach(self, front: Front | None) -> None:
+        """Belong to this front from now on."""
+        self.front = front
+        for run in self.runs.values():
+            run.attach(front)
+
     def again(self) -> None:
-        """Send everything anew, to the front that it has now."""
+        """Send everything anew."""
         for run in self.runs.values():
             for news in run.again():
                 self.tell(news)
-            run.wake()
 
     def close(self, outcome: str) -> None:
         """End it: "ok", "disconnected" or an error's code. Idempotent."""
@@ -244,7 +254,7 @@ class Session:
             return
         self.is_over = True
         for run in self.runs.values():
-            run.generation.on_wake = None
+            run.attach(None)
             run.generation.abort()
             if run.finish_reason is not None:
                 self.metrics.choice_ended(run.finish_reason)

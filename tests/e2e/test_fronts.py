@@ -7,12 +7,13 @@ import shutil
 import signal
 import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from deployments import Launch, Running
+from deployments import Running, launches
 
 from pdkv.testing.resuming import Streamed, read_stream
 
@@ -32,11 +33,12 @@ vocab_size = 4096
 
 
 @pytest.fixture(scope="module")
-def deployment(module_launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Running:
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     profile = tmp_path_factory.mktemp("profile") / "served.toml"
     profile.write_text(PROFILE)
     options = ("--max-num-batched-tokens", "4096", "--max-num-seqs", "400", "--no-check-finite")
-    return module_launch("--model", f"paced:{profile}", "--prefill", "0", "--router-fronts", "2", *options)
+    with launches(Path(f"paced:{profile}")) as launch:
+        yield launch("--prefill", "0", "--router-fronts", "2", *options)
 
 
 def body_of(number: int) -> dict[str, Any]:

@@ -44,7 +44,7 @@ class Rig:
         self.hall = Hall(
             cast(Any, self.dispatcher), state.admission, state.metrics, state.drain, self._keys, self.app, self._kept
         )
-        self._tasks[self.hall] = asyncio.create_task(self.hall.serve(self._listener.dup()))
+        self._tasks[self.hall] = asyncio.create_task(self.hall.serve_on(self._listener.dup()))
 
     async def end_hall(self) -> None:
         """As when it dies: connections end."""

@@ -28,7 +28,7 @@ from pdkv.router.http.server.connections import connection_limit
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.http.server.protocol import LimitedProtocol, _Phase
 from pdkv.router.http.server.request_size import RequestSize
-from pdkv.router.process import _Stopping
+from pdkv.router.process import HttpServer, Stopping
 from pdkv.testing import VirtualUvloop
 
 event_loop = VirtualUvloop
@@ -545,9 +545,9 @@ async def test_a_drain_waits_until_answers_are_read(request_bytes: bytes) -> Non
     drain = Drain(Admission(cast(Dispatcher, FakeDispatcher())))
     async with unread(request_bytes, drain) as (server, client):
         assert await drain.wait_idle(0.0)
-        uvicorn_server = uvicorn.Server(uvicorn.Config(make_app(FakeDispatcher())))
+        uvicorn_server = HttpServer(uvicorn.Config(make_app(FakeDispatcher())))
         dispatcher = mock.Mock(spec=Dispatcher)
-        stopping = _Stopping(uvicorn_server, dispatcher, drain, server.room, 20.0)
+        stopping = Stopping(uvicorn_server, dispatcher, drain, server.room, 20.0)
         stopping.on_signal()
         await client.reader.readexactly(1 << 20)
         assert not uvicorn_server.should_exit
