@@ -20,6 +20,7 @@ from pdkv.router.fronts.wire import (
     Arrive,
     Arrived,
     AskPage,
+    Beat,
     End,
     FromFront,
     Link,
@@ -172,6 +173,8 @@ class _Door:
                 case AskPage():
                     page = self._pages[message.page] = _PageExchange(message, self.send)
                     page.begin(self._hall.pages, partial(self._forget, message.page))
+                case Beat():
+                    pass
                 case PageRead() | PageLeft():
                     if (page_or_none := self._pages.get(message.page)) is not None:
                         page_or_none.hear(message)

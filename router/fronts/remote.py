@@ -23,6 +23,7 @@ from pdkv.router.fronts.wire import (
     Arrive,
     Arrived,
     AskPage,
+    Beat,
     End,
     Facts,
     FromDispatcher,
@@ -334,6 +335,8 @@ class RemoteDesk:
                 case Welcome():
                     self.max_model_len = message.max_model_len
                     self.welcomed.set()
+                case Beat():
+                    pass
                 case PageHead() | PageBody():
                     if (pieces := self._pages.get(message.page)) is not None:
                         pieces.put_nowait(message)

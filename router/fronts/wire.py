@@ -26,8 +26,10 @@ logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 64 << 20
 """A peer that announces a larger frame is disconnected."""
 
-UNREAD_S = 30.0
-"""Seconds after which a peer that does not read is disconnected."""
+BEAT_S, SILENT_BEATS = 5.0, 6
+"""Seconds between beats, and beats of one's own after which a peer that has sent nothing is disconnected: a process
+that was stopped itself does not count that time.
+"""
 
 T = TypeVar("T")
 RawHeaders = list[tuple[bytes, bytes]]
@@ -69,6 +71,10 @@ def _kinds(base: type[PdkvError]) -> dict[str, type[PdkvError]]:
 
 
 _KINDS = _kinds(PdkvError)
+
+
+class Beat(Message, frozen=True):
+    """The sender runs."""
 
 
 # --- front -> dispatcher ------------------------------------------------------------------------------------------
@@ -240,8 +246,8 @@ class PageBody(Message, frozen=True):
     more: bool
 
 
-FromFront = Arrive | Admit | Start | Stop | End | AskPage | PageRead | PageLeft
-FromDispatcher = Welcome | Arrived | Answer | News | Taken | PageHead | PageBody
+FromFront = Beat | Arrive | Admit | Start | Stop | End | AskPage | PageRead | PageLeft
+FromDispatcher = Beat | Welcome | Arrived | Answer | News | Taken | PageHead | PageBody
 from_fronts = msgspec.msgpack.Decoder(list[FromFront])
 from_dispatcher = msgspec.msgpack.Decoder(list[FromDispatcher])
 _encode = msgspec.msgpack.Encoder().encode
@@ -263,7 +269,8 @@ class Link(asyncio.Protocol, Generic[T]):
         self._in = bytearray()
         self._out: list[Message] = []
         self._is_due = self._is_full = False
-        self._patience: asyncio.TimerHandle | None = None
+        self._num_silent = 0  # beats since something came
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_open(self) -> bool:
@@ -279,12 +286,13 @@ class Link(asyncio.Protocol, Generic[T]):
             transport.close()
             return
         self._transport = cast(asyncio.Transport, transport)
-        self.wake()
+        self._beat()
 
     def connection_lost(self, error: Exception | None) -> None:
         """Tell the owner."""
         self._transport = None
-        self.resume_writing()
+        if self._timer is not None:
+            self._timer.cancel()
         self._lost()
 
     def close(self) -> None:
@@ -295,7 +303,7 @@ class Link(asyncio.Protocol, Generic[T]):
     def data_received(self, data: bytes) -> None:
         """Take whole frames."""
         self._in += data
-        begin = 0
+        begin = self._num_silent = 0
         try:
             while len(self._in) - begin >= 4 and self._transport is not None:
                 size = int.from_bytes(self._in[begin : begin + 4])
@@ -345,21 +353,23 @@ class Link(asyncio.Protocol, Generic[T]):
             self.close()
 
     def pause_writing(self) -> None:
-        """Keep what is new where it is, for a limited time."""
+        """Keep what is new where it is."""
         self._is_full = True
-        self._patience = asyncio.get_running_loop().call_later(UNREAD_S, self._give_up)
 
     def resume_writing(self) -> None:
         """Send it."""
         self._is_full = False
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
         self.wake()
 
-    def _give_up(self) -> None:
-        logger.error("a connection between front and dispatcher ends: nothing was read for %g s", UNREAD_S)
-        self.close()
+    def _beat(self) -> None:
+        """Say that this end runs, and give up one that does not."""
+        self._num_silent += 1
+        if self._num_silent > SILENT_BEATS:
+            logger.error("a connection between front and dispatcher ends: the other one is silent")
+            self.close()
+            return
+        self.send(Beat())
+        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
 
 
 def _is_theirs(error: Exception) -> bool:

@@ -14,6 +14,7 @@ from small_app import MODEL, make_app, model_config, tokenizer
 from pdkv.config import AdmissionConfig, RouterConfig
 from pdkv.launch.listening import listen_for_fronts
 from pdkv.router.admission.api_keys import KeyRing, make_key
+from pdkv.router.fronts import wire
 from pdkv.router.fronts.front_app import FrontApp
 from pdkv.router.fronts.hall import Hall
 from pdkv.router.fronts.remote import RemoteDesk
@@ -290,6 +291,27 @@ def test_while_a_front_does_not_read_its_tokens_stay_with_the_generations(tmp_pa
             assert num_unread > 0
             assert events(whole)[-1][1] == "data: [DONE]"
 
+    run(main())
+
+
+def test_a_silent_dispatcher_is_left_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            front = await hall.front()
+            whole, task = begin(front, "POST", COMPLETIONS, body())
+            await hall.dispatcher.next_generation(0)
+            link = front._desk._link
+            assert link is not None
+            assert link._transport is not None
+            link._transport.pause_reading()  # nothing comes from it, as while it is stopped
+            link._beat()
+            await task
+            assert whole.json()["error"]["code"] == "engine_unavailable"
+            await asyncio.sleep(0)
+            await front._desk.welcomed.wait()
+            assert (await call(front, "GET", "/health")).status == 200
+
+    monkeypatch.setattr(wire, "BEAT_S", 0.01)
     run(main())
 
 
