@@ -13,6 +13,7 @@ from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import read_sampling_defaults
 from pdkv.router.fronts.front_app import FrontApp
 from pdkv.router.fronts.remote import RemoteDesk
+from pdkv.router.garbage import ShortCollections
 from pdkv.router.http.app import body_budget
 from pdkv.router.http.server.certificates import Tls
 from pdkv.router.http.server.connections import Connections, connection_limit
@@ -75,11 +76,14 @@ async def _serve(
     reloads: Sequence[Callable[[], None]],
 ) -> None:
     listen_to_signals(stopping, lifeline_fd, reloads)
+    garbage = ShortCollections(desk.count)
+    garbage.start()
     connecting = asyncio.create_task(desk.stay_connected(dispatcher_socket))
     announcing = asyncio.create_task(_announce(desk, on_ready))
     try:
         await serving.serve_on(socket.socket(fileno=listen_fd))
     finally:
+        garbage.close()
         for task in (connecting, announcing):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

@@ -264,7 +264,8 @@ class _Door:
             else:
                 self._hall.drop(session)
         num_kept = sum(session.kept is not None for session in sessions.values())
-        logger.warning("a front is gone; %d of its %d requests may be taken up", num_kept, len(sessions))
+        level = logging.INFO if self._hall.drain.draining and not sessions else logging.WARNING
+        logger.log(level, "a front is gone; %d of its %d requests may be taken up", num_kept, len(sessions))
         self._hall.left(self)
 
 

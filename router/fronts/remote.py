@@ -284,6 +284,7 @@ class RemoteDesk:
         self._stays: dict[int, RemoteStay] = {}
         self._pages: dict[int, asyncio.Queue[PageHead | PageBody | PdkvError]] = {}
         self._numbers = count()
+        self._num_begun = 0
 
     async def stay_connected(self, path: Path) -> None:
         """Connect to the dispatcher's socket, and again whenever the connection ends; until cancelled. While none
@@ -304,7 +305,7 @@ class RemoteDesk:
             await asyncio.sleep(AGAIN_S)
 
     def _lost(self, text: str) -> None:
-        if self.welcomed.is_set():
+        if self._stays:
             logger.warning("%s; %d requests end", text, len(self._stays))
         self.welcomed.clear()
         for stay in list(self._stays.values()):
@@ -346,6 +347,10 @@ class RemoteDesk:
                     if (stay := self._stays.get(message.stay)) is not None:
                         stay.hear(message)
 
+    def count(self) -> tuple[int, int]:
+        """Requests in progress, and those that have begun since the start."""
+        return len(self._stays), self._num_begun
+
     async def receive(self, scope: Scope) -> RemoteStay:
         """As `Desk` says; a request with the header x-pd-resume-id or Last-Event-ID takes an answer up."""
         headers = Headers(scope=scope)
@@ -356,6 +361,7 @@ class RemoteDesk:
         if not self.welcomed.is_set():
             raise EngineUnavailable("the dispatcher is not ready")
         number = next(self._numbers)
+        self._num_begun += 1
         stay = self._stays[number] = RemoteStay(self, number, seen)
         answer = stay.ask()
         self.send(Arrive(number, scope["path"], headers.get("authorization"), resume_id))

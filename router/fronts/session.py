@@ -156,6 +156,7 @@ class Session:
         self._asked: Asked | None = None
         self._terms: Terms | None = None
         self._requests: dict[int, GenerateRequest] = {}
+        self._problems: dict[int, Problem] = {}  # of choices that could not begin
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -184,6 +185,8 @@ class Session:
         """Begin a choice when its turn comes; one that has begun is only told of."""
         if (run := self.runs.get(message.choice)) is not None:
             self.tell(Answer(self.number, message.choice, engine=run.generation.prefill_engine))
+        elif (problem := self._problems.get(message.choice)) is not None:
+            self.tell(Answer(self.number, message.choice, problem))
         elif message.choice not in self._requests:
             request = self._requests[message.choice] = self._request(message)
             task = asyncio.get_running_loop().create_task(self._start(message.choice, request))
@@ -220,11 +223,14 @@ class Session:
     async def _start(self, choice: int, request: GenerateRequest) -> None:
         try:
             await self.visit.start(request, partial(self._begun, choice))
+            return
         except PdkvError as error:
-            self.tell(Answer(self.number, choice, Problem.of(error)))
+            problem = Problem.of(error)
         except Exception:
             logger.exception("a generation failed to begin")
-            self.tell(Answer(self.number, choice, Problem.of(PdkvError("internal error"))))
+            problem = Problem.of(PdkvError("internal error"))
+        self._problems[choice] = problem
+        self.tell(Answer(self.number, choice, problem))
 
     def _begun(self, choice: int, generation: "Generation") -> None:
         self.metrics.dispatched()

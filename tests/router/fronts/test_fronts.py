@@ -112,7 +112,9 @@ def write_keys(path: Path, *names: str) -> tuple[KeyRing, dict[str, dict[str, st
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"n": 3, "logprobs": 2}, {"stop": ["zz"], "echo": True}], ids=["one", "n", "echo"]
+    "fields",
+    [{}, {"n": 3, "logprobs": 2}, {"stop": ["zz"], "echo": True}, {"messages": [{"role": "user", "content": "a"}]}],
+    ids=["one", "n", "echo", "chat"],
 )
 def test_a_stream_taken_up_at_another_front_has_each_event_once(tmp_path: Path, fields: dict[str, Any]) -> None:
     def part(*token_ids: int, end: str | None = None) -> Delta:
@@ -122,8 +124,12 @@ def test_a_stream_taken_up_at_another_front_has_each_event_once(tmp_path: Path, 
     async def main() -> None:
         async with rig(tmp_path) as hall:
             first, second = await hall.front(), await hall.front()
-            num_choices = fields.get("n", 1)
-            whole, task = begin(first, "POST", COMPLETIONS, body(**fields), IDS)
+            num_choices, path = fields.get("n", 1), COMPLETIONS
+            asked = body(**fields)
+            if "messages" in fields:
+                path = "/v1/chat/completions"
+                del asked["prompt"]
+            whole, task = begin(first, "POST", path, asked, IDS)
             for beginning in (part(10, 11), part(12)):
                 for index in range(num_choices):
                     (await hall.dispatcher.next_generation(index)).put(beginning)
@@ -135,9 +141,9 @@ def test_a_stream_taken_up_at_another_front_has_each_event_once(tmp_path: Path, 
             for generation in hall.dispatcher.generations:
                 generation.put(part(13, 14))
                 generation.put(part(30, end="length"))
-            rest = await call(second, "POST", COMPLETIONS, headers={"last-event-id": seen[-1][0]})
-            again = await call(second, "POST", COMPLETIONS, headers={"x-pd-resume-id": resume_id})
-            without_ids = await call(second, "POST", COMPLETIONS, headers={"x-pd-resume-id": seen[-1][0]})
+            rest = await call(second, "POST", path, headers={"last-event-id": seen[-1][0]})
+            again = await call(second, "POST", path, headers={"x-pd-resume-id": resume_id})
+            without_ids = await call(second, "POST", path, headers={"x-pd-resume-id": seen[-1][0]})
             assert (rest.status, rest.headers["x-request-id"]) == (200, whole.headers["x-request-id"])
             assert sorted(data for _, data in seen + events(rest)) == sorted(data for _, data in events(again))
             assert [data for _, data in events(rest)] == [data for _, data in events(without_ids)]
