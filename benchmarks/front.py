@@ -100,17 +100,8 @@ LONG, SHORT = Shape(10, (20, 500)), Shape(512, (64, 64))
 
 def _tokens(num_streams: int, quick: bool) -> Claim:
     """Router CPU a token, what requests cost included; `num_streams` at once get a token each per step."""
-    pace_s = 0.02 if num_streams < 256 else 0.1
-    figures: dict[str, float] = {}
-    for name, shape, num_requests in (("", LONG, num_streams * 2), ("of 512 in, 64 out", SHORT, num_streams * 2)):
-        num_requests, lengths = (num_streams, (8, 8)) if quick else (num_requests, shape.output_len)
-        with router_alone(pace_s=pace_s, num_seqs=2 * num_streams) as router:
-            load = Workload(num_requests, shape.input_len, lengths, num_streams, seed=num_streams)
-            measure(router.url, router.model, Workload(64, shape.input_len, (20, 20), 64))  # warm
-            began = router.cpu_seconds()
-            replies = measure(router.url, router.model, load).replies
-            used = router.cpu_seconds() - began
-        figures[f"us {name}".strip()] = used / sum(reply.num_tokens for reply in replies) * 1e6
+    shapes = {"us": LONG, "us of 512 in, 64 out": SHORT}
+    figures = {name: _cost(num_streams, shape, quick).router for name, shape in shapes.items()}
     limit = TOKEN_LIMITS_US[num_streams]
     title = f"router CPU a token, {num_streams} streams of 10 in, 20 to 500 out / {limit:g} us"
     return Claim(title, figures["us"] / limit, 1.0, "lower", figures)
@@ -120,44 +111,33 @@ class Cost(NamedTuple):
     """CPU microseconds a token."""
 
     router: float  # or dispatcher
-    fronts: float = 0.0
+    fronts: float
+
+
+def _cost(num_streams: int, shape: Shape, quick: bool, num_fronts: int = 0) -> Cost:
+    pace_s = 0.02 if num_streams < 256 else 0.1
+    num_requests, lengths = (num_streams, (8, 8)) if quick else (2 * num_streams, shape.output_len)
+    with router_alone(pace_s=pace_s, num_seqs=2 * num_streams, num_fronts=num_fronts) as router:
+        load = Workload(num_requests, shape.input_len, lengths, num_streams, seed=num_streams)
+        measure(router.url, router.model, Workload(64, shape.input_len, (20, 20), 64))  # warm
+        began = router.cpu_seconds(), router.fronts_cpu_seconds()
+        replies = measure(router.url, router.model, load).replies
+        used = router.cpu_seconds() - began[0], router.fronts_cpu_seconds() - began[1]
+    num_tokens = sum(reply.num_tokens for reply in replies)
+    return Cost(*(seconds / num_tokens * 1e6 for seconds in used))
 
 
 def fronts(num_streams: int, quick: bool) -> list[Claim]:
     """A front and its dispatcher, beside one process that does both; two rounds by turns."""
-    rounds = 1 if quick else 2
-    costs: dict[int, list[Cost]] = {0: [], 1: []}
-    for _ in range(rounds):
-        for num_fronts, seen in costs.items():
-            seen.append(_cost(num_streams, num_fronts, quick))
-    one = median(cost.router for cost in costs[0])
-    dispatcher, front = (median(values) for values in zip(*costs[1], strict=True))
+    rounds = [(_cost(num_streams, LONG, quick), _cost(num_streams, LONG, quick, 1)) for _ in range(1 if quick else 2)]
+    one = median(alone.router for alone, _ in rounds)
+    dispatcher, front = (median(values) for values in zip(*(pair for _, pair in rounds), strict=True))
     figures = {"one process us": one, "dispatcher us": dispatcher, "front us": front}
-    title = f"{num_streams} streams behind a front"
+    title, limit = f"{num_streams} streams behind a front", DISPATCHER_US
     return [
-        Claim(
-            f"{title}: dispatcher's CPU a token / {DISPATCHER_US:g} us",
-            dispatcher / DISPATCHER_US,
-            1.0,
-            "lower",
-            figures,
-        ),
+        Claim(f"{title}: dispatcher's CPU a token / {limit:g} us", dispatcher / limit, 1.0, "lower", figures),
         Claim(f"{title}: both / one process", (dispatcher + front) / one, TOGETHER_LIMIT, "lower", figures),
     ]
-
-
-def _cost(num_streams: int, num_fronts: int, quick: bool) -> Cost:
-    pace_s = 0.02 if num_streams < 256 else 0.1
-    num_requests, lengths = (num_streams, (8, 8)) if quick else (num_streams * 2, LONG.output_len)
-    with router_alone(pace_s=pace_s, num_seqs=2 * num_streams, num_fronts=num_fronts) as router:
-        run_loop(send_all(router.url, router.model, Workload(64, LONG.input_len, (20, 20), 64)))  # warm
-        began = router.cpu_seconds(), router.fronts_cpu_seconds()
-        load = Workload(num_requests, LONG.input_len, lengths, num_streams, seed=num_streams)
-        replies, _ = run_loop(send_all(router.url, router.model, load))
-        used = router.cpu_seconds() - began[0], router.fronts_cpu_seconds() - began[1]
-    check(replies)
-    num_tokens = sum(reply.num_tokens for reply in replies)
-    return Cost(*(seconds / num_tokens * 1e6 for seconds in used))
 
 
 # --- slow streams -------------------------------------------------------------------------------------------------

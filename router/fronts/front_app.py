@@ -40,7 +40,7 @@ class FrontApp:
         desk.num_text_bytes = lambda: self.pool.held
         answers = ByteBudget(limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
         intake, model = Intake(limits, bodies, self.pool), model_provider(desk, served)
-        shared = Shared(desk, model, Totals(), limits, config.api, intake, self.pool, answers, self.drain, None)
+        shared = Shared(desk, model, Totals(), limits, config.api, intake, self.pool, answers, self.drain, None, None)
         endpoints = {path: endpoint for path, endpoint in generating(shared).items() if path in ENDPOINTS}
         self._desk, self._has_browsers = desk, bool(config.access.cors_origin)
         self._endpoints: Mapping[str, ASGIApp] = for_browsers({**endpoints, **on_texts(shared)}, config.access)

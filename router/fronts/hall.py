@@ -13,29 +13,9 @@ from starlette.types import ASGIApp
 from pdkv.errors import InvalidRequest, MalformedMessage, PdkvError
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.fronts import wire
 from pdkv.router.fronts.session import Run, Session
-from pdkv.router.fronts.wire import (
-    Admit,
-    Answer,
-    Arrive,
-    Arrived,
-    AskPage,
-    Beat,
-    End,
-    FromFront,
-    Link,
-    Message,
-    PageBody,
-    PageHead,
-    PageLeft,
-    PageRead,
-    Problem,
-    Start,
-    Stop,
-    Taken,
-    Welcome,
-    from_fronts,
-)
+from pdkv.router.fronts.wire import Link, Message
 from pdkv.router.http.app import HasLength
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.metrics.exposition import gauge
@@ -148,10 +128,10 @@ class _Door:
         self._sessions: dict[int, Session] = {}
         self._pages: dict[int, _PageExchange] = {}
         self._news: dict[Run, None] = {}
-        self.link: Link[FromFront] = Link(from_fronts, self._take, self._lost)
+        self.link: Link[wire.FromFront] = Link(wire.from_fronts, self._take, self._lost)
         self.link.fill = self._fill
         self.send = self.link.send
-        self.send(Welcome(hall.dispatcher.max_model_len))
+        self.send(wire.Welcome(hall.dispatcher.max_model_len))
 
     def has_news(self, run: Run) -> None:
         """Take the run's news into the next frame: until the front reads, they stay where they are."""
@@ -165,17 +145,17 @@ class _Door:
             if run.session.front is self and (news := run.news()) is not None:
                 out.append(news)
 
-    def _take(self, messages: Sequence[FromFront]) -> None:
+    def _take(self, messages: Sequence[wire.FromFront]) -> None:
         for message in messages:
             match message:
-                case Arrive():
+                case wire.Arrive():
                     self._arrive(message)
-                case AskPage():
+                case wire.AskPage():
                     page = self._pages[message.page] = _PageExchange(message, self.send)
                     page.begin(self._hall.pages, partial(self._forget, message.page))
-                case Beat():
+                case wire.Beat():
                     pass
-                case PageRead() | PageLeft():
+                case wire.PageRead() | wire.PageLeft():
                     if (page_or_none := self._pages.get(message.page)) is not None:
                         page_or_none.hear(message)
                 case _ if (session := self._sessions.get(message.stay)) is not None:
@@ -186,7 +166,7 @@ class _Door:
     def _forget(self, page: int, _: object) -> None:
         self._pages.pop(page, None)
 
-    def _arrive(self, message: Arrive) -> None:
+    def _arrive(self, message: wire.Arrive) -> None:
         hall, stay = self._hall, message.stay
         if stay in self._sessions:
             raise MalformedMessage(f"request {stay} arrives twice")
@@ -206,36 +186,36 @@ class _Door:
         except PdkvError as error:
             if metrics is not None:
                 metrics.ended(error.code)
-            self.send(Answer(stay, -1, Problem.of(error)))
+            self.send(wire.Answer(stay, -1, wire.Problem.of(error)))
             return
         session.number = stay
         self._sessions[stay] = session
         name = tenant.name if tenant.digest else None
         rates, kept = list(tenant.rate_headers()), session.kept if message.resume_id else None
-        self.send(Arrived(stay, name, rates, hall.dispatcher.max_model_len, session.id, kept))
+        self.send(wire.Arrived(stay, name, rates, hall.dispatcher.max_model_len, session.id, kept))
         if message.resume_id:
             session.attach(self)
             session.again()
 
-    def _advance(self, session: Session, message: Admit | Start | Stop | End) -> None:
+    def _advance(self, session: Session, message: wire.Admit | wire.Start | wire.Stop | wire.End) -> None:
         match message:
-            case Admit():
+            case wire.Admit():
                 try:
                     session.admit(message)
                     self._hall.admitted(session)
-                    self.send(Answer(session.number, -1))
+                    self.send(wire.Answer(session.number, -1))
                 except MalformedMessage:
                     raise
                 except PdkvError as error:
-                    self.send(Answer(session.number, -1, Problem.of(error)))
-            case Start():
+                    self.send(wire.Answer(session.number, -1, wire.Problem.of(error)))
+            case wire.Start():
                 session.start(message)
-            case Stop():
+            case wire.Stop():
                 session.stop(message)
-            case End():
+            case wire.End():
                 self._end(session, message)
 
-    def _end(self, session: Session, message: End) -> None:
+    def _end(self, session: Session, message: wire.End) -> None:
         self.held = message.held
         for seconds in message.stalls:
             session.metrics.client_stall(seconds)
@@ -250,12 +230,12 @@ class _Door:
     def release(self, session: Session) -> None:
         """Leave a session to another front."""
         self._sessions.pop(session.number, None)
-        self.send(Taken(session.number))
+        self.send(wire.Taken(session.number))
 
     def _lost(self) -> None:
         """Keep what may be taken up, end the rest."""
         for page in list(self._pages.values()):
-            page.hear(PageLeft(0))
+            page.hear(wire.PageLeft(0))
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             session.attach(None)
@@ -272,7 +252,7 @@ class _Door:
 class _PageExchange:
     """One exchange of HTTP with the application of the dispatcher."""
 
-    def __init__(self, message: AskPage, tell: Callable[[Message], None]) -> None:
+    def __init__(self, message: wire.AskPage, tell: Callable[[Message], None]) -> None:
         self._number, self._tell = message.page, tell
         self._scope: dict[str, Any] = {
             "type": "http",
@@ -296,7 +276,7 @@ class _PageExchange:
             await app(self._scope, self._receive, self._send)
         except Exception:
             logger.exception("an error in the answer to %s", self._scope.get("path"))
-            self._tell(PageBody(self._number, b"", more=False))
+            self._tell(wire.PageBody(self._number, b"", more=False))
 
     async def _receive(self) -> dict[str, Any]:
         if self._body is None:
@@ -307,16 +287,16 @@ class _PageExchange:
 
     async def _send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
-            self._tell(PageHead(self._number, message["status"], [(n, v) for n, v in message.get("headers", ())]))
+            self._tell(wire.PageHead(self._number, message["status"], [(n, v) for n, v in message.get("headers", ())]))
             return
         if not self._gone.is_set():
             await self._room.acquire()
         if not self._gone.is_set():
-            self._tell(PageBody(self._number, message.get("body", b""), message.get("more_body", False)))
+            self._tell(wire.PageBody(self._number, message.get("body", b""), message.get("more_body", False)))
 
-    def hear(self, message: PageRead | PageLeft) -> None:
+    def hear(self, message: wire.PageRead | wire.PageLeft) -> None:
         """Send more, or nothing any more."""
-        if isinstance(message, PageLeft):
+        if isinstance(message, wire.PageLeft):
             self._gone.set()
             for _ in range(PIECES_AHEAD):
                 self._room.release()

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
@@ -17,31 +18,8 @@ from pdkv.config import AdmissionConfig, HttpLimits
 from pdkv.errors import Draining, EngineUnavailable, InvalidRequest, PdkvError, RequestAborted
 from pdkv.router.admission.desk import Asked, Deliver, Replay, Terms
 from pdkv.router.admission.tenants import TENANT
-from pdkv.router.fronts.wire import (
-    Admit,
-    Answer,
-    Arrive,
-    Arrived,
-    AskPage,
-    Beat,
-    End,
-    Facts,
-    FromDispatcher,
-    Link,
-    Message,
-    News,
-    PageBody,
-    PageHead,
-    PageLeft,
-    PageRead,
-    Problem,
-    RawHeaders,
-    Start,
-    Stop,
-    Taken,
-    Welcome,
-    from_dispatcher,
-)
+from pdkv.router.fronts import wire
+from pdkv.router.fronts.wire import Link, Message
 from pdkv.router.http.answer.event_ids import read_event_id
 from pdkv.router.http.answer.fanout import STALL_S
 from pdkv.router.http.server.budget import ByteBudget, Held
@@ -56,7 +34,7 @@ if TYPE_CHECKING:
 AGAIN_S = 0.2
 """Pause before the dispatcher is called again, if even its socket is missing."""
 
-_NOTHING = Facts("", "", SourceCounts(), 0, None, 1)
+_NOTHING = wire.Facts("", "", SourceCounts(), 0, None, 1)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +42,7 @@ logger = logging.getLogger(__name__)
 class RemoteTenant:
     """What a front is told of a key: its name, and what is left of its limits."""
 
-    def __init__(self, name: str, rates: RawHeaders) -> None:
+    def __init__(self, name: str, rates: wire.RawHeaders) -> None:
         self.name = name
         self._rates = rates
 
@@ -85,7 +63,7 @@ class RemoteGeneration:
         self._is_new = True
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: Delta | PdkvError, facts: Facts | None, now: float) -> None:
+    def put(self, item: Delta | PdkvError, facts: wire.Facts | None, now: float) -> None:
         """The next delta, or the failure that ends it."""
         if facts is not None:
             self._facts = facts
@@ -164,24 +142,24 @@ class RemoteStay:
         answer = self._answers[choice] = asyncio.get_running_loop().create_future()
         return answer
 
-    def news(self, news: News, now: float) -> None:
+    def news(self, news: wire.News, now: float) -> None:
         """Take a delta, or the failure of a choice."""
         delta = cast(Delta, news)  # it has the same fields
         self._run(news.choice).put(delta if news.problem is None else news.problem.error(), news.facts, now)
 
-    def hear(self, message: Answer | Arrived | Taken) -> None:
+    def hear(self, message: wire.Answer | wire.Arrived | wire.Taken) -> None:
         """Take a message about it."""
         match message:
-            case Arrived():
+            case wire.Arrived():
                 self.resume_id = message.resume_id
                 if message.tenant is not None:
                     self.tenant = RemoteTenant(message.tenant, message.rates)
                 if (kept := message.kept) is not None:
                     self.replay = Replay(kept.body, kept.reply_id, kept.created, kept.label, self._seen)
                 self._settle(-1, "")
-            case Answer(problem=problem):
+            case wire.Answer(problem=problem):
                 self._settle(message.choice, message.engine if problem is None else problem.error())
-            case Taken():
+            case wire.Taken():
                 self.fail(RequestAborted("its client goes on elsewhere", request_id=self.label))
 
     def _run(self, choice: int) -> RemoteGeneration:
@@ -204,11 +182,11 @@ class RemoteStay:
             self._settle(choice, error)
         for run in self._runs.values():
             if not run.ended:
-                run.put(Problem.of(error).error(), None, 0.0)  # each is raised elsewhere
+                run.put(wire.Problem.of(error).error(), None, 0.0)  # each is raised elsewhere
 
     def tell_stop(self, choice: int, num_tokens: int) -> None:
         """Tell the dispatcher that a choice's text is over."""
-        self._desk.send(Stop(self._number, choice, num_tokens))
+        self._desk.send(wire.Stop(self._number, choice, num_tokens))
 
     # --- Stay -----------------------------------------------------------------------------------------------------
 
@@ -220,32 +198,20 @@ class RemoteStay:
         self._n, self.label = asked.n, label
         if self.replay is None:
             answer = self.ask()
-            self._desk.send(Admit(self._number, asked, body, reply_id, created, label))
+            self._desk.send(wire.Admit(self._number, asked, body, reply_id, created, label))
             await answer
         return Terms(asked.priority, asked.cache_salt, None, "")
 
     async def start(self, request: GenerateRequest, deliver: Deliver, index: int) -> "Generation":
         """Have the dispatcher begin a choice when its turn comes."""
         answer = self.ask(index)
-        message = Start(
-            stay=self._number,
-            choice=index,
-            prompt_token_ids=request.prompt_token_ids if index % self._n == 0 else [],
-            params=request.params,
-            slo_ttft_s=request.slo_ttft_s,
-            slo_tpot_s=request.slo_tpot_s,
-            affinity=request.affinity,
-            timeout_s=request.timeout_s,
-            stall_timeout_s=request.stall_timeout_s,
-            label=request.label,
-            traceparent=request.traceparent,
-            near=request.near,
-        )
-        self._desk.send(message)
+        if index % self._n:
+            request = msgspec.structs.replace(request, prompt_token_ids=[])
+        self._desk.send(wire.Start(self._number, index, request))
         engine = await answer
         run = self._run(index)
         if run._facts is _NOTHING:
-            run._facts = Facts(engine, "", SourceCounts(), 0, None, 1)
+            run._facts = wire.Facts(engine, "", SourceCounts(), 0, None, 1)
         generation = cast("Generation", run)
         deliver(generation)
         return generation
@@ -280,9 +246,9 @@ class RemoteDesk:
         self.welcomed = asyncio.Event()  # set while a dispatcher answers
         self.num_text_bytes: Callable[[], int] = lambda: 0
         self._limits, self._bodies = limits, bodies
-        self._link: Link[FromDispatcher] | None = None
+        self._link: Link[wire.FromDispatcher] | None = None
         self._stays: dict[int, RemoteStay] = {}
-        self._pages: dict[int, asyncio.Queue[PageHead | PageBody | PdkvError]] = {}
+        self._pages: dict[int, asyncio.Queue[wire.PageHead | wire.PageBody | PdkvError]] = {}
         self._numbers = count()
         self._num_begun = 0
 
@@ -293,7 +259,7 @@ class RemoteDesk:
         loop = asyncio.get_running_loop()
         while True:
             lost = asyncio.Event()
-            link = self._link = Link(from_dispatcher, self._take, lost.set)
+            link = self._link = Link(wire.from_dispatcher, self._take, lost.set)
             try:
                 await loop.create_unix_connection(partial(_same, link), str(path))
                 await lost.wait()
@@ -326,23 +292,23 @@ class RemoteDesk:
         if self._link is not None:
             self._link.send(message)
 
-    def _take(self, messages: Sequence[FromDispatcher]) -> None:
+    def _take(self, messages: Sequence[wire.FromDispatcher]) -> None:
         now = MONOTONIC.now()
         for message in messages:
             match message:
-                case News():
+                case wire.News():
                     if (stay := self._stays.get(message.stay)) is not None:
                         stay.news(message, now)
-                case Welcome():
+                case wire.Welcome():
                     self.max_model_len = message.max_model_len
                     self.welcomed.set()
-                case Beat():
+                case wire.Beat():
                     pass
-                case PageHead() | PageBody():
+                case wire.PageHead() | wire.PageBody():
                     if (pieces := self._pages.get(message.page)) is not None:
                         pieces.put_nowait(message)
                 case _:
-                    if isinstance(message, Arrived):
+                    if isinstance(message, wire.Arrived):
                         self.max_model_len = message.max_model_len
                     if (stay := self._stays.get(message.stay)) is not None:
                         stay.hear(message)
@@ -364,7 +330,7 @@ class RemoteDesk:
         self._num_begun += 1
         stay = self._stays[number] = RemoteStay(self, number, seen)
         answer = stay.ask()
-        self.send(Arrive(number, scope["path"], headers.get("authorization"), resume_id))
+        self.send(wire.Arrive(number, scope["path"], headers.get("authorization"), resume_id))
         try:
             await answer
         except BaseException as error:
@@ -379,7 +345,9 @@ class RemoteDesk:
     def leave(self, number: int, outcome: str, stalls: list[float]) -> None:
         """Tell the dispatcher how a request ended."""
         self._stays.pop(number, None)
-        self.send(End(number, outcome, stalls, (self._bodies.held, self._bodies.num_waiting, self.num_text_bytes())))
+        self.send(
+            wire.End(number, outcome, stalls, (self._bodies.held, self._bodies.num_waiting, self.num_text_bytes()))
+        )
 
     # --- pages ----------------------------------------------------------------------------------------------------
 
@@ -399,13 +367,13 @@ class RemoteDesk:
                 piece = await _first(pieces, gone)
                 if isinstance(piece, PdkvError):
                     raise piece
-                if isinstance(piece, PageHead):
+                if isinstance(piece, wire.PageHead):
                     begun = True
                     await send({"type": "http.response.start", "status": piece.status, "headers": piece.headers})
                     continue
                 ended = not piece.more
                 await send({"type": "http.response.body", "body": piece.body, "more_body": piece.more})
-                self.send(PageRead(number))
+                self.send(wire.PageRead(number))
         except PdkvError as error:
             if begun:
                 raise
@@ -419,7 +387,7 @@ class RemoteDesk:
             if gone is not None:
                 gone.cancel()
             if not ended:
-                self.send(PageLeft(number))
+                self.send(wire.PageLeft(number))
 
     async def _read(self, receive: Receive, held: Held) -> bytes:
         """The body as it is. Raises InvalidRequest (408, 413), ServerBusy and Disconnected."""
@@ -442,8 +410,8 @@ class RemoteDesk:
         return bytes(body)
 
 
-def _page(number: int, scope: Scope, body: bytes) -> AskPage:
-    return AskPage(
+def _page(number: int, scope: Scope, body: bytes) -> wire.AskPage:
+    return wire.AskPage(
         number,
         scope["method"],
         scope["path"],
@@ -457,7 +425,7 @@ def _page(number: int, scope: Scope, body: bytes) -> AskPage:
     )
 
 
-def _same(link: Link[FromDispatcher]) -> Link[FromDispatcher]:
+def _same(link: Link[wire.FromDispatcher]) -> Link[wire.FromDispatcher]:
     return link
 
 
@@ -467,8 +435,8 @@ async def _until_gone(receive: Receive) -> None:
 
 
 async def _first(
-    pieces: "asyncio.Queue[PageHead | PageBody | PdkvError]", gone: "asyncio.Task[None]"
-) -> PageHead | PageBody | PdkvError:
+    pieces: "asyncio.Queue[wire.PageHead | wire.PageBody | PdkvError]", gone: "asyncio.Task[None]"
+) -> wire.PageHead | wire.PageBody | PdkvError:
     """The next piece of an answer. Raises Disconnected if its client goes first."""
     if pieces.empty():
         piece = asyncio.ensure_future(pieces.get())

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from pdkv.errors import MalformedMessage, PdkvError, RequestFailed
 from pdkv.router.admission.admission_queue import Visit
 from pdkv.router.admission.desk import Asked, Terms
@@ -198,26 +200,16 @@ class Session:
         asked, terms, choice = self._asked, self._terms, message.choice
         if asked is None or terms is None or not 0 <= choice < len(asked.prompt_lengths) * asked.n:
             raise MalformedMessage(f"a start of choice {choice}, which was not asked for")
-        first = self._requests.get(choice - choice % asked.n)
-        if first is None and len(message.prompt_token_ids) != asked.prompt_lengths[choice // asked.n]:
-            raise MalformedMessage(f"a prompt of {len(message.prompt_token_ids)} tokens, which was not asked for")
-        return GenerateRequest(
-            prompt_token_ids=message.prompt_token_ids if first is None else first.prompt_token_ids,
-            params=message.params,
-            choice=choice % asked.n,
-            cache_salt=terms.cache_salt,
-            kv_terms=terms.kv_terms,
-            tenant=terms.tenant,
-            priority=terms.priority,
-            slo_ttft_s=message.slo_ttft_s,
-            slo_tpot_s=message.slo_tpot_s,
-            affinity=message.affinity,
-            timeout_s=message.timeout_s,
-            stall_timeout_s=message.stall_timeout_s,
-            label=message.label,
-            traceparent=message.traceparent,
-            near=message.near,
+        first, prompt = self._requests.get(choice - choice % asked.n), message.request.prompt_token_ids
+        if first is None and len(prompt) != asked.prompt_lengths[choice // asked.n]:
+            raise MalformedMessage(f"a prompt of {len(prompt)} tokens, which was not asked for")
+        return msgspec.structs.replace(
+            message.request,
+            prompt_token_ids=prompt if first is None else first.prompt_token_ids,
             keys=PromptKeys() if first is None else first.keys,
+            choice=choice % asked.n,
+            probe=False,
+            **terms._asdict(),
         )
 
     async def _start(self, choice: int, request: GenerateRequest) -> None:

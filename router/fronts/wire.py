@@ -16,7 +16,7 @@ import msgspec
 
 from pdkv.errors import MalformedMessage, PdkvError, RequestFailed
 from pdkv.router.admission.desk import Asked
-from pdkv.sampling.params import SamplingParams
+from pdkv.router.request import GenerateRequest, PromptKeys
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.messages import FinishReason, PromptLogprobs, TokenLogprob
 from pdkv.wire.reports import SourceCounts
@@ -100,21 +100,12 @@ class Admit(Message, frozen=True):
     label: str
 
 
-class Start(Message, frozen=True, kw_only=True):
-    """Begin a choice (`GenerateRequest`). The prompt is sent with the first choice of each."""
+class Start(Message, frozen=True):
+    """Begin a choice. Its prompt is sent with the first choice of the prompt; the terms are the dispatcher's."""
 
     stay: int
     choice: int
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    slo_ttft_s: float
-    slo_tpot_s: float
-    affinity: str
-    timeout_s: float
-    stall_timeout_s: float
-    label: str
-    traceparent: str
-    near: str
+    request: GenerateRequest
 
 
 class Stop(Message, frozen=True):
@@ -248,9 +239,9 @@ class PageBody(Message, frozen=True):
 
 FromFront = Beat | Arrive | Admit | Start | Stop | End | AskPage | PageRead | PageLeft
 FromDispatcher = Beat | Welcome | Arrived | Answer | News | Taken | PageHead | PageBody
-from_fronts = msgspec.msgpack.Decoder(list[FromFront])
+from_fronts = msgspec.msgpack.Decoder(list[FromFront], dec_hook=lambda kind, value: PromptKeys())
 from_dispatcher = msgspec.msgpack.Decoder(list[FromDispatcher])
-_encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder(enc_hook=lambda keys: None).encode
 
 
 class Link(asyncio.Protocol, Generic[T]):

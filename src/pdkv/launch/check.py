@@ -80,10 +80,11 @@ def check_deployment(deployment: Deployment) -> Deployment:
     isa()  # PDKV_ISA may name a level that this host has not
     api = deployment.router.api
     check_parser_names(api.tool_parser, api.reasoning_parser, api.tool_parser_plugin)
-    if deployment.router.observability.otlp_endpoint is not None:
+    seen = deployment.router.observability
+    if deployment.launch.router_fronts and (seen.otlp_endpoint is not None or seen.record_trace is not None):
+        raise ConfigError("--router-fronts excludes --otlp-endpoint and --record-trace: fronts trace no requests yet")
+    if seen.otlp_endpoint is not None:
         check_tracing()
-        if deployment.launch.router_fronts:
-            raise ConfigError("--otlp-endpoint and --router-fronts exclude each other: fronts trace no requests")
     check_processors(deployment)
     read_keys(deployment.router.access.api_key_file)
     if deployment.launch.cluster_key_file is not None:

@@ -20,7 +20,7 @@ from pdkv.router.fronts.hall import Hall
 from pdkv.router.fronts.remote import RemoteDesk
 from pdkv.router.fronts.wire import Message, Start
 from pdkv.router.http.app import body_budget
-from pdkv.router.request import Delta
+from pdkv.router.request import Delta, GenerateRequest
 from pdkv.sampling.params import SamplingParams
 
 COMPLETIONS = "/v1/completions"
@@ -254,10 +254,8 @@ def test_a_front_that_lies_loses_its_connection_and_no_other(tmp_path: Path) -> 
             link = liar._desk._link
             assert link is not None
             stay = await liar._desk.receive({"path": COMPLETIONS, "headers": [], "type": "http"})
-            lie: Message = Start(
-                stay=stay._number, choice=0, prompt_token_ids=[1], params=SamplingParams(), slo_ttft_s=0.0,
-                slo_tpot_s=0.0, affinity="", timeout_s=1.0, stall_timeout_s=1.0, label="", traceparent="", near="",
-            )  # fmt: skip
+            request = GenerateRequest(prompt_token_ids=[1], params=SamplingParams(), timeout_s=1.0)
+            lie: Message = Start(stay._number, 0, request)
             link.send(lie)
             while liar._desk._link is link or not liar._desk.welcomed.is_set():
                 await asyncio.sleep(0.01)
