@@ -64,7 +64,7 @@ class Stay(Protocol):
         """Raise TooManyRequests if there is no room for it."""
 
     async def admit(self, asked: Asked, body: bytes, reply_id: str, created: int, label: str) -> Terms:
-        """Reserve what it asks for. `body` and the names: kept for whoever takes the answer up.
+        """Reserve what it asks for. `body` and the names: kept, if the answer is taken up later.
 
         Raises:
             TooManyRequests, InvalidRequest: it gets less than it asks for, now or ever.

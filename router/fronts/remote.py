@@ -112,7 +112,7 @@ class RemoteGeneration:
             self.put(RequestAborted("the client went away", request_id=self._stay.label), None, 0.0)
 
     def finish(self, num_tokens: int) -> None:
-        """Its text ended after so many tokens. Idempotent."""
+        """Note that the text ended after so many tokens. Idempotent."""
         self.ended = True
         self._stay.tell_stop(self._choice, num_tokens)
 
@@ -268,7 +268,7 @@ class RemoteDesk:
             finally:
                 link.close()
                 self._lost("the dispatcher is gone")
-            await asyncio.sleep(AGAIN_S)
+            await MONOTONIC.pause(AGAIN_S)
 
     def _lost(self, text: str) -> None:
         if self._stays:

@@ -147,7 +147,7 @@ class PageRead(Message, frozen=True):
 
 
 class PageLeft(Message, frozen=True):
-    """Its client is gone."""
+    """The client of a page is gone."""
 
     page: int
 

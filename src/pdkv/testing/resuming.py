@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from pdkv.base.clock import MONOTONIC
 from pdkv.errors import EngineUnavailable, PdkvError, RequestFailed
 
 
@@ -58,7 +59,7 @@ async def read_stream(
             except (OSError, EngineUnavailable) as error:
                 if not last:
                     raise RequestFailed(f"the stream broke before its first event: {error}", request_id="") from None
-                await asyncio.sleep(0.05)
+                await MONOTONIC.pause(0.05)
             if not last:
                 raise RequestFailed("the stream ended before its first event", request_id="")
 
