@@ -93,7 +93,8 @@ class Curl:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_a_killed_front_loses_and_doubles_no_token_of_a_hundred_streams(deployment: Running, tmp_path: Path) -> None:
     async def stream(number: int, heard: asyncio.Event | None = None) -> Streamed:
-        return await read_stream(deployment.url, PATH, body_of(number), heard=heard)
+        async with asyncio.timeout(60):
+            return await read_stream(deployment.url, PATH, body_of(number), heard=heard)
 
     async def main() -> None:
         expected = await asyncio.gather(*map(stream, range(NUM_STREAMS)))
@@ -116,7 +117,8 @@ def test_a_killed_front_loses_and_doubles_no_token_of_a_hundred_streams(deployme
 
 def test_a_dead_dispatcher_is_replaced_beneath_its_fronts(deployment: Running) -> None:
     async def read(number: int) -> Streamed:
-        return await read_stream(deployment.url, PATH, body_of(number), limit_s=30)
+        async with asyncio.timeout(60):
+            return await read_stream(deployment.url, PATH, body_of(number))
 
     assert asyncio.run(read(0)).num_resumed == 0
     before = {front.pid for front in fronts(deployment)}

@@ -28,40 +28,35 @@ async def read_stream(
     body: Mapping[str, Any],
     *,
     headers: Mapping[str, str] | None = None,
-    limit_s: float = 60.0,
     heard: asyncio.Event | None = None,
 ) -> Streamed:
     """All events of a streamed answer, which goes on over another connection when one breaks. `heard` is set with the
-    first event.
+    first event. The caller bounds the time, as by `asyncio.timeout`.
 
     Raises:
         RequestFailed: it ended with an error, or broke before its first event.
-        TimeoutError: it took longer than `limit_s`.
     """
     events: list[dict[str, Any]] = []
     last, num_resumed = "", -1
-    async with asyncio.timeout(limit_s):
-        while True:
-            num_resumed += 1
-            sent = {"x-pd-event-ids": "1", **(headers or {}), **({"last-event-id": last} if last else {})}
-            try:
-                async for event in _events(
-                    url, path, b"" if last else json.dumps({**body, "stream": True}).encode(), sent
-                ):
-                    if event.data == "[DONE]":
-                        return Streamed(events, num_resumed)
-                    last = event.id
-                    events.append(json.loads(event.data))
-                    if "error" in events[-1]:
-                        raise RequestFailed(event.data, request_id="")
-                    if heard is not None:
-                        heard.set()
-            except (OSError, EngineUnavailable) as error:
-                if not last:
-                    raise RequestFailed(f"the stream broke before its first event: {error}", request_id="") from None
-                await MONOTONIC.pause(0.05)
+    while True:
+        num_resumed += 1
+        sent = {"x-pd-event-ids": "1", **(headers or {}), **({"last-event-id": last} if last else {})}
+        try:
+            async for event in _events(url, path, b"" if last else json.dumps({**body, "stream": True}).encode(), sent):
+                if event.data == "[DONE]":
+                    return Streamed(events, num_resumed)
+                last = event.id
+                events.append(json.loads(event.data))
+                if "error" in events[-1]:
+                    raise RequestFailed(event.data, request_id="")
+                if heard is not None:
+                    heard.set()
+        except (OSError, EngineUnavailable) as error:
             if not last:
-                raise RequestFailed("the stream ended before its first event", request_id="")
+                raise RequestFailed(f"the stream broke before its first event: {error}", request_id="") from None
+            await MONOTONIC.pause(0.05)
+        if not last:
+            raise RequestFailed("the stream ended before its first event", request_id="")
 
 
 async def _events(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[_Event]:
