@@ -17,7 +17,15 @@ from starlette.types import Scope
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC
 from pdkv.config import AdmissionConfig
-from pdkv.errors import Draining, InvalidRequest, PdkvError, RequestAborted, RequestTimeout, TooManyRequests
+from pdkv.errors import (
+    Draining,
+    InvalidRequest,
+    PdkvError,
+    RequestAborted,
+    RequestTimeout,
+    TooManyRequests,
+    Unauthorized,
+)
 from pdkv.router.admission.desk import Asked, Deliver, Replay, Terms
 from pdkv.router.admission.fair_queue import FairQueue, Flow, Turns, Waiting
 from pdkv.router.admission.tenants import ANONYMOUS, TENANT, Grant, Tenant
@@ -338,6 +346,9 @@ class Visit:
                 raise InvalidRequest(f"{text}: send one of them", param=asked.objective_header)
             priority = asked.objective_priority
             tenant.check_priority(priority, asked.objective_header)
+        if asked.explain and not tenant.grant.admin:  # what others have cached is told to no stranger
+            text = "x-pd-explain needs a key with admin rights (admin = true in the key file)"
+            raise Unauthorized(text, status=403)
         if self._admission.config.require_cache_salt and not asked.cache_salt:
             raise InvalidRequest(
                 "cache_salt is required here (--require-cache-salt): send a secret common to those who may share the "
@@ -346,8 +357,8 @@ class Visit:
             )
         self.hold(asked.prompt_lengths, asked.n, asked.max_tokens, stream=asked.stream)
         if not tenant.digest:
-            return Terms(priority, asked.cache_salt, None, "")
-        return Terms(priority, tenant.salted(asked.cache_salt), tenant.grant.kv_terms, tenant.digest)
+            return Terms(priority, asked.cache_salt, None, "", asked.explain)
+        return Terms(priority, tenant.salted(asked.cache_salt), tenant.grant.kv_terms, tenant.digest, asked.explain)
 
     async def start(self, request: GenerateRequest, deliver: Deliver, index: int = 0) -> "Generation":
         """Begin a generation when its turn comes; at once, without switching to another task, if it need not wait.

@@ -23,6 +23,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     objective_priority: int | None  # of the objective that a header names
     objective_header: str
     fairness_id: str
+    explain: bool  # how its engines were chosen is to be told
     cache_salt: str
     prompt_lengths: list[int]
     n: int
@@ -37,6 +38,7 @@ class Terms(NamedTuple):
     cache_salt: str
     kv_terms: KVTerms | None
     tenant: str  # its digest
+    explain: bool = False
 
 
 class Replay(NamedTuple):
@@ -76,8 +78,8 @@ class Stay(Protocol):
     def came(self, num_tokens: int) -> None:
         """Count output tokens as they arrive."""
 
-    def used(self, num_tokens: int) -> None:
-        """Record the final number of prompt and output tokens."""
+    def used(self, num_tokens: int, num_cached: int = 0) -> None:
+        """Record the final number of prompt and output tokens, and those of them that were cached."""
 
     def abort(self) -> None:
         """Remove everything of this request from the queue. Idempotent."""

@@ -122,6 +122,7 @@ class RemoteGeneration:
     num_cached_tokens = property(lambda self: self._facts.num_cached)
     num_lossy_tokens = property(lambda self: self._facts.num_lossy)
     num_attempts = property(lambda self: self._facts.num_attempts)
+    stays = property(lambda self: self._facts.stays)
 
 
 class RemoteStay:
@@ -219,7 +220,7 @@ class RemoteStay:
     def came(self, num_tokens: int) -> None:
         """Nothing: the dispatcher counts what it sends."""
 
-    def used(self, num_tokens: int) -> None:
+    def used(self, num_tokens: int, num_cached: int = 0) -> None:
         """Nothing, as above."""
 
     def abort(self) -> None:

@@ -136,7 +136,13 @@ class Run:
     def _facts(self) -> Facts:
         of = self.generation
         return Facts(
-            of.prefill_engine, of.decode_engine, of.sources, of.num_cached_tokens, of.num_lossy_tokens, of.num_attempts
+            of.prefill_engine,
+            of.decode_engine,
+            of.sources,
+            of.num_cached_tokens,
+            of.num_lossy_tokens,
+            of.num_attempts,
+            of.stays,
         )
 
 
@@ -259,11 +265,12 @@ class Session:
         begun = [(choice, run) for choice, run in self.runs.items() if self._asked and choice % self._asked.n == 0]
         num_prompt = sum(len(self._requests[choice].prompt_token_ids) for choice, _ in begun)
         num_completion = sum(run.num_tokens for run in self.runs.values())
-        self.visit.used(num_prompt + num_completion)
+        num_cached = sum(run.generation.num_cached_tokens for _, run in begun)
+        self.visit.used(num_prompt + num_completion, num_cached)
         if outcome == "ok" and self._asked is not None:
             self.metrics.served(
                 num_prompt_tokens=num_prompt,
-                num_cached_tokens=sum(run.generation.num_cached_tokens for _, run in begun),
+                num_cached_tokens=num_cached,
                 num_completion_tokens=num_completion,
                 n=self._asked.n,
             )

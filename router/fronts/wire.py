@@ -199,6 +199,7 @@ class Facts(Message, frozen=True):
     num_cached: int
     num_lossy: int | None
     num_attempts: int
+    stays: str = ""
 
 
 class News(Message, frozen=True):
