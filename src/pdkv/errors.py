@@ -1,6 +1,5 @@
 """Every failure of pdkv as a type."""
 
-from copy import copy
 from typing import Self
 
 
@@ -17,7 +16,9 @@ class PdkvError(Exception):
         """A copy to keep, or to raise again: the traceback of a raised error keeps alive what its frames refer to, such
         as a peer's memory.
         """
-        return copy(self)
+        new = type(self).__new__(type(self), *self.args)  # copy() calls __init__, which may need more than the message
+        vars(new).update(vars(self))
+        return new
 
 
 class InvalidRequest(PdkvError):

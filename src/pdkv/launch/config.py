@@ -55,7 +55,7 @@ class LaunchConfig(Options):
     drain_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = option(
         30.0, "how long requests may keep running after a stop, or before an engine is stopped; 0: not at all"
     )
-    router_fronts: Natural = option(
+    router_fronts: Annotated[int, Meta(ge=0, le=64)] = option(
         0,
         "processes for HTTP, TLS and text in front of the router's own, which then only decides; 0: it does both",
     )
