@@ -120,8 +120,8 @@ def _flows(ended: Ended, now: float) -> dict[str, Any]:
     begin = recent[-1][1].ended if recent and len(recent) == len(ended) else None  # a busy log is shorter than FLOW_S
     return {
         "seconds": FLOW_S if begin is None else max(now - begin, PERIOD_S),
-        "handed": sum(number for (one, other), number in pairs.items() if one != other),
-        "local": sum(number for (one, other), number in pairs.items() if one == other),
+        "handed": sum(number for pair, number in pairs.items() if len({*pair} - {""}) == 2),
+        "local": sum(number for pair, number in pairs.items() if len({*pair} - {""}) == 1),
         "bytes": sum(transfer.num_bytes for _, times in recent for transfer in times.transfers),
         "pairs": [[*pair, number] for pair, number in pairs.most_common(MAX_FLOWS)],
     }

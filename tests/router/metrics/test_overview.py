@@ -41,6 +41,15 @@ async def test_it_tells_engines_flows_requests_and_events() -> None:
     }  # fmt: skip
 
 
+async def test_a_choice_that_one_engine_ran_alone_was_not_handed_over() -> None:
+    async with live(System(1, 1)) as system:
+        overview = overview_of(system.dispatcher, clock=clock().now)
+        async for _ in system.dispatcher.start(make_request(max_tokens=1)):
+            pass
+        flows = msgspec.json.decode(overview.json())["flows"]
+    assert (flows["pairs"], flows["handed"], flows["local"]) == ([["prefill-0", "", 1]], 0, 1)
+
+
 async def test_it_is_made_once_a_second_however_many_ask() -> None:
     async with live(System(1, 1)) as system:
         overview = overview_of(system.dispatcher, clock=clock().now)
