@@ -177,6 +177,8 @@ class Recorder:
         os.close(self._file)
         num_written, num_dropped = self.counts["written"], self.counts["dropped"] + num_lost + len(self._waiting)
         self.counts["dropped"] = num_dropped
+        for held in (self._waiting, self._sessions, self._keys):
+            held.clear()
         if why:
             logger.error("the recording %s ends after %d choices: %s", self.path, num_written, why)
         else:
@@ -194,7 +196,8 @@ def _create(path: Path) -> tuple[Path, int]:
         try:
             return name, os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError:
-            continue
+            if not name.is_file():
+                raise ConfigError(f"--record-trace: {name} is no file") from None
         except OSError as error:
             raise ConfigError(f"--record-trace: {name}: {error.strerror}") from error
     raise ConfigError(f"--record-trace: {path} and {path}.1 to .{_NAMES - 1} are there already")

@@ -540,7 +540,7 @@ class ObservabilityConfig(Options):
         "to FILE.1 and so on; pd replay sends them again",
         metavar="FILE",
     )
-    record_trace_bytes: Size = option(1 << 30, "size at which a recording ends")
+    record_trace_bytes: Annotated[Bytes, Meta(ge=4096)] = option(1 << 30, "size at which a recording ends")
     loop_watchdog_ms: Annotated[float, Meta(ge=0)] = option(
         0.0,
         "count and log whatever blocks the router's event loop for longer than this; costs one busy watcher thread; "

@@ -183,6 +183,7 @@ def test_a_full_disk_ends_a_recording_behind_its_last_whole_line(
     assert "File too large" in caplog.text
     recorder.add(ended(0))
     assert sum(recorder.counts.values()) == 2000
+    assert not (recorder._waiting or recorder._sessions)  # prompts are not held for what is not written
 
 
 def test_a_disk_that_does_not_answer_costs_lines_and_no_wait(
@@ -209,6 +210,12 @@ def test_a_disk_that_does_not_answer_costs_lines_and_no_wait(
     recorder.close()
     os.close(reader)
     assert recorder.counts["written"] == 51
+
+
+def test_a_folder_is_refused_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--record-trace: .* is no file"):
+        Recorder(tmp_path, 1, MODEL)
+    assert not tmp_path.with_name(f"{tmp_path.name}.1").exists()
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
