@@ -61,7 +61,7 @@ def test_a_recording_is_sent_again(
     copied.write_bytes(recording.read_bytes())
     num_requests = len(copied.read_bytes().splitlines()) - 1
     flags = ("--speed", "100", "--vocabulary", "200", "--tokenizer", str(served_model), "--json")
-    assert main(["replay", str(copied), server.url, *flags]) == 0
+    assert main(["replay", str(copied), *flags, server.url]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["completed"] == report["recorded"]["completed"] == num_requests
     assert report["total_input_tokens"] == report["recorded"]["total_input_tokens"]
@@ -91,6 +91,8 @@ def test_a_sweep_ends_with_a_rate(server: Running, capsys: pytest.CaptureFixture
         (("--extra-body", "[1]"), 2, "--extra-body: a JSON object was expected, got [1]"),
         (("--dataset-name", "mooncake"), 2, "--dataset-name mooncake: a file was expected in --dataset-path"),
         (("--dataset-path", "x"), 2, "--dataset-path: random reads no file"),
+        (("--trace", "x", "--dataset-name", "random"), 2, "--trace x is the data set: --dataset-name random contradicts"),
+        (("--trace", "x", "--dataset-path", "y"), 2, "--trace x is the data set: --dataset-path y contradicts it"),
         (("--save-result", "/absent/x"), 2, "--save-result: there is no folder /absent"),
         (("--trace-speed", "1", "--request-rate", "2"), 2, "--trace-speed follows the data set's own times"),
         (("--model", "other"), 1, "the first request failed: HTTP 404"),

@@ -94,7 +94,7 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int | None) -> None:
     add = parser.add_argument_group("data").add_argument
-    add("--dataset-name", choices=DATASETS, default="random", help="random: prompts of given lengths; conversations: "
+    add("--dataset-name", choices=DATASETS, help="random: prompts of given lengths; conversations: "
         "sessions of several turns; agents: sessions of coding agents (33 turns, 131 prompt tokens per answer token, "
         "94 percent of them seen before); else a file in that format (default: random)")  # fmt: skip
     add("--dataset-path", type=Path, metavar="FILE", help="the file of a data set")
@@ -169,6 +169,9 @@ def run_serve(arguments: argparse.Namespace) -> int:
 def take_trace(arguments: argparse.Namespace) -> None:
     """Read --trace as the options that it stands for."""
     if arguments.trace is not None:
+        for flag, other in (("name", arguments.dataset_name), ("path", arguments.dataset_path)):
+            if other is not None:
+                raise ConfigError(f"--trace {arguments.trace} is the data set: --dataset-{flag} {other} contradicts it")
         arguments.dataset_name, arguments.dataset_path = "trace", arguments.trace
         arguments.trace_speed = arguments.trace_speed or 1.0
 
@@ -413,6 +416,7 @@ def _write(path: Path, data: bytes, flag: str) -> None:
 def _sessions(arguments: argparse.Namespace, seed: int | str) -> "Sequence[Session]":
     from pdkv.bench.datasets import FILES, Maker, load
 
+    arguments.dataset_name = arguments.dataset_name or "random"
     if arguments.dataset_path is not None and arguments.dataset_name not in FILES:
         raise ConfigError(
             f"--dataset-path: {arguments.dataset_name} reads no file; --dataset-name {', '.join(FILES)} do"

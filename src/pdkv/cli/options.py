@@ -56,6 +56,9 @@ class Parser(argparse.ArgumentParser):
             if any(0xD800 <= ord(char) <= 0xDFFF for char in text):
                 self.error(f"an argument is not valid UTF-8: {text!r}")
         namespace, rest = super().parse_known_args(args, namespace)
+        for action in self._get_positional_actions():  # argparse gives up one that may be left out at the next option
+            if rest and rest[0][:1] != "-" and action.nargs == "?" and getattr(namespace, action.dest) is None:
+                setattr(namespace, action.dest, self._get_values(action, [rest.pop(0)]))
         if rest:
             name = rest[0].partition("=")[0]
             flags = [flag[2:] for flag in self._option_string_actions if flag.startswith("--")]
