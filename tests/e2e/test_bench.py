@@ -91,7 +91,7 @@ def test_a_sweep_ends_with_a_rate(server: Running, capsys: pytest.CaptureFixture
         (("--extra-body", "[1]"), 2, "--extra-body: a JSON object was expected, got [1]"),
         (("--dataset-name", "mooncake"), 2, "--dataset-name mooncake: a file was expected in --dataset-path"),
         (("--dataset-path", "x"), 2, "--dataset-path: random reads no file"),
-        (("--trace", "x", "--dataset-name", "random"), 2, "--trace x is the data set: --dataset-name random contradicts"),
+        (("--trace", "x", "--dataset-name", "random"), 2, "--trace x is the data set: --dataset-name random"),
         (("--trace", "x", "--dataset-path", "y"), 2, "--trace x is the data set: --dataset-path y contradicts it"),
         (("--save-result", "/absent/x"), 2, "--save-result: there is no folder /absent"),
         (("--trace-speed", "1", "--request-rate", "2"), 2, "--trace-speed follows the data set's own times"),

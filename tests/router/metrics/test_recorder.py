@@ -183,7 +183,7 @@ def test_a_full_disk_ends_a_recording_behind_its_last_whole_line(
     assert "File too large" in caplog.text
     recorder.add(ended(0))
     assert sum(recorder.counts.values()) == 2000
-    assert not (recorder._waiting or recorder._sessions)  # prompts are not held for what is not written
+    assert not recorder._waiting  # prompts of what is not written are not held
 
 
 def test_a_disk_that_does_not_answer_costs_lines_and_no_wait(
