@@ -29,7 +29,7 @@ from pdkv.router.http.server.errors import error_body
 from pdkv.router.http.server.paused_body import CLOSED, PAUSE_BODY, PausedBody
 from pdkv.router.http.server.request_size import PARSED_BYTES, Refusal, RequestSize, host_refusal
 from pdkv.router.http.server.response_transport import ResponseTransport
-from pdkv.router.http.server.turnstile import Turnstile
+from pdkv.router.http.server.turnstile import Turnstile, client_of
 from pdkv.router.http.server.unframed import unframed
 
 logger = logging.getLogger(__name__)
@@ -441,9 +441,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if cycle.scope["path"] in _URGENT_PATHS:
             start()
         else:
-            key = next((value for name, value in cycle.scope["headers"] if name == b"authorization"), b"")
-            host, _ = cycle.scope["client"] or ("", 0)
-            self._turnstile.enter(start, key or host.encode())
+            self._turnstile.enter(start, client_of(cycle.scope))
 
     def on_body(self, body: bytes) -> None:
         self._size.add_body(len(body))

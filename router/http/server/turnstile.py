@@ -8,9 +8,18 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from starlette.types import Scope
+
 STARTS_PER_TURN = 8
 
 Start = Callable[[], None]
+
+
+def client_of(scope: Scope) -> bytes:
+    """The key of a request, however its header spells what is around it, or the host that it came from."""
+    words = next((value.split() for name, value in scope["headers"] if name == b"authorization"), [])
+    host, _ = scope["client"] or ("", 0)
+    return bytes(words[-1]) if words else host.encode()
 
 
 class Turnstile:

@@ -8,7 +8,7 @@ from coroutines import run
 from http_server import get, post, serving
 from starlette.types import Receive, Scope, Send
 
-from pdkv.router.http.server.turnstile import STARTS_PER_TURN, Turnstile
+from pdkv.router.http.server.turnstile import STARTS_PER_TURN, Turnstile, client_of
 
 event_loop = uvloop.new_event_loop  # the router's kind
 
@@ -33,6 +33,14 @@ async def test_so_many_begin_in_a_turn_and_in_order() -> None:
     assert turnstile.num_waiting == 1  # this turn has had its three
     await turn()
     assert begun == list(range(10))
+
+
+def test_one_key_is_one_client_however_it_is_spelled() -> None:
+    spelled = (b"Bearer pdk_1", b"bEARER pdk_1", b"bearer   pdk_1 ")
+    scopes = [{"client": ("::1", 9), "headers": [(b"authorization", value)]} for value in spelled]
+    assert {client_of(scope) for scope in scopes} == {b"pdk_1"}
+    assert client_of({"client": ("::1", 9), "headers": [(b"authorization", b" ")]}) == b"::1"
+    assert client_of({"client": None, "headers": []}) == b""
 
 
 async def test_clients_take_turns() -> None:
