@@ -48,6 +48,7 @@ class Ended(NamedTuple):
 
     line: TraceRequest  # without session, key and blocks
     prompt: Sequence[int]
+    num_held: int  # tokens of the prompt; 0: the choice before it holds them, too
     salt: str
     affinity: str  # names its conversation; empty: its blocks do
     tenant: str
@@ -88,7 +89,7 @@ class Recorder:
         if len(self._waiting) >= MAX_WAITING or self._tokens_in - self._tokens_out > MAX_WAITING_TOKENS:
             self.counts["dropped"] += 1
             return
-        self._tokens_in += len(ended.prompt)
+        self._tokens_in += ended.num_held
         self._waiting.append(ended)
         self._has_news.set()
 
@@ -114,7 +115,7 @@ class Recorder:
         while self._waiting and self.is_on:
             ended = [self._waiting.popleft() for _ in range(min(len(self._waiting), SLICE_REQUESTS))]
             self._write(b"".join(map(self._line, ended)), len(ended))
-            self._tokens_out += sum(len(choice.prompt) for choice in ended)
+            self._tokens_out += sum(choice.num_held for choice in ended)
 
     def _line(self, ended: Ended) -> bytes:
         prompt, session, blocks = self._latest

@@ -126,7 +126,8 @@ def record(
             **({} if job is None else _asked(job)),
         )
         salt, affinity = ("", "") if job is None else (job.cache_salt, job.affinity)
-        recorder.add(Ended(line, prompt, salt, affinity, tenant))
+        num_held = 0 if job is not None and index % job.n else len(prompt)
+        recorder.add(Ended(line, prompt, num_held, salt, affinity, tenant))
 
 
 def _asked(job: Job) -> dict[str, Any]:

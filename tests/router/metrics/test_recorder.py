@@ -81,6 +81,13 @@ async def test_lengths_outcomes_and_times_are_recorded(recorder: Recorder) -> No
     assert first.t <= refused.t <= left.t
 
 
+async def test_the_choices_of_one_prompt_hold_it_once(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorders, "MAX_WAITING_TOKENS", 2 * len(PROMPT))
+    async with live(System(1, 1)) as system:
+        await complete(serving(system, recorder), prompt=PROMPT, n=8)
+    assert len(read(recorder).requests) == 8
+
+
 async def test_equal_beginnings_have_equal_blocks_and_a_conversation_is_one_session(recorder: Recorder) -> None:
     async with live(System(1, 1)) as system:
         app = serving(system, recorder)
@@ -150,7 +157,7 @@ def ended(number: int, num_tokens: int = 200) -> Ended:
     line = TraceRequest(
         t=number, session=0, key=0, prompt_tokens=num_tokens, output_tokens=1, outcome="stop", e2e_s=0.5
     )
-    return Ended(line, [number] * num_tokens, "", "", "")
+    return Ended(line, [number] * num_tokens, num_tokens, "", "", "")
 
 
 def test_a_recording_ends_at_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
