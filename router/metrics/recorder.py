@@ -176,14 +176,11 @@ class Recorder:
             return
         self.is_on = False
         os.close(self._file)
-        num_written, num_dropped = self.counts["written"], self.counts["dropped"] + num_lost + len(self._waiting)
-        self.counts["dropped"] = num_dropped
+        self.counts["dropped"] += num_lost + len(self._waiting)
         for held in (self._waiting, self._sessions, self._keys):
             held.clear()
-        if why:
-            logger.error("the recording %s ends after %d choices: %s", self.path, num_written, why)
-        else:
-            logger.info("recorded %d choices to %s, %d were dropped", num_written, self.path, num_dropped)
+        text, level = "the recording %s ends after %d choices: %s", logging.ERROR if why else logging.INFO
+        logger.log(level, text, self.path, self.counts["written"], why or f"{self.counts['dropped']} were dropped")
 
 
 def shown_code(code: str) -> str:

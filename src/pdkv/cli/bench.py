@@ -149,7 +149,6 @@ def _add_results(parser: argparse.ArgumentParser, *, requests: bool = True) -> N
     add("--save-result", type=Path, metavar="FILE", help="write the report there as JSON")
     if requests:
         add("--save-requests", type=Path, metavar="FILE", help="write one JSON line per request there")
-    if requests:
         add("--report-format", choices=("vllm", "llm-d"), default="vllm", help="fields of --save-result and --json: "
             "those of vLLM's benchmark, or llm-d's report, version 0.2 (default: vllm)")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead of a table")
@@ -497,7 +496,7 @@ def _pace(arguments: argparse.Namespace) -> "Pace":
     check_numbers(arguments, "trace_speed", "max_concurrency", "num_warmups", zero=True)
     if arguments.trace_speed and arguments.request_rate < float("inf"):
         raise ConfigError(
-            "--trace-speed follows the data set's own times, and --request-rate does not: give one of them"
+            "--trace-speed follows the data set's own times, as --trace does: no --request-rate was expected"
         )
     return Pace(
         arguments.request_rate,
