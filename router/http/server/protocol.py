@@ -441,7 +441,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if cycle.scope["path"] in _URGENT_PATHS:
             start()
         else:
-            self._turnstile.enter(start, client_of(cycle.scope))
+            self._turnstile.enter(start, client_of(cycle.scope["headers"], cycle.scope["client"]))
 
     def on_body(self, body: bytes) -> None:
         self._size.add_body(len(body))

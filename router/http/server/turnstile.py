@@ -6,20 +6,18 @@ each takes half a millisecond, and everything else would wait for all of it.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-
-from starlette.types import Scope
+from collections.abc import Callable, Iterable
 
 STARTS_PER_TURN = 8
 
 Start = Callable[[], None]
 
 
-def client_of(scope: Scope) -> bytes:
+def client_of(headers: Iterable[tuple[bytes, bytes]], address: tuple[str, int] | None) -> bytes:
     """The key of a request, however its header spells what is around it, or the host that it came from."""
-    words = next((value.split() for name, value in scope["headers"] if name == b"authorization"), [])
-    host, _ = scope["client"] or ("", 0)
-    return bytes(words[-1]) if words else host.encode()
+    words = next((value for name, value in headers if name == b"authorization"), b"").split()
+    host, _ = address or ("", 0)
+    return words[-1] if words else host.encode()
 
 
 class Turnstile:
