@@ -39,7 +39,7 @@ from pdkv.router.http.server.protocol import LimitedProtocol
 from pdkv.router.http.server.tls import TlsGate
 from pdkv.router.http.server.turnstile import Turnstile
 from pdkv.router.metrics.loop_watchdog import LoopWatchdog
-from pdkv.router.metrics.recorder import Recorder
+from pdkv.router.metrics.recorder import begin_recording
 from pdkv.router.metrics.tracing import Tracer
 from pdkv.router.spec import RouterSpec
 from pdkv.text import load_tokenizer
@@ -154,9 +154,7 @@ def run_router(
     seen = config.observability
     tracer = Tracer(seen.otlp_endpoint) if seen.otlp_endpoint is not None else None
     watchdog = LoopWatchdog(seen.loop_watchdog_ms / 1e3) if seen.loop_watchdog_ms else None
-    recorder = None
-    if seen.record_trace is not None:
-        recorder = Recorder(seen.record_trace, seen.record_trace_bytes, spec.served_model_names[0])
+    recorder = begin_recording(seen, spec.served_model_names[0], is_restart=not spec.await_all)
     app = create_app(
         dispatcher,
         load_tokenizer(model),

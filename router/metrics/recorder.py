@@ -21,6 +21,7 @@ from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.service_thread import ServiceThread
 from pdkv.base.trace_format import BLOCK_SIZE, VERSION, Head, TraceRequest
+from pdkv.config import ObservabilityConfig
 from pdkv.errors import ConfigError
 from pdkv.router.metrics.exposition import counters, gauge
 
@@ -181,6 +182,22 @@ class Recorder:
             held.clear()
         text, level = "the recording %s ends after %d choices: %s", logging.ERROR if why else logging.INFO
         logger.log(level, text, self.path, self.counts["written"], why or f"{self.counts['dropped']} were dropped")
+
+
+def begin_recording(options: ObservabilityConfig, model: str, *, is_restart: bool) -> Recorder | None:
+    """The recorder, if one is asked for; a router that starts again serves without it where it cannot begin.
+
+    Raises:
+        ConfigError: it cannot begin.
+    """
+    try:
+        path, size = options.record_trace, options.record_trace_bytes
+        return None if path is None else Recorder(path, size, model)
+    except ConfigError as error:
+        if not is_restart:
+            raise
+        logger.error("requests are not recorded: %s", error)
+        return None
 
 
 def shown_code(code: str) -> str:

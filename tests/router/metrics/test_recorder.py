@@ -22,11 +22,12 @@ from starlette.types import ASGIApp
 from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.base.trace_format import BLOCK_SIZE, TraceRequest
 from pdkv.bench.trace import Trace, read_trace
+from pdkv.config import ObservabilityConfig
 from pdkv.errors import ConfigError
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.http.app import create_app
 from pdkv.router.metrics import recorder as recorders
-from pdkv.router.metrics.recorder import Ended, Recorder
+from pdkv.router.metrics.recorder import Ended, Recorder, begin_recording
 
 MARKER = "xylophone-4711"
 PROMPT = f"{MARKER} " * 9 + "!" * 9  # two blocks and a rest
@@ -225,6 +226,8 @@ def test_a_folder_is_refused_and_nothing_is_left_beside_it(tmp_path: Path) -> No
     assert not tmp_path.with_name(f"{tmp_path.name}.1").exists()
 
 
-def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_refused_unless_the_router_starts_again(tmp_path: Path) -> None:
+    options = ObservabilityConfig(record_trace=tmp_path / "none" / "trace")
     with pytest.raises(ConfigError, match=r"--record-trace: .*none/trace: No such file or directory"):
-        Recorder(tmp_path / "none" / "trace", 1, MODEL)
+        begin_recording(options, MODEL, is_restart=False)
+    assert begin_recording(options, MODEL, is_restart=True) is None
