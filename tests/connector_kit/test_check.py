@@ -6,7 +6,6 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 from nixl_rig import HAS_NIXL
 from store_servers import lmcache_server, mooncake_server, redis_server, s3_server
+from warm import PYTHON, WarmPopen
 
 from pdkv.cli.main import main
 from pdkv.connector_kit.check.report import Report, all_cases, check
@@ -245,7 +245,7 @@ hosts[0].stop()
 print(zygote.pid, *(host.pid for host in hosts), flush=True)
 time.sleep(60)
 """
-    kit = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.PIPE, text=True)
+    kit = WarmPopen([*PYTHON, "-c", code], stdout=subprocess.PIPE, text=True)
     assert kit.stdout is not None
     watched = [os.pidfd_open(int(pid)) for pid in kit.stdout.readline().split()]
     assert len(watched) == 3

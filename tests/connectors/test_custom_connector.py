@@ -1,13 +1,12 @@
 """The example in examples/custom_connector: a package of its own, found by its entry point, serves real engines."""
 
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import warm
 from equality import check_decode_computed_nothing, deployed, greedy_workload, run_all
 from example_packages import EXAMPLES, check_wraps_no_shipped_connector, install_example
 
@@ -50,7 +49,6 @@ def test_its_entry_point_serves_engines_and_unknown_options_are_refused(
         for _ in range(2):
             check_decode_computed_nothing(run_all(deployment, workload))
     for wrong in ((), ("--connector-config", "file=x")):
-        command = [sys.executable, "-P", "-m", "pdkv.cli", "launch", "--model", str(workload.path), *flags, *wrong]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = warm.run([*warm.COMMAND, "launch", "--model", str(workload.path), *flags, *wrong])
         assert done.returncode == 2
         assert "path" in done.stderr

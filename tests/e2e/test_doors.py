@@ -52,7 +52,7 @@ def test_run_directories_are_for_their_owner_alone(houses: Mapping[str, Running]
             assert run_dir.stat().st_uid == os.geteuid()
 
 
-@pytest.mark.parametrize("name", CONNECTORS)
+@pytest.mark.parametrize("name", [n if n == "push" else pytest.param(n, marks=pytest.mark.slow) for n in CONNECTORS])
 def test_strangers_disturb_no_answer_and_leave_nothing(houses: Mapping[str, Running], name: str) -> None:
     """Crowds at every door beside a load, datagrams where anybody may send them, and another user's attempts."""
     besiege(houses[name], CROWD)

@@ -24,12 +24,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from traffic import Ask, stop_process, wait_for_engines, wait_for_rest
 
 BACKENDS = ("shared_memory", "p2p", "nixl pull", "store redis")
-"""In `make test` two of them: `test_nixl.py` has kills over pushes, `test_stopped_peers.py` stops over p2p and pulls,
-`test_between_hosts.py` cuts of both.
+"""In `make test` two of them share the kinds: `test_nixl.py` has kills over pushes, `test_stopped_peers.py` stops over
+p2p and pulls, `test_between_hosts.py` cuts of both.
 """
 
 NUM, RATE, STOP_S = 12, 12.0, 1.5
 COVER = {(cell.backend, cell.kind): cell for cell in cover(BACKENDS)}
+HERE = {
+    "shared_memory": ("kill", "stop", "refused transfer", "full pool"),
+    "store redis": ("kill", "cut", "cut transfer"),
+}
 EVERY_MOMENT = {"on prefill", "in transfer", "mid-stream"}
 
 
@@ -44,7 +48,7 @@ def test_every_pair_is_covered() -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(b, marks=pytest.mark.slow) if b in ("p2p", "nixl pull") else b for b in BACKENDS],
+    params=[b if b in HERE else pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS],
 )
 def site(
     request: pytest.FixtureRequest, served_model: Path, tmp_path_factory: pytest.TempPathFactory
@@ -62,7 +66,15 @@ def expected(site: Site) -> list[list[int]]:
     return asyncio.run(right_answers(site.deployment))
 
 
-@pytest.mark.parametrize("kind", list(KINDS)[:-1])
+@pytest.mark.parametrize(
+    ("site", "kind"),
+    [
+        pytest.param(backend, kind, marks=() if kind in HERE.get(backend, ()) else pytest.mark.slow)
+        for backend in BACKENDS
+        for kind in list(KINDS)[:-1]
+    ],
+    indirect=["site"],
+)
 def test_no_client_notices(site: Site, expected: list[list[int]], kind: Kind, request: pytest.FixtureRequest) -> None:
     cell = COVER.get((request.node.callspec.params["site"], kind))
     if cell is None:

@@ -46,7 +46,6 @@ def gate(tmp_path: Path) -> Iterator[tuple[int, list[str], dict[str, str]]]:
     os.close(end)
 
 
-@pytest.mark.usefixtures("real_pd")
 def test_health_is_503_until_the_ready_line_and_200_from_then_on(
     launch: Launch, gate: tuple[int, list[str], dict[str, str]]
 ) -> None:

@@ -7,14 +7,13 @@ import re
 import resource
 import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import warm
 from deployments import Launch, Running
 from steady_load import PROMPTS, check_whole, steady_load
 from traffic import Answer, Ask, client_of, send, stopped, wait_until_true
@@ -30,11 +29,7 @@ COMMANDS = [
 
 def pd(deployment: Running, *arguments: str, status: int = 0) -> str:
     """Standard output of a `pd` command that finds the only launch there is; the errors where it must fail."""
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "pdkv.cli", *arguments],
-        env={**os.environ, "TMPDIR": str(deployment.directory)},
-        capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    done = warm.run([*warm.COMMAND, *arguments], env={**os.environ, "TMPDIR": str(deployment.directory)})
     assert done.returncode == status, done.stdout + done.stderr + deployment.log
     return done.stdout if status == 0 else done.stderr
 

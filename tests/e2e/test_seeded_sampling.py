@@ -61,7 +61,7 @@ def workload(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Workl
     scope="module",
     params=[
         pytest.param(AGGREGATED, id="aggregated", marks=pytest.mark.slow),
-        pytest.param((*TOPOLOGIES["1P1D"], *CHUNKED), id="1P1D-chunked"),
+        pytest.param((*TOPOLOGIES["1P1D"], *CHUNKED), id="1P1D-chunked", marks=pytest.mark.slow),
         pytest.param((*TOPOLOGIES["2P4D"], *CHUNKED), id="2P4D-chunked", marks=pytest.mark.slow),
     ],
 )
@@ -103,9 +103,9 @@ def test_seeded_tokens_under_preemption(workload: Workload, model_dir: Path, fla
     with deployed(workload, *flags, *(SMALL_DECODE_POOL if aggregated else PREEMPTING)) as deployment:
         if aggregated:
             until_preempted(lambda: run_all(deployment, workload), "any")
-            check_choices(deployment, workload, model_dir)
         else:
             run_until_preempted(deployment, workload)
+        check_choices(deployment, workload, model_dir)
 
 
 def test_each_choice_draws_by_its_own_number(deployment: Running, workload: Workload, model_dir: Path) -> None:

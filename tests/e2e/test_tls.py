@@ -3,12 +3,11 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
+import warm
 from deployments import Launch
 from tls import Certificates, client_context, make_certificates
 
@@ -32,9 +31,9 @@ def test_https_with_client_certificates_beside_operators_and_a_renewal(launch: L
             return client.post(deployment.url + "/v1/completions", json=body)
 
     def pd(*arguments: str) -> str:
-        command = [sys.executable, "-P", "-m", "pdkv.cli", *arguments]
-        environment = {**os.environ, "TMPDIR": str(deployment.directory)}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True).stdout
+        done = warm.run([*warm.COMMAND, *arguments], env={**os.environ, "TMPDIR": str(deployment.directory)})
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     assert complete(old, old).status_code == 200
     for stranger in (None, new):

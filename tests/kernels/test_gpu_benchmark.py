@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -44,11 +46,13 @@ WORK = [  # name, shape, unit, and what is done in a call: bytes read and writte
 
 _RUN = """
 import json, torch
+import pytest
 from benchmarks.gpu.kernels import SMOKE, Bench
 print(json.dumps([result._asdict() for result in Bench(torch.device("cpu"), torch.float32, SMOKE, 1).run()]))
 """
 
 
+@pytest.mark.slow
 def test_smoke_run_reports_every_kernel() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     done = subprocess.run(

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from pdkv.kernels.linear import available
 
@@ -131,8 +132,8 @@ def loads_to(device: str, path: Path) -> list[tuple[int, int]]:
 
     The process's own memory would also hold what malloc keeps of what was freed, more or less on another host.
     """
-    command = [sys.executable, "-c", TO_A_DEVICE, str(path), device]
-    ran = subprocess.run(command, check=True, capture_output=True, timeout=120.0)
+    ran = warm.run([*warm.PYTHON, "-c", TO_A_DEVICE, str(path), device])
+    assert ran.returncode == 0, ran.stderr
     return [(most, taken) for most, taken in json.loads(ran.stdout)]
 
 

@@ -2,8 +2,6 @@
 
 import asyncio
 import gc
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
@@ -13,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import warm
 from deployments import link_text_model
 from oracle import oracle
 
@@ -379,8 +378,7 @@ def test_an_async_llm_that_nobody_holds_any_more_ends(model: Path) -> None:
 
 
 def test_the_example(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", str(EXAMPLE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, check=False)
+    done = warm.run([*warm.PYTHON, str(EXAMPLE)], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     last = dict(line.split(": ") for line in done.stdout.splitlines())
     assert last == {"fox": "4821", "hat": "0937", "bell": "6245"}

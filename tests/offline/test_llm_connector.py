@@ -1,13 +1,13 @@
 """LLMs that hand KV to one another: two in one process, and the example's two scripts in a process each."""
 
 import logging
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import warm
 from recall import make_question
 
 from pdkv import LLM, SamplingParams
@@ -136,8 +136,7 @@ def test_what_cannot_work_is_refused_before_weights_are_loaded(
 def test_the_example_of_two_scripts(tmp_path: Path) -> None:
     printed = []
     for script in ("prefill.py", "decode.py"):
-        command = [sys.executable, "-P", str(EXAMPLE / script), str(tmp_path)]
-        printed.append(subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout)
+        printed.append(warm.run([*warm.PYTHON, str(EXAMPLE / script), str(tmp_path)]).stdout)
     assert printed[0] == "prefilled 3 prompts of [145, 145, 145] tokens\n"
     codes = ["0365", "3548", "9952"]
     assert printed[1].splitlines() == [f"{code}  (128 of 145 tokens loaded)" for code in codes]

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from deployments import link_text_model
 
 from pdkv import LLM, SamplingParams
@@ -25,8 +24,7 @@ def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 @pytest.fixture(scope="module")
 def interrupted(model: Path) -> dict[str, Any]:
     """What the program says, which is killed if it hangs."""
-    command = [sys.executable, "-P", str(PROGRAM), str(model)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300.0, check=False)
+    done = warm.run([*warm.PYTHON, str(PROGRAM), str(model)])
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

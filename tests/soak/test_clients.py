@@ -12,6 +12,7 @@ from soak.rude_clients import NUM_SLOW
 from soak.stalls import WATCHDOG, counted, own
 
 
+@pytest.mark.slow
 def test_rude_clients_break_no_stream_and_hold_no_memory(tmp_path: Path) -> None:
     model = serve_directory(make_hf_model(tmp_path / "model", "llama", "float32"), tmp_path)
     with launches(model) as launch:

@@ -1,11 +1,11 @@
-"""`pd` forked from a process that has imported what launches need: most of a launch's processor time is imports.
+"""Programs forked from a process that has imported what launches need: most of their processor time is imports.
 
-`WarmPopen` is `subprocess.Popen`, except that the interpreter of `python -P -m pdkv.cli …` has been started before, and
-so have those of the launcher's children. They are processes as otherwise: children of whoever starts them, with their
-own arguments, environment, working directory, descriptors, sessions and signals, and they end as interpreters do.
-What an interpreter or a library reads when it is started or loaded cannot be given to one that runs already: where
-the environment says another thing of it than this process's own did, a real one is started. Folders in PYTHONPATH can,
-unless they hold what has been imported.
+`WarmPopen` is `subprocess.Popen`, except that the interpreter of `python -P -m pdkv.cli …`, `python -P -c …` or
+`python -P program.py …` has been started before, and so have those of a launcher's children. They are processes as
+otherwise: children of whoever starts them, with their own arguments, environment, working directory, descriptors,
+sessions and signals, and they end as interpreters do. What an interpreter or a library reads when it is started or
+loaded cannot be given to one that runs already: where the environment says another thing of it than this process's own
+did, a real one is started. Folders in PYTHONPATH can, unless they hold what has been imported.
 """
 
 import atexit
@@ -24,13 +24,15 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from pdkv.launch.fork_server import ENVIRONMENT, PRELOADED
 from pdkv.testing.deployment import MARK
 
-COMMAND = [sys.executable, "-P", "-m", "pdkv.cli"]
+PYTHON = [sys.executable, "-P"]
+COMMAND = [*PYTHON, "-m", "pdkv.cli"]
 READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "KMP_", "MKL_", "OPENBLAS_")
 """How variables begin that are read when an interpreter starts or a library is loaded."""
 
@@ -50,16 +52,31 @@ class WarmPopen(subprocess.Popen[Any]):
             :15
         ]
         environment = dict(os.environ if env is None else env)
-        forks = list(args[: len(COMMAND)]) == COMMAND and not preexec_fn and not pass_fds
+        forks = _can_be_forked(args) and not preexec_fn and not pass_fds
         if not forks or not (warm := _warm()).serves(environment):
             super()._execute_child(args, *rest)
             return
         ends = [own if own >= 0 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
         try:
-            self.pid = warm.fork(args[len(COMMAND) :], environment, cwd or os.getcwd(), ends)
+            self.pid = warm.fork(args[len(PYTHON) :], environment, cwd or os.getcwd(), ends)
             self._child_created = True
         finally:
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+def run(arguments: Sequence[str], **how: Any) -> "subprocess.CompletedProcess[str]":
+    """A command that ends, and what it wrote: `subprocess.run` with a `WarmPopen`."""
+    with WarmPopen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how) as process:
+        try:
+            out, errors = process.communicate(timeout=120)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(arguments, process.returncode, out, errors)
+
+
+def _can_be_forked(arguments: Sequence[str]) -> bool:
+    command = list(arguments[: len(COMMAND)])
+    return command == COMMAND or command[:-1] == [*PYTHON, "-c"] or (command[:2] == PYTHON and command[2][-3:] == ".py")
 
 
 class _Warm:
@@ -86,7 +103,7 @@ class _Warm:
         return same and not any(os.path.exists(f"{folder}/{n}") for folder in _folders(environment) for n in IMPORTED)
 
     def fork(self, arguments: Sequence[str], environment: Mapping[str, str], cwd: str, ends: Sequence[int]) -> int:
-        """The pid of a child of this process that runs `pd` with these arguments; `ends` are its first descriptors."""
+        """The pid of a child of this process that runs a program; `ends` are its first descriptors."""
         with self._lock, _adopting():
             request = json.dumps([list(arguments), dict(environment), cwd]).encode()
             socket.send_fds(self._control, [request], list(ends))
@@ -126,7 +143,7 @@ def _folders(environment: Mapping[str, str]) -> list[str]:
 
 
 def _main(control_fd: int) -> None:
-    """Import, then fork until nobody asks any more; in what was forked, run `pd`."""
+    """Import, then fork until nobody asks any more; in what was forked, run the program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for module in (*PRELOADED, "pdkv.cli.main", "pdkv.launch.launcher", "pdkv.launch.router_process"):
         importlib.import_module(module)
@@ -151,10 +168,25 @@ def _main(control_fd: int) -> None:
         for fd in fds:
             os.close(fd)
     control.close()
-    _become_pd(*json.loads(data), fds)
-    from pdkv.cli.main import main
+    arguments, environment, cwd = json.loads(data)
+    _become(environment, cwd, fds)
+    _live(_program(arguments))
 
-    _live(main)
+
+def _program(arguments: list[str]) -> Callable[[], Any]:
+    """What `python -P` would run with these arguments, which the program gets."""
+    match arguments:
+        case ["-m", _, *rest]:
+            from pdkv.cli import main
+
+            sys.argv[:] = [str(Path(main.__file__).with_name("__main__.py")), *rest]
+            return main.main
+        case ["-c", code, *rest]:
+            sys.argv[:] = ["-c", *rest]
+            return partial(exec, code, {"__name__": "__main__"})
+        case _:
+            sys.argv[:] = arguments
+            return lambda: runpy.run_path(arguments[0], run_name="__main__") and 0
 
 
 def _live(run: Callable[[], Any]) -> NoReturn:
@@ -175,8 +207,8 @@ def _live(run: Callable[[], Any]) -> NoReturn:
         os._exit(code if isinstance(code, int) else 1)
 
 
-def _become_pd(arguments: list[str], environment: dict[str, str], cwd: str, fds: Sequence[int]) -> None:
-    """Give this process what `python -P -m pdkv.cli` would begin with."""
+def _become(environment: dict[str, str], cwd: str, fds: Sequence[int]) -> None:
+    """Give this process what an interpreter would begin with."""
     from pdkv.base import trace_context
     from pdkv.launch import children
 
@@ -193,7 +225,6 @@ def _become_pd(arguments: list[str], environment: dict[str, str], cwd: str, fds:
     os.environ.update(environment)
     sys.path[:0] = _folders(environment)
     os.chdir(cwd)
-    sys.argv[:] = [importlib.import_module("pdkv.cli").__path__[0] + "/__main__.py", *arguments]
     trace_context._generator.seed()
     children._spawn = _spawn
 

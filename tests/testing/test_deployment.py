@@ -7,7 +7,6 @@ from pdkv.testing.deployment import complete_all, launched
 SMALL = ("--kv-cache-memory", "8MiB", "--threads", "1")
 
 
-@pytest.mark.usefixtures("real_pd")
 def test_a_client_is_answered_and_nothing_is_left() -> None:
     with launched(*SMALL) as deployment:
         answers = complete_all(deployment.url, ["one", "two", "one"], max_tokens=4)

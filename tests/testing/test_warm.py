@@ -11,17 +11,20 @@ from typing import Any
 import psutil
 import pytest
 import warm
-from warm import COMMAND, WarmPopen
+from warm import COMMAND, PYTHON, WarmPopen
 
 from pdkv.testing.deployment import Deployment, launched
 
+PROGRAM = (
+    "import os, sys; print(sys.argv, __name__, os.getcwd(), sys.stdin.isatty()); sys.exit(int(os.environ['CODE']))"
+)
 SMALL = ("--kv-cache-memory", "8MiB", "--threads", "1")
 
 
 def ended(popen: type[subprocess.Popen[Any]], *arguments: str, **how: Any) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `pd`."""
+    """(exit code, stdout, stderr) of what `python -P` runs."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with popen([*COMMAND, *arguments], **pipes, **how) as process:
+    with popen([*PYTHON, *arguments], **pipes, **how) as process:
         said = process.communicate(timeout=120)
     return (process.returncode, *said)
 
@@ -29,11 +32,11 @@ def ended(popen: type[subprocess.Popen[Any]], *arguments: str, **how: Any) -> tu
 @pytest.mark.parametrize(
     ("arguments", "variables"),
     [
-        (["--version"], {}),
-        (["launch", "--config", "own.toml"], {}),
-        (["launch"], {"PDKV_PREFILL": "many"}),
-        (["no-such-command"], {}),
-        (["connector", "show", "memory"], {"COLUMNS": "60"}),
+        (["-m", "pdkv.cli", "launch", "--config", "own.toml"], {}),
+        (["-m", "pdkv.cli", "launch"], {"PDKV_PREFILL": "many"}),
+        (["-m", "pdkv.cli", "connector", "show", "memory"], {"COLUMNS": "60"}),
+        (["-c", PROGRAM, "a"], {"CODE": "3"}),
+        (["own.py", "b"], {"CODE": "0"}),
     ],
     ids=str,
 )
@@ -41,6 +44,7 @@ def test_commands_end_and_say_the_same(
     arguments: list[str], variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own.toml").write_text("no-such-option = 1\n")
+    (tmp_path / "own.py").write_text(PROGRAM)
     monkeypatch.chdir(tmp_path)
     environment = {**os.environ, **variables}
     forked = ended(WarmPopen, *arguments, env=environment)
@@ -91,5 +95,5 @@ def test_it_ends_by_a_signal_as_one_would(deployment: Deployment) -> None:
 def test_what_an_interpreter_reads_when_it_starts_starts_one(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("print('customized')")
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
-    code, said, _ = ended(WarmPopen, "--version", env=variables)
+    code, said, _ = ended(WarmPopen, *COMMAND[2:], "--version", env=variables)
     assert (code, said.splitlines()[0]) == (0, "customized")

@@ -6,8 +6,6 @@ import logging
 import operator
 import os
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from shared_memory_rig import WAIT_S, Engine, Engines, Gate, closing_engines, make_layout, view
 from traffic import wait_until_true
 from twin_pools import use_twin_pools
@@ -270,10 +269,7 @@ for make in (lambda: Engine("p"), lambda: RingWriter([])):
 
 
 def test_memory_that_cannot_be_had_is_a_configuration_error() -> None:
-    support = Path(__file__).parents[2] / "support"
-    found = subprocess.run(
-        [sys.executable, "-c", _ALLOCATE_UNDER_A_LIMIT], cwd=support, capture_output=True, text=True, check=True
-    )
+    found = warm.run([*warm.PYTHON, "-c", _ALLOCATE_UNDER_A_LIMIT])
     arena, ring = found.stdout.splitlines()
     assert re.match(r"cannot allocate \d+ bytes of shared memory for 48 KV blocks: File too large; ", arena), arena
     assert re.match(r"cannot allocate \d+ bytes of shared memory for the ranks' queue: File too large", ring), ring

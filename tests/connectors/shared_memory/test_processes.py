@@ -7,7 +7,6 @@ import mmap
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import shared_memory_peer
 from traffic import wait_until_true
+from warm import PYTHON, WarmPopen
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.arena.arena import Arena, ArenaAddress, ArenaShape, PeerArena, open_peer_arena
@@ -40,8 +40,8 @@ class Peer:
     def __init__(self, mode: str, *, name: str = "peer", epoch: str = "1") -> None:
         script = shared_memory_peer.__file__
         layout = msgspec.json.encode(LAYOUT).decode()
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", script, name, epoch, layout, str(NUM_BLOCKS), mode],
+        self.process = WarmPopen(
+            [*PYTHON, script, name, epoch, layout, str(NUM_BLOCKS), mode],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self.process.stdout is not None

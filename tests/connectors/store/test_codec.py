@@ -2,14 +2,13 @@
 
 import random
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+import warm
 from damage import MUTATIONS, KnownStore, damage
 from store_rig import Engine, RigConnector, make_layout, prefill, random_kv, rig_plan, scattered, view
 
@@ -291,7 +290,7 @@ for codec, coded in zip(codecs, sound):
 
 
 def test_lies_about_sizes_take_no_memory() -> None:
-    result = subprocess.run([sys.executable, "-c", SHORT_OF_MEMORY], capture_output=True, text=True, timeout=60)
+    result = warm.run([*warm.PYTHON, "-c", SHORT_OF_MEMORY])
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("corrupted") >= 12, result.stdout  # five each; a scale may be any small number
 
