@@ -1,6 +1,7 @@
 """Fixtures that several folders share: small random Hugging Face models."""
 
 import atexit
+import contextlib
 import gc
 import inspect
 import logging
@@ -121,6 +122,13 @@ def pytest_runtest_call() -> Iterator[None]:
 def real_pd(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test's launches start interpreters, as a user's do; those of other tests are forked (warm.py)."""
     monkeypatch.setattr(Deployment, "popen", subprocess.Popen)
+
+
+@pytest.fixture
+def keep() -> Iterator[Callable[..., Any]]:
+    """keep(object): that object, which is closed when the test is over."""
+    with contextlib.ExitStack() as stack:
+        yield lambda thing: stack.enter_context(contextlib.closing(thing))
 
 
 HFModel = Callable[..., Path]

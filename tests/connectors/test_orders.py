@@ -151,36 +151,6 @@ def test_what_is_offered_is_what_the_step_has_computed() -> None:
     check_every_call(push)
 
 
-@needs_nixl
-def test_what_was_offered_to_us_lies_over_what_the_step_before_wrote() -> None:
-    theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
-    options = {"mode": "push", "path": "ucx"}
-
-    def load(recorded: RecordedStreams) -> bool:
-        with closing() as make:
-            with on_host():
-                prefill = make(NixlEngine, "p", options=options, kv_checksum="off")
-            decode = make(NixlEngine, "d", options=options, kv_checksum="off", own_pool=False)
-            prefill.meet(decode.card)
-            decode.meet(prefill.card)
-            prefill.fill_seeded(theirs, 100, 1)
-            kv = decode.pools[0]
-            with recorded.compute.on():
-                kv.fill_(-2.0)
-            decode.earlier_steps = queued_step(recorded)
-            ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
-            prefill.push("t", ticket, theirs, 0, 100, last=True)
-            if decode.ended("t").code:
-                return False
-            with recorded.compute.on():
-                read = kv.clone()
-            recorded.finish()
-            kv[:] = read
-            return not decode.wrong_tokens(ours, 0, 100, 1)
-
-    check_every_call(load)
-
-
 def test_digests_are_of_what_the_step_has_computed() -> None:
     layout, blocks = make_layout(), [3, 1]
     values = torch.randn(4, layout.num_layers, 2, layout.num_kv_heads, 16, layout.head_size)
@@ -249,14 +219,15 @@ def test_what_a_store_gave_lies_over_what_the_step_before_wrote() -> None:
 
 
 @needs_nixl
-def test_what_was_gathered_for_us_lies_over_what_the_step_before_wrote() -> None:
+@pytest.mark.parametrize("options", [{"mode": "push", "path": "ucx"}, GATHERED], ids=["pushed", "gathered"])
+def test_what_a_peer_gave_lies_over_what_the_step_before_wrote(options: dict[str, str]) -> None:
     theirs, ours = list(range(0, 14, 2)), list(range(20, 27))
 
     def load(recorded: RecordedStreams) -> bool:
         with closing() as make:
             with on_host():
-                prefill = make(NixlEngine, "p", options=GATHERED, kv_checksum="off")
-            decode = make(NixlEngine, "d", options=GATHERED, kv_checksum="off", own_pool=False)
+                prefill = make(NixlEngine, "p", options=options, kv_checksum="off")
+            decode = make(NixlEngine, "d", options=options, kv_checksum="off", own_pool=False)
             prefill.meet(decode.card)
             decode.meet(prefill.card)
             prefill.fill_seeded(theirs, 100, 1)
@@ -264,7 +235,11 @@ def test_what_was_gathered_for_us_lies_over_what_the_step_before_wrote() -> None
             with recorded.compute.on():
                 kv.fill_(-2.0)
             decode.earlier_steps = queued_step(recorded)
-            decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
+            if options is GATHERED:
+                decode.load(awaiting(prefill.hand_off("t", theirs, 100)), ours)
+            else:
+                ticket = decode.load(nixl_view("t", kv="await_peer", num_tokens=101), ours)
+                prefill.push("t", ticket, theirs, 0, 100, last=True)
             if decode.ended("t").code:
                 return False
             with recorded.compute.on():

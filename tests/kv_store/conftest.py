@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import store_servers
@@ -22,18 +23,13 @@ KINDS = ("memory", "host", "file", "tiers", *(pytest.param(name, marks=pytest.ma
 
 
 @pytest.fixture
-def open_() -> Iterator[Open]:
-    stores: list[KVStore] = []
-
+def open_(keep: Callable[..., Any]) -> Open:
     def open_and_keep(url: str, **options: str) -> KVStore:
         if url.partition("://")[0] in SCHEMES:
             options = {**store_servers.PATIENT, **options}
-        stores.append(open_store(url, options))
-        return stores[-1]
+        return keep(open_store(url, options))
 
-    yield open_and_keep
-    for store in stores:
-        store.close()
+    return open_and_keep
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,16 +53,8 @@ def directory(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(name="open_")
-def opener(directory: Path) -> Iterator[Open]:
-    stores: list[HostStore] = []
-
-    def open_() -> HostStore:
-        stores.append(HostStore(directory, StoreOptions(capacity=CAPACITY)))
-        return stores[-1]
-
-    yield open_
-    for store in stores:
-        store.close()
+def opener(directory: Path, keep: Callable[..., Any]) -> Open:
+    return lambda: keep(HostStore(directory, StoreOptions(capacity=CAPACITY)))
 
 
 def start_writer(url: str, num_values: int) -> "subprocess.Popen[str]":

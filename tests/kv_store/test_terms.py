@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -205,16 +206,8 @@ Open = Callable[[], HostStore]
 
 
 @pytest.fixture(name="open_")
-def opener(tmp_path: Path, clock: VirtualClock) -> Iterator[Open]:
-    stores: list[HostStore] = []
-
-    def open_() -> HostStore:
-        stores.append(HostStore(tmp_path / "kv", StoreOptions(capacity=CAPACITY), clock.now))
-        return stores[-1]
-
-    yield open_
-    for store in stores:
-        store.close()
+def opener(tmp_path: Path, clock: VirtualClock, keep: Callable[..., Any]) -> Open:
+    return lambda: keep(HostStore(tmp_path / "kv", StoreOptions(capacity=CAPACITY), clock.now))
 
 
 def test_who_reads_another_ones_segment_keeps_to_its_ends_and_then_writes_the_value(

@@ -58,7 +58,7 @@ class WarmPopen(subprocess.Popen[Any]):
             return
         ends = [own if own >= 0 else number for number, own in enumerate((p2cread, c2pwrite, errwrite))]
         try:
-            self.pid = warm.fork(args[len(PYTHON) :], environment, cwd or os.getcwd(), ends)
+            self.pid = warm.fork(args[len(PYTHON) :], environment, os.fspath(cwd or os.getcwd()), ends)
             self._child_created = True
         finally:
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)

@@ -138,19 +138,14 @@ Make = Callable[..., Vllm]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    engines: list[Vllm] = []
-
+def make(tmp_path: Path, keep: Callable[..., Any]) -> Make:
     def build(name: str, connector: str = "shared_storage", **options: Any) -> Vllm:
         values = {"path": f"{tmp_path}/kv", "tokens_per_value": str(BLOCK), "lookup_timeout_s": "60"}
         own = values if connector == "shared_storage" else {}
         own |= {key: str(value) for key, value in options.pop("options", {}).items()}
-        engines.append(Vllm(name, connector, own, **options))
-        return engines[-1]
+        return keep(Vllm(name, connector, own, **options))
 
-    yield build
-    for engine in engines:
-        engine.close()
+    return build
 
 
 def introduce(*engines: Vllm) -> None:

@@ -3,7 +3,8 @@
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,16 +28,11 @@ pytestmark = needs_nixl
 
 
 @pytest.fixture
-def start_peer() -> Iterator[Callable[..., Peer]]:
-    peers: list[Peer] = []
-
+def start_peer(keep: Callable[..., Any]) -> Callable[..., Peer]:
     def start(name: str = "peer", **arguments: int) -> Peer:
-        peers.append(Peer(name, **arguments))
-        return peers[-1]
+        return keep(Peer(name, **arguments))
 
-    yield start
-    for peer in peers:
-        peer.close()
+    return start
 
 
 def copy(

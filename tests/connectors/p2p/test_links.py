@@ -43,16 +43,8 @@ WIDE = {"num_layers": 4, "head_size": 64}  # 128 KiB a block
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Engines]:
-    made: list[PushEngine] = []
-
-    def make(name: str, **arguments: Any) -> PushEngine:
-        made.append(PushEngine(P2PConnector, name, **arguments))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def make_engine(keep: Callable[..., Any]) -> Engines:
+    return lambda name, **arguments: keep(PushEngine(P2PConnector, name, **arguments))
 
 
 def pair(make_engine: Engines, **rest: Any) -> tuple[PushEngine, PushEngine]:

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -38,16 +38,8 @@ Engines = Callable[..., PushEngine]
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Engines]:
-    made: list[PushEngine] = []
-
-    def make(name: str, **arguments: Any) -> PushEngine:
-        made.append(PushEngine(P2PConnector, name, **arguments))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+def make_engine(keep: Callable[..., Any]) -> Engines:
+    return lambda name, **arguments: keep(PushEngine(P2PConnector, name, **arguments))
 
 
 def pair(make_engine: Engines, tp: tuple[int, int] = (1, 1), sizes: tuple[int, int] = (16, 16), **rest: Any) -> Any:

@@ -66,30 +66,17 @@ def any_peer() -> Iterator[Peer]:
 
 
 @pytest.fixture
-def start_peer() -> Iterator[Callable[..., Peer]]:
-    peers: list[Peer] = []
-
-    def start(*arguments: Any, **options: Any) -> Peer:
-        peers.append(Peer(*arguments, **options))
-        return peers[-1]
-
-    yield start
-    for peer in peers:
-        peer.close()
+def start_peer(keep: Callable[..., Any]) -> Callable[..., Peer]:
+    return lambda *arguments, **options: keep(Peer(*arguments, **options))
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Callable[..., PushEngine]]:
-    made: list[PushEngine] = []
-
+def make_engine(keep: Callable[..., Any]) -> Callable[..., PushEngine]:
     def make(name: str, tp: int = 1, block_size: int = 16, **options: Any) -> PushEngine:
         layout, options = make_layout(tp, block_size, **p2p_peer.WIDE), {**PATIENT, **options}
-        made.append(PushEngine(P2PConnector, name, tp=tp, layout=layout, num_blocks=NUM_BLOCKS, **options))
-        return made[-1]
+        return keep(PushEngine(P2PConnector, name, tp=tp, layout=layout, num_blocks=NUM_BLOCKS, **options))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 @pytest.fixture

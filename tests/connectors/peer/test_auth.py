@@ -5,7 +5,7 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -341,9 +341,7 @@ class Opened:
 
 
 @pytest.fixture(params=["tcp", "unix"])
-def opened(request: pytest.FixtureRequest) -> Iterator[Callable[..., Opened]]:
-    made: list[Opened] = []
-
+def opened(request: pytest.FixtureRequest, keep: Callable[..., Any]) -> Callable[..., Opened]:
     def open_listener(**arguments: Any) -> Opened:
         if request.param == "tcp":
             listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -351,12 +349,9 @@ def opened(request: pytest.FixtureRequest) -> Iterator[Callable[..., Opened]]:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listener.bind("")  # a name that the kernel chooses, for all users of the host
             listener.listen(1024)
-        made.append(Opened(listener, **arguments))
-        return made[-1]
+        return keep(Opened(listener, **arguments))
 
-    yield open_listener
-    for own in made:
-        own.close()
+    return open_listener
 
 
 def test_a_peer_comes_in_and_its_connection_works(opened: Callable[..., Opened]) -> None:

@@ -1,6 +1,6 @@
 """Push while the step that computes the KV still runs: batches of a step, layer groups, and what arrives of them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -34,19 +34,15 @@ Engines = Callable[..., PushEngine]
 
 
 @pytest.fixture(name="make_engine")
-def engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
+def engines(monkeypatch: pytest.MonkeyPatch, keep: Callable[..., Any]) -> Engines:
     """Engines that send each layer by itself."""
     monkeypatch.setattr("pdkv.connectors.peer.push_worker.MIN_GROUP_BYTES", 1)
-    made: list[PushEngine] = []
 
     def make(name: str, tp: int = 1, block_size: int = 16) -> PushEngine:
         layout = make_layout(tp, block_size, num_layers=LAYERS)
-        made.append(PushEngine(P2PConnector, name, tp=tp, layout=layout))
-        return made[-1]
+        return keep(PushEngine(P2PConnector, name, tp=tp, layout=layout))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 def pair(make_engine: Engines, **prefill: Any) -> tuple[PushEngine, PushEngine]:

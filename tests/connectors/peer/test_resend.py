@@ -1,6 +1,6 @@
 """A push is sent anew for every ticket while its lease lives: to a later attempt's reader, on whatever engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,17 +25,12 @@ TRANSPORTS: list[Any] = [
 
 
 @pytest.fixture(name="make_engine", params=TRANSPORTS)
-def engines(request: pytest.FixtureRequest) -> Iterator[MakeEngine]:
-    made: list[PushEngine] = []
-
+def engines(request: pytest.FixtureRequest, keep: Callable[..., Any]) -> MakeEngine:
     def make(name: str) -> PushEngine:
         connector, options = request.param
-        made.append(PushEngine(connector, name, **options))
-        return made[-1]
+        return keep(PushEngine(connector, name, **options))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 def reader(attempt: int) -> RequestView:

@@ -1,6 +1,6 @@
 """The shared_memory connector between engines of several ranks: each rank finds its heads wherever they are (F20)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,19 +18,14 @@ Engines = Callable[..., PullEngine]
 
 
 @pytest.fixture
-def make_engine() -> Iterator[Engines]:
-    made: list[PullEngine] = []
-
+def make_engine(keep: Callable[..., Any]) -> Engines:
     def make(
         name: str, tp: int = 1, block_size: int = 16, groups: tuple[KVGroup, ...] = (), **arguments: Any
     ) -> PullEngine:
         layout = make_layout(tp, block_size, groups=groups)
-        made.append(PullEngine(SharedMemoryConnector, name, tp=tp, layout=layout, **arguments))
-        return made[-1]
+        return keep(PullEngine(SharedMemoryConnector, name, tp=tp, layout=layout, **arguments))
 
-    yield make
-    for engine in made:
-        engine.close()
+    return make
 
 
 @pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (32, 16), (32, 32)], ids=str)

@@ -11,6 +11,7 @@ from scripted_engine import expected_output, make_request
 from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.errors import RequestFailed
 from pdkv.router.generations.flow import RequestFlow, Sends
+from pdkv.router.generations.generation import Generation
 from pdkv.router.request import GenerateRequest
 from pdkv.testing import VirtualLoop
 from pdkv.wire.kv import EngineCard, KVHandoff
@@ -38,6 +39,17 @@ class Lending(System):
         card, keys = self.card("decode-0"), []  # type: ignore[var-annotated]
         extend_keys(keys, root_key(model=card.model, layout=card.layout.identity), request.prompt_token_ids)
         self.lender.say(KVEvents(0, [CacheCleared(), BlockStored(keys, None)]))
+
+    async def lend(self) -> tuple[Generation, Submit]:
+        """A request for which prefill, which does nothing yet, was given a loan."""
+        request = make_request(REQUEST_TOKENS)
+        self.store(request)
+        self.borrower.held = True
+        generation = self.dispatcher.start(request)
+        while not self.asked():
+            await asyncio.sleep(0)
+        (submit,) = self.asked()
+        return generation, submit
 
     def asked(self) -> list[Submit]:
         """What prefill was asked."""
@@ -132,29 +144,18 @@ async def test_what_a_lender_names_must_be_what_it_was_asked_for() -> None:
 
 async def test_the_borrower_hears_that_its_lender_died() -> None:
     async with live(Lending()) as system:
-        request = make_request(REQUEST_TOKENS)
-        system.store(request)
-        system.borrower.held = True
-        generation = system.dispatcher.start(request)
-        while not system.asked():
-            await asyncio.sleep(0)
+        generation, _ = await system.lend()
         system.lender.die()
         assert [m.code for m in system.borrower.heard(KVReady)] == ["peer_gone"]
         system.borrower.release()
         tokens, _ = await collect(generation)
-        assert tokens == expected_output(request)
+        assert tokens == expected_output(make_request(REQUEST_TOKENS))
 
 
 @pytest.mark.parametrize(("code", "is_avoided"), [("kv_not_found", False), ("transfer_failed", True)])
 async def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(code: str, is_avoided: bool) -> None:
     async with live(Lending()) as system:
-        request = make_request(REQUEST_TOKENS)
-        system.store(request)
-        system.borrower.held = True
-        generation = system.dispatcher.start(request)
-        while not system.asked():
-            await asyncio.sleep(0)
-        (submit,) = system.asked()
+        generation, submit = await system.lend()
         for _ in range(3):  # told once by an engine; a pair opens by several
             system.borrower.say(Loaded(submit.request_id, 0, ok=False, code=code, seconds=0.1))
         assert system.dispatcher.fleet.speeds.costs("prefill-0", 100, 100).load_s > 0.02
@@ -168,13 +169,7 @@ async def test_a_loan_that_failed_counts_against_the_pair_unless_it_was_evicted(
 
 async def test_what_prefills_loads_and_answers_took_is_measured() -> None:
     async with live(Lending()) as system:
-        request = make_request(REQUEST_TOKENS)
-        system.store(request)
-        system.borrower.held = True
-        generation = system.dispatcher.start(request)
-        while not system.asked():
-            await asyncio.sleep(0)
-        (submit,) = system.asked()
+        generation, submit = await system.lend()
         speeds, handoff = system.dispatcher.fleet.speeds, submit.handoff
         assert speeds.costs("prefill-0", 100, 100) == (None, None)
         system.borrower.say(Loaded(submit.request_id, 0, ok=True, num_bytes=1000, seconds=0.5))

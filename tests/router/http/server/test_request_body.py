@@ -1,6 +1,8 @@
 """Bodies on real connections: they wait for room unread, in order, as long as they may."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 from coroutines import clock
@@ -155,8 +157,9 @@ async def begin_exempt(server: Serving, bodies: ByteBudget, client: Client) -> N
         await asyncio.sleep(0)
 
 
-async def test_who_keeps_others_waiting_and_does_not_send_is_408() -> None:
-    """Long before its own time is over."""
+@asynccontextmanager
+async def one_waits_for_another() -> AsyncIterator[tuple[Client, Client]]:
+    """A client that has begun a body, and one for whose body there is no room meanwhile."""
     bodies = budget()
     full = Held()
     await bodies.wait(full, FULL - 1)
@@ -169,10 +172,16 @@ async def test_who_keeps_others_waiting_and_does_not_send_is_408() -> None:
         await begin_exempt(server, bodies, slow)
         await other.send(post(COMPLETIONS, PROMPT.ljust(LARGE)))
         await waiting(bodies, 1)
+        yield slow, other
+        bodies.give(full)
+
+
+async def test_who_keeps_others_waiting_and_does_not_send_is_408() -> None:
+    """Long before its own time is over."""
+    async with one_waits_for_another() as (slow, other):
         reply = await clock().passing(slow.reply())
         assert (reply.status, "while others waited" in reply.error()["message"]) == (408, True)
         assert (await other.reply()).status == 200
-        bodies.give(full)
 
 
 async def test_the_pace_may_be_looked_at_in_the_turn_in_which_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,21 +197,9 @@ async def test_the_pace_may_be_looked_at_in_the_turn_in_which_the_time_is_over(m
             loop.call_soon(check, self)
 
     monkeypatch.setattr(request_body.BodyReader, "_check_pace", late)
-    bodies = budget()
-    full = Held()
-    await bodies.wait(full, FULL - 1)
-    app = make_app(FakeDispatcher(say(ids("ab"))), limits=LIMITS, bodies=bodies)
-    async with (
-        serving(app, LIMITS, bodies=bodies) as server,
-        connected(server.port) as slow,
-        connected(server.port) as other,
-    ):
-        await begin_exempt(server, bodies, slow)
-        await other.send(post(COMPLETIONS, PROMPT.ljust(LARGE)))
-        await waiting(bodies, 1)
+    async with one_waits_for_another() as (slow, other):
         assert (await clock().passing(slow.reply())).status == 408
         assert (await other.reply()).status == 200
-        bodies.give(full)
     assert errors == []
 
 
