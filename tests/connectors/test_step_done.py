@@ -3,7 +3,6 @@
 Which waits each way of KV needs: test_orders.py, and p2p/test_gpus.py for pushes.
 """
 
-import contextlib
 from collections.abc import Iterator
 
 import msgspec
@@ -15,7 +14,7 @@ from nixl_engines import Engine as NixlEngine
 from nixl_engines import awaiting, closing
 from nixl_engines import view as nixl_view
 from nixl_rig import needs_nixl
-from push_rig import PushEngine, full_kv, make_layout
+from push_rig import full_kv, pushing
 from push_rig import view as push_view
 from recorded_streams import RecordedStreams, check_every_call, use_recorded
 from store_rig import engines, scattered
@@ -57,23 +56,9 @@ def test_a_step_that_does_not_end_fails_its_saves_and_publishes_nothing(late: La
 # --- pushes ---------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def p2p_pair() -> Iterator[tuple[PushEngine, PushEngine]]:
-    made: list[PushEngine] = []
-    try:
-        made += [PushEngine(P2PConnector, name, layout=make_layout()) for name in ("p", "d")]
-        prefill, decode = made
-        prefill.meet(decode.card)
-        decode.meet(prefill.card)
-        yield prefill, decode
-    finally:
-        for engine in made:
-            engine.close()
-
-
 def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(late: LateStep) -> None:
     """There a step's batch goes when the next step begins; its KV may come later still."""
-    with p2p_pair() as (prefill, decode):
+    with pushing(P2PConnector) as (prefill, decode):
         worker = prefill.workers[0]
         worker.layer_by_layer = False
         kv, source, target = full_kv(40, prefill.layout, seed=1), [9, 3, 1], [0, 1, 2]

@@ -7,7 +7,8 @@ rank's heads of it in that rank's blocks.
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import msgspec
@@ -243,6 +244,18 @@ class PushEngine(RankedEngine):
     def give(self, request: RequestView, block_ids: Sequence[int], stop: int, *, last: bool = True) -> list[Any]:
         """Tokens [0, stop) are confirmed; returns the holds that were taken."""
         return self.step(confirmed=[ConfirmedRange(request, 0, stop, [list(block_ids)], last)]).holds
+
+
+@contextmanager
+def pushing(connector: Any, **arguments: Any) -> Iterator[tuple[PushEngine, PushEngine]]:
+    """A prefill and a decode engine that know each other, until the end of the block."""
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(closing(PushEngine(connector, name, **arguments))) for name in ("p", "d")
+        )
+        prefill.meet(decode.card)
+        decode.meet(prefill.card)
+        yield prefill, decode
 
 
 def tables_of(block_ids: Sequence[int] | BlockTables) -> BlockTables:

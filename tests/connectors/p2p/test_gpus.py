@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from digests_in_torch import use_digests_in_torch
-from push_rig import PushEngine, full_kv, make_layout, view
+from push_rig import PushEngine, full_kv, pushing, view
 from recorded_streams import RecordedStreams, check_every_call, use_recorded
 from torch.distributed import ProcessGroupGloo
 from traffic import wait_until_true
@@ -39,20 +39,6 @@ def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     use_digests_in_torch(monkeypatch)
 
 
-@contextlib.contextmanager
-def pair(**options: Any) -> Iterator[tuple[PushEngine, PushEngine]]:
-    made: list[PushEngine] = []
-    try:
-        made += [PushEngine(P2PConnector, name, layout=make_layout(), **options) for name in ("p", "d")]
-        prefill, decode = made
-        prefill.meet(decode.card)
-        decode.meet(prefill.card)
-        yield prefill, decode
-    finally:
-        for engine in made:
-            engine.close()
-
-
 def begin(prefill: PushEngine, decode: PushEngine) -> None:
     """40 tokens begin to move."""
     ticket = decode.want(view("t", kv="await_peer", num_tokens=40), TARGET)
@@ -70,7 +56,7 @@ def blocks_of(engine: PushEngine, kv: torch.Tensor, block_ids: list[int]) -> tor
 
 def pushes(recorded: RecordedStreams, kv_checksum: str = "on") -> bool:
     """Into blocks that a step of the receiver still writes; a step of the sender computes them, the next one others."""
-    with pair(kv_checksum=kv_checksum) as (prefill, decode):
+    with pushing(P2PConnector, kv_checksum=kv_checksum) as (prefill, decode):
         kv = full_kv(40, prefill.layout, seed=1)
         computed = blocks_of(prefill, kv, SOURCE)
         prefill.earlier_steps, decode.earlier_steps = make_step_done(CPU), make_step_done(CPU)
@@ -131,7 +117,7 @@ def is_cancelled(recorded: RecordedStreams) -> bool:
         patch.setattr(nccl, "MAX_POSTED", 1)
         patch.setattr(TwinNccl, "send", sends_one)
         patch.setattr(TwinNccl, "recv", receives)
-        with pair(kv_checksum="off") as (prefill, decode):
+        with pushing(P2PConnector, kv_checksum="off") as (prefill, decode):
             begin(prefill, decode)
             assert reached.wait(10.0)
             decode.cancel(TransferKey("t", 1), "receive")
@@ -161,7 +147,7 @@ def test_two_ranks_on_one_gpu_are_told_why_nccl_is_not_for_them(
     recorded = use_recorded(monkeypatch)
     use_gpus(monkeypatch, same=same)
     use_twin_nccl(monkeypatch, recorded)
-    with caplog.at_level(logging.INFO, "pdkv.connectors.p2p"), pair() as (prefill, decode):
+    with caplog.at_level(logging.INFO, "pdkv.connectors.p2p"), pushing(P2PConnector) as (prefill, decode):
         begin(prefill, decode)
         assert not decode.outcome("receiving", TransferKey("t", 1)).code
     reason = "through host memory: both keep KV on GPU GPU-0, but NCCL refuses two ranks on one GPU"
@@ -192,7 +178,7 @@ def over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("over_gloo")
 def test_a_group_of_torchs_moves_pieces() -> None:
-    with pair() as (prefill, decode):
+    with pushing(P2PConnector) as (prefill, decode):
         kv = full_kv(40, prefill.layout, seed=1)
         prefill.fill(SOURCE, kv)
         begin(prefill, decode)
@@ -212,7 +198,7 @@ def test_a_group_whose_other_end_does_not_come_is_a_timeout(monkeypatch: pytest.
     recorded = use_recorded(monkeypatch)
     use_gpus(monkeypatch)
     monkeypatch.setattr(nccl, "make_nccl", make_late)
-    with pair(timeout_s="1.0") as (prefill, decode):
+    with pushing(P2PConnector, timeout_s="1.0") as (prefill, decode):
         begin(prefill, decode)
         assert prefill.outcome("sending", TransferKey("t", 1, part=1)).code == "transfer_timeout"
         go_on.set()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from nixl_rig import needs_nixl
-from push_rig import PushEngine, make_layout, view
+from push_rig import make_layout, pushing, view
 
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.nixl.connector import NixlConnector
@@ -24,12 +24,7 @@ NUM_BLOCKS = 1 << 17
 )
 def test_a_scattered_prompt_is_pushed(connector: Any, options: dict[str, str]) -> None:
     layout = make_layout(num_layers=1, num_heads=1, head_size=1)
-    made: list[PushEngine] = []
-    try:
-        made += [PushEngine(connector, name, layout=layout, num_blocks=NUM_BLOCKS, **options) for name in ("p", "d")]
-        prefill, decode = made
-        prefill.meet(decode.card)
-        decode.meet(prefill.card)
+    with pushing(connector, layout=layout, num_blocks=NUM_BLOCKS, **options) as (prefill, decode):
         source, target = (
             torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(seed))[: NUM_TOKENS // 16].tolist()
             for seed in (1, 2)
@@ -42,6 +37,3 @@ def test_a_scattered_prompt_is_pushed(connector: Any, options: dict[str, str]) -
         assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
         assert torch.equal(decode.pools[0][target], content)
         assert prefill.outcome("sending", TransferKey("t", 1)).code == ""
-    finally:
-        for engine in made:
-            engine.close()
