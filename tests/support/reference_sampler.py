@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,8 +18,12 @@ MARGIN = 1e-5
 _WORD = 0xFFFFFFFF
 
 
-def threefry4x32_13(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...]:
-    """Threefry4x32-13 of Salmon, Moraes, Dror, Shaw (SC'11), on Python's integers."""
+@cache
+def threefry4x32_13(counter: tuple[int, ...], key: tuple[int, ...]) -> tuple[int, ...]:
+    """Threefry4x32-13 of Salmon, Moraes, Dror, Shaw (SC'11), on Python's integers.
+
+    Its words are those of four tokens, and of that place in all prompts that have the same seed.
+    """
     keys = [*key, key[0] ^ key[1] ^ key[2] ^ key[3] ^ 0x1BD11BDA]
     x = [(word + own) & _WORD for word, own in zip(counter, key, strict=True)]
     rotations = [(10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20)]
