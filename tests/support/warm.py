@@ -196,6 +196,8 @@ def _live(run: Callable[[], Any]) -> NoReturn:
         code = run() or 0
     except SystemExit as end:
         code = end.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
     except BaseException:  # the process ends here: nothing above could report it
         traceback.print_exc()
     try:

@@ -16,7 +16,7 @@ from warm import COMMAND, PYTHON, WarmPopen
 from pdkv.testing.deployment import Deployment, launched
 
 PROGRAM = (
-    "import os, sys; print(sys.argv, __name__, os.getcwd(), sys.stdin.isatty()); sys.exit(int(os.environ['CODE']))"
+    "import os, sys; print(sys.argv, __name__, os.getcwd(), sys.stdin.isatty()); sys.exit(eval(os.environ['CODE']))"
 )
 SMALL = ("--kv-cache-memory", "8MiB", "--threads", "1")
 
@@ -36,7 +36,7 @@ def ended(popen: type[subprocess.Popen[Any]], *arguments: str, **how: Any) -> tu
         (["-m", "pdkv.cli", "launch"], {"PDKV_PREFILL": "many"}),
         (["-m", "pdkv.cli", "connector", "show", "memory"], {"COLUMNS": "60"}),
         (["-c", PROGRAM, "a"], {"CODE": "3"}),
-        (["own.py", "b"], {"CODE": "0"}),
+        (["own.py", "b"], {"CODE": "'why'"}),
     ],
     ids=str,
 )
