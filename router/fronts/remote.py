@@ -136,10 +136,15 @@ class RemoteStay:
         self._desk, self._number, self._seen = desk, number, seen
         self._answers: dict[int, asyncio.Future[str]] = {}  # by choice; -1: of all of it
         self._runs: dict[int, RemoteGeneration] = {}
+        self._failure: wire.Problem | None = None  # that ended all of it
         self._n = 1
 
     def ask(self, choice: int = -1) -> "asyncio.Future[str]":
-        """The answer to a message about to be sent: the engine that runs a choice. Raises what was refused."""
+        """The answer to a message about to be sent: the engine that runs a choice. Raises what was refused, and, after
+        `fail`, its error.
+        """
+        if self._failure is not None:
+            raise self._failure.error()
         answer = self._answers[choice] = asyncio.get_running_loop().create_future()
         return answer
 
@@ -178,12 +183,13 @@ class RemoteStay:
             answer.set_result(result)
 
     def fail(self, error: PdkvError) -> None:
-        """End all of it. Idempotent."""
+        """End all of it, whatever it awaits now or would await later. Idempotent."""
+        self._failure = wire.Problem.of(error)
         for choice in list(self._answers):
             self._settle(choice, error)
         for run in self._runs.values():
             if not run.ended:
-                run.put(wire.Problem.of(error).error(), None, 0.0)  # each is raised elsewhere
+                run.put(self._failure.error(), None, 0.0)  # each is raised elsewhere
 
     def tell_stop(self, choice: int, num_tokens: int) -> None:
         """Tell the dispatcher that a choice's text is over."""

@@ -12,6 +12,7 @@ from fake_dispatcher import FakeDispatcher, logprob, tokens
 from small_app import MODEL, make_app, model_config, tokenizer
 
 from pdkv.config import AdmissionConfig, RouterConfig
+from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.launch.listening import listen_for_fronts
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.fronts import wire
@@ -333,6 +334,25 @@ def test_streams_end_with_their_dispatcher_and_its_successor_is_found(tmp_path: 
             hall.open_hall()
             await front._desk.welcomed.wait()
             assert (await call(front, "GET", "/health")).status == 200
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_taken", [False, True], ids=["dispatcher gone", "taken elsewhere"])
+def test_what_ends_a_request_between_two_questions_answers_the_next_one(tmp_path: Path, is_taken: bool) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            desk = (await hall.front())._desk
+            with await desk.receive({"type": "http", "path": COMPLETIONS, "headers": []}) as stay:
+                if is_taken:
+                    stay.hear(wire.Taken(0))
+                else:
+                    await hall.end_hall()
+                    while desk.welcomed.is_set():
+                        await asyncio.sleep(0)
+                request = GenerateRequest(prompt_token_ids=[5], params=SamplingParams(), timeout_s=60.0)
+                with pytest.raises(RequestAborted if is_taken else EngineUnavailable):
+                    await asyncio.wait_for(stay.start(request, lambda _: None, 0), timeout=5)
 
     run(main())
 
