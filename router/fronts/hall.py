@@ -1,6 +1,7 @@
 """The dispatcher's side of the fronts: takes their messages, and keeps answers that may be taken up again."""
 
 import asyncio
+import contextlib
 import logging
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp
 from pdkv.errors import InvalidRequest, MalformedMessage, PdkvError
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.tenants import Tenant
 from pdkv.router.fronts import wire
 from pdkv.router.fronts.session import Run, Session
 from pdkv.router.fronts.wire import Link, Message
@@ -170,7 +172,7 @@ class _Door:
         hall, stay = self._hall, message.stay
         if stay in self._sessions:
             raise MalformedMessage(f"request {stay} arrives twice")
-        metrics: RequestMetrics | None = None
+        metrics, tenant = None, None
         try:
             tenant = hall.admission.anonymous if hall.keys is None else hall.keys.authenticate(message.authorization)
             if message.resume_id:
@@ -180,18 +182,22 @@ class _Door:
             else:
                 endpoint = ENDPOINTS.get(message.path)
                 metrics = RequestMetrics(hall.metrics if endpoint else hall.no_totals, endpoint or "completions")
-                visit = hall.admission.arrive(tenant)
+                with contextlib.ExitStack() as stack:
+                    visit = stack.enter_context(hall.admission.arrive(tenant))
+                    if endpoint:
+                        visit.check()
+                    stack.pop_all()
                 session = Session(self, stay, message.path, visit, metrics)
                 session.stack.enter_context(hall.drain.counted())
         except PdkvError as error:
             if metrics is not None:
                 metrics.ended(error.code)
-            self.send(wire.Answer(stay, -1, wire.Problem.of(error)))
+            self.send(_answer(stay, tenant, error))
             return
         session.number = stay
         self._sessions[stay] = session
-        name = tenant.name if tenant.digest else None
-        rates, kept = list(tenant.rate_headers()), session.kept if message.resume_id else None
+        name, rates = _known(tenant)
+        kept = session.kept if message.resume_id else None
         self.send(wire.Arrived(stay, name, rates, hall.dispatcher.max_model_len, session.id, kept))
         if message.resume_id:
             session.attach(self)
@@ -203,11 +209,11 @@ class _Door:
                 try:
                     session.admit(message)
                     self._hall.admitted(session)
-                    self.send(wire.Answer(session.number, -1))
+                    self.send(_answer(session.number, session.visit.tenant))
                 except MalformedMessage:
                     raise
                 except PdkvError as error:
-                    self.send(wire.Answer(session.number, -1, wire.Problem.of(error)))
+                    self.send(_answer(session.number, session.visit.tenant, error))
             case wire.Start():
                 session.start(message)
             case wire.Stop():
@@ -247,6 +253,17 @@ class _Door:
         level = logging.INFO if self._hall.drain.draining and not sessions else logging.WARNING
         logger.log(level, "a front is gone; %d of its %d requests may be taken up", num_kept, len(sessions))
         self._hall.left(self)
+
+
+def _answer(stay: int, tenant: Tenant | None, error: PdkvError | None = None) -> wire.Answer:
+    """What became of a request, and what is now left of its key's limits."""
+    name, rates = _known(tenant) if tenant is not None else (None, [])
+    return wire.Answer(stay, -1, wire.Problem.of(error) if error is not None else None, "", name, rates)
+
+
+def _known(tenant: Tenant) -> tuple[str | None, wire.RawHeaders]:
+    """What a front is told of a tenant; no name: clients need no key."""
+    return tenant.name if tenant.digest else None, list(tenant.rate_headers())
 
 
 class _PageExchange:

@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 class RemoteTenant:
     """What a front is told of a key: its name, and what is left of its limits."""
 
-    def __init__(self, name: str, rates: wire.RawHeaders) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._rates = rates
+        self.rates: wire.RawHeaders = []
 
     def rate_headers(self) -> Iterator[tuple[bytes, bytes]]:
-        """OpenAI's headers, as of the request's arrival."""
-        return iter(self._rates)
+        """OpenAI's headers, as of the dispatcher's last answer."""
+        return iter(self.rates)
 
 
 class RemoteGeneration:
@@ -158,15 +158,20 @@ class RemoteStay:
         match message:
             case wire.Arrived():
                 self.resume_id = message.resume_id
-                if message.tenant is not None:
-                    self.tenant = RemoteTenant(message.tenant, message.rates)
+                self._know(message.tenant, message.rates)
                 if (kept := message.kept) is not None:
                     self.replay = Replay(kept.body, kept.reply_id, kept.created, kept.label, self._seen)
                 self._settle(-1, "")
             case wire.Answer(problem=problem):
+                self._know(message.tenant, message.rates)
                 self._settle(message.choice, message.engine if problem is None else problem.error())
             case wire.Taken():
                 self.fail(RequestAborted("its client goes on elsewhere", request_id=self.label))
+
+    def _know(self, tenant: str | None, rates: wire.RawHeaders) -> None:
+        if tenant is not None:
+            self.tenant = self.tenant or RemoteTenant(tenant)
+            self.tenant.rates = rates
 
     def _run(self, choice: int) -> RemoteGeneration:
         if (run := self._runs.get(choice)) is None:
@@ -345,8 +350,9 @@ class RemoteDesk:
             if not isinstance(error, PdkvError):
                 self.leave(number, "disconnected", [])
             raise
-        if stay.tenant is not None:
-            scope[TENANT] = stay.tenant
+        finally:
+            if stay.tenant is not None:
+                scope[TENANT] = stay.tenant
         return stay
 
     def leave(self, number: int, outcome: str, stalls: list[float]) -> None:

@@ -182,12 +182,16 @@ class Arrived(Message, frozen=True):
 
 
 class Answer(Message, frozen=True):
-    """What became of Arrive or Admit (choice -1), or a Start: a problem, or the engine that runs the prompt."""
+    """What became of Arrive or Admit (choice -1), or a Start: a problem, or the engine that runs the prompt; and what
+    is then left to the tenant.
+    """
 
     stay: int
     choice: int
     problem: Problem | None = None
     engine: str = ""
+    tenant: str | None = None
+    rates: RawHeaders = []
 
 
 class Facts(Message, frozen=True):

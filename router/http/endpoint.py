@@ -80,6 +80,7 @@ class GenerateEndpoint:
             outcome, param = error.code, error.param if isinstance(error, InvalidRequest) else None
             if error.status >= 500 and not isinstance(error, ServerBusy):  # log lines would cost as much work
                 logger.warning("request %s failed: %s: %s", exchange.name, error.code, error)
+            exchange.received(scope.get(TENANT), None)
             await exchange.fail(error)
         except Exception:  # a defect: the server logs it
             if not exchange.status:

@@ -103,11 +103,11 @@ def events(exchange: Exchange) -> list[tuple[str, str]]:
     return found
 
 
-def write_keys(path: Path, *names: str) -> tuple[KeyRing, dict[str, dict[str, str]]]:
+def write_keys(path: Path, *names: str, limits: str = "") -> tuple[KeyRing, dict[str, dict[str, str]]]:
     """A ring of new keys, and the header of each by name."""
     made = {name: make_key(name) for name in names}
     file = path / "keys.toml"
-    file.write_text("\n".join(lines for _, lines in made.values()))
+    file.write_text("\n".join(lines + limits for _, lines in made.values()))
     file.chmod(0o600)
     return KeyRing(file), {name: {"authorization": f"Bearer {key}"} for name, (key, _) in made.items()}
 
@@ -334,6 +334,24 @@ def test_streams_end_with_their_dispatcher_and_its_successor_is_found(tmp_path: 
             hall.open_hall()
             await front._desk.welcomed.wait()
             assert (await call(front, "GET", "/health")).status == 200
+
+    run(main())
+
+
+def test_a_keys_limits_are_told_with_each_answer_and_keep_its_bodies_unread(tmp_path: Path) -> None:
+    async def main() -> None:
+        keys, headers = write_keys(tmp_path, "poor", limits="tokens_per_minute = 20\nrequests_per_minute = 3\n")
+        async with rig(tmp_path, keys=keys) as hall:
+            front = await hall.front()
+            whole, task = begin(front, "POST", COMPLETIONS, body(max_tokens=17, stream=False), headers["poor"])
+            (await hall.dispatcher.next_generation(0)).put(tokens(*[10] * 17, end="length"))
+            await task
+            assert whole.headers["x-ratelimit-remaining-tokens"] == "0"  # its own 20 are charged
+            broken = await call(front, "POST", COMPLETIONS, b"{", headers["poor"])
+            assert broken.status == 429  # and not 400
+            for _ in range(2):
+                refused = await call(front, "POST", COMPLETIONS, body(), headers["poor"])
+                assert (refused.status, refused.headers["x-ratelimit-remaining-requests"]) == (429, "0")
 
     run(main())
 
