@@ -26,8 +26,9 @@ CONNECTORS = {
 
 @pytest.fixture(scope="module")
 def houses(module_launch: Launch) -> Mapping[str, Running]:
-    """One deployment for each way; that of pushes has its decode engine, with two ranks, on TCP."""
-    flags = {name: ("--prefill", "1", "--decode", "0" if name == "push" else "1") for name in CONNECTORS}
+    """One deployment for each way; that of pushes has fronts, and its decode engine, with two ranks, on TCP."""
+    flags = {name: ("--prefill", "1", "--decode", "1") for name in CONNECTORS}
+    flags["push"] = ("--prefill", "1", "--decode", "0", "--router-fronts", "2")
     engines = {"push": (*PUSH, "--tp", "2")}
     started = {
         name: module_launch(*flags[name], *CONNECTORS[name], wait=False, engine=engines.get(name))
