@@ -31,18 +31,18 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser("bench", help=summary, description=f"{capitalized(summary)}.")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     serve = _add(subcommands, "serve", run_serve, "put load on any OpenAI server and print throughput and latencies")
-    _add_target(serve)
-    _add_data(serve, num_prompts=1000)
-    _add_pace(serve)
+    add_target(serve)
+    add_data(serve, num_prompts=1000)
+    add_pace(serve)
     serve.add_argument("--trace", type=Path, metavar="FILE", help="send what a router has recorded, at its own times: "
         "--dataset-name trace --dataset-path FILE --trace-speed 1, and all of it")  # fmt: skip
-    _add_slo(serve)
-    _add_results(serve)
+    add_slo(serve)
+    add_results(serve)
     sweep = _add(subcommands, "sweep", run_sweep, "find the highest request rate at which a server meets an SLO")
-    _add_target(sweep)
-    _add_data(sweep, num_prompts=200)
-    _add_slo(sweep, required=True)
-    _add_results(sweep, requests=False)
+    add_target(sweep)
+    add_data(sweep, num_prompts=200)
+    add_slo(sweep, required=True)
+    add_results(sweep, requests=False)
     add = sweep.add_argument
     add("--begin-rate", type=float, default=1.0, metavar="RATE", help="first rate; it is doubled until the SLO breaks")
     add("--attainment", type=float, default=0.9, metavar="SHARE", help="requests that must be within the SLO")
@@ -51,7 +51,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--plot", type=Path, metavar="FILE", help="draw latency over rate, and throughput over the speed that one user "
         "sees, as .png, .svg or .pdf (needs matplotlib: pdkv[plot])")  # fmt: skip
     prefix = _add(subcommands, "prefix", run_prefix, "show how much of a data set repeats, as a prefix cache sees it")
-    _add_data(prefix, num_prompts=None)
+    add_data(prefix, num_prompts=None)
     add = prefix.add_argument
     add("--block-size", type=int, default=16, metavar="N", help="only whole blocks of N tokens count (default: 16)")
     add("--threshold", type=float, default=0.5, metavar="SHARE",
@@ -61,13 +61,13 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add_offline(subcommands)
     replay = _add(commands, "replay", run_replay, "send again what a router has recorded, and print both reports")
     replay.add_argument("file", type=Path, metavar="FILE", help="what `pd launch --record-trace FILE` wrote")
-    _add_target(replay)
+    add_target(replay)
     add = replay.add_argument
     add("--speed", "--trace-speed", dest="trace_speed", type=float, default=1.0, metavar="FACTOR",
         help="so many times as fast: arrivals, and the pauses of conversations (default: 1)")  # fmt: skip
     add("--vocabulary", type=int, default=0, metavar="N", help="token ids are below N (default: 500)")
-    _add_slo(replay)
-    _add_results(replay)
+    add_slo(replay)
+    add_results(replay)
 
 
 def _add(subcommands: "argparse._SubParsersAction[Any]", name: str, run: Any, summary: str) -> argparse.ArgumentParser:
@@ -76,7 +76,8 @@ def _add(subcommands: "argparse._SubParsersAction[Any]", name: str, run: Any, su
     return parser
 
 
-def _add_target(parser: argparse.ArgumentParser) -> None:
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add options that name the server."""
     add = parser.add_argument_group("server").add_argument
     add("url", nargs="?", metavar="URL", help="the server (default: http://127.0.0.1:8000)")
     add("--base-url", metavar="URL", help="the same as URL, under the option name of vLLM's benchmark")
@@ -92,7 +93,8 @@ def _add_target(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, default=600.0, metavar="SECONDS", help="time limit for each request (default: 600)")
 
 
-def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int | None) -> None:
+def add_data(parser: argparse.ArgumentParser, *, num_prompts: int | None) -> None:
+    """Add options of the data; `num_prompts`: their number's default."""
     add = parser.add_argument_group("data").add_argument
     add("--dataset-name", choices=DATASETS, help="random: prompts of given lengths; conversations: "
         "sessions of several turns; agents: sessions of coding agents (33 turns, 131 prompt tokens per answer token, "
@@ -123,7 +125,8 @@ def _add_data(parser: argparse.ArgumentParser, *, num_prompts: int | None) -> No
     add("--seed", type=int, default=0, metavar="N", help="equal seeds send equal prompts (default: 0)")
 
 
-def _add_pace(parser: argparse.ArgumentParser) -> None:
+def add_pace(parser: argparse.ArgumentParser) -> None:
+    """Add options of when requests begin."""
     add = parser.add_argument_group("pace").add_argument
     add("--request-rate", type=float, default=float("inf"), metavar="RATE",
         help="requests (or sessions) a second; inf: all at once (default: inf)")  # fmt: skip
@@ -137,13 +140,15 @@ def _add_pace(parser: argparse.ArgumentParser) -> None:
         "(default: 1)")  # fmt: skip
 
 
-def _add_slo(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+def add_slo(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add the bounds within which a request counts."""
     parser.add_argument("--goodput", nargs="+", default=[], required=required, metavar="METRIC:MS",
         help="count requests that are within these bounds in milliseconds: ttft, tpot, e2el, as in "
         "--goodput ttft:200 tpot:50")  # fmt: skip
 
 
-def _add_results(parser: argparse.ArgumentParser, *, requests: bool = True) -> None:
+def add_results(parser: argparse.ArgumentParser, *, requests: bool = True) -> None:
+    """Add options of the report; `requests`: those of single requests, too."""
     add = parser.add_argument_group("results").add_argument
     add("--metric-percentiles", default=PERCENTILES, metavar="LIST", help=f"percentiles (default: {PERCENTILES})")
     add("--save-result", type=Path, metavar="FILE", help="write the report there as JSON")
@@ -161,8 +166,8 @@ def _add_results(parser: argparse.ArgumentParser, *, requests: bool = True) -> N
 def run_serve(arguments: argparse.Namespace) -> int:
     """Run `pd bench serve`. The exit code is 1 if a request failed."""
     take_trace(arguments)
-    pace = _pace(arguments)
-    return _run_load(arguments, _sessions(arguments, arguments.seed), pace)
+    pace = read_pace(arguments)
+    return _run_load(arguments, read_sessions(arguments, arguments.seed), pace)
 
 
 def take_trace(arguments: argparse.Namespace) -> None:
@@ -209,12 +214,12 @@ def _run_load(
     from pdkv.host.sockets import raise_open_files_limit
     from pdkv.text import load_tokenizer
 
-    percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
-    _check_folder(arguments.save_result, "--save-result")
-    _check_folder(arguments.save_requests, "--save-requests")
+    percents, slo = read_percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
+    check_folder(arguments.save_result, "--save-result")
+    check_folder(arguments.save_requests, "--save-requests")
     tokenizer = None if arguments.tokenizer is None else load_tokenizer(ModelFiles(model=arguments.tokenizer))
     raise_open_files_limit()
-    target = _target(arguments)
+    target = find_target(arguments)
     _warm_up(target, sessions, arguments)
     run = _measure(target, sessions, pace, progress=arguments.progress)
     rate = pace.rate if pace.rate < float("inf") else "inf"
@@ -240,9 +245,9 @@ def report_run(
     for text in doubts(report, is_open_loop=is_open_loop):
         say(f"WARNING {text}")
     is_llm_d = arguments.report_format == "llm-d"
-    _show(llm_d_report(run, report, pace, arguments.dataset_name) if is_llm_d else report, arguments)
+    show_report(llm_d_report(run, report, pace, arguments.dataset_name) if is_llm_d else report, arguments)
     if arguments.save_requests:
-        _write(arguments.save_requests, request_lines(run), "--save-requests")
+        write_result(arguments.save_requests, request_lines(run), "--save-requests")
     return int(report["failed"] > 0)
 
 
@@ -262,15 +267,15 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     from pdkv.bench.serve import Pace
     from pdkv.host.sockets import raise_open_files_limit
 
-    percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
+    percents, slo = read_percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
     if not 0 < arguments.attainment <= 1:
         raise ConfigError(f"--attainment: a share from 0 to 1 was expected, got {arguments.attainment:g}")
     check_numbers(arguments, "begin_rate", "burstiness")
     check_numbers(arguments, "refinements", zero=True)
-    _check_folder(arguments.save_result, "--save-result")
+    check_folder(arguments.save_result, "--save-result")
     drawing = None if arguments.plot is None else sweep.Plot(arguments.plot)
     raise_open_files_limit()
-    sessions, target = _sessions(arguments, arguments.seed), _target(arguments)
+    sessions, target = read_sessions(arguments, arguments.seed), find_target(arguments)
     _warm_up(target, sessions, arguments)
     if arguments.dataset_name in ("sharegpt", "custom"):
         say("WARNING these prompts come again at each rate: a server with a prefix cache need not compute them")
@@ -279,7 +284,9 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     def measure(rate: float) -> Mapping[str, Any]:
         say(f"{rate:.3g} requests/s …")
         pace = Pace(rate=rate, burstiness=arguments.burstiness, seed=arguments.seed)
-        own = _sessions(arguments, f"{arguments.seed}/{next(numbers)}")  # a cache has none of them from an earlier run
+        own = read_sessions(
+            arguments, f"{arguments.seed}/{next(numbers)}"
+        )  # a cache has none of them from an earlier run
         report = summarize(_measure(target, own, pace, progress=arguments.progress), percents, slo)
         for text in doubts(report, is_open_loop=True):
             say(f"WARNING {text}")
@@ -294,13 +301,14 @@ def run_sweep(arguments: argparse.Namespace) -> int:
     best = sweep.best_rate(reports, arguments.attainment)
     if not arguments.json:
         sweep.print_sweep(reports, arguments.attainment, sys.stdout)
-    _show({"best": best, "runs": reports}, arguments)
+    show_report({"best": best, "runs": reports}, arguments)
     if drawing is not None:
         drawing.save(reports)
     return int(best is None)
 
 
-def _target(arguments: argparse.Namespace) -> "Target":
+def find_target(arguments: argparse.Namespace) -> "Target":
+    """The server that the options name. Raises ConfigError and StartupError."""
     from pdkv.bench.serve import Target
 
     url = arguments.url or arguments.base_url or "http://127.0.0.1:8000"
@@ -386,23 +394,25 @@ def _measure(target: "Target", sessions: "Sequence[Session]", pace: "Pace", *, p
         return run_loop(send(target, sessions, pace, show))
 
 
-def _show(report: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+def show_report(report: Mapping[str, Any], arguments: argparse.Namespace) -> None:
+    """Print a report, and write it where the options say."""
     import msgspec
 
     line = msgspec.json.encode(report)
     if arguments.save_result:
-        _write(arguments.save_result, msgspec.json.format(line, indent=2) + b"\n", "--save-result")
+        write_result(arguments.save_result, msgspec.json.format(line, indent=2) + b"\n", "--save-result")
     if arguments.json:
         print(line.decode())
 
 
-def _check_folder(path: Path | None, flag: str) -> None:
+def check_folder(path: Path | None, flag: str) -> None:
     """Raise ConfigError before anything is measured: a result could not be written there."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"{flag}: there is no folder {path.parent}")
 
 
-def _write(path: Path, data: bytes, flag: str) -> None:
+def write_result(path: Path, data: bytes, flag: str) -> None:
+    """Write a file. Raises ConfigError that names its option, `flag`."""
     try:
         path.write_bytes(data)
     except OSError as error:
@@ -412,7 +422,8 @@ def _write(path: Path, data: bytes, flag: str) -> None:
 # --- data sets ------------------------------------------------------------------------------------------------------
 
 
-def _sessions(arguments: argparse.Namespace, seed: int | str) -> "Sequence[Session]":
+def read_sessions(arguments: argparse.Namespace, seed: int | str) -> "Sequence[Session]":
+    """The sessions of the data set that the options name. Raises ConfigError."""
     from pdkv.bench.datasets import FILES, Maker, load
 
     arguments.dataset_name = arguments.dataset_name or "random"
@@ -461,7 +472,7 @@ def run_prefix(arguments: argparse.Namespace) -> int:
     check_numbers(arguments, "min_length", zero=True)
     if not 0 <= arguments.threshold <= 1:
         raise ConfigError(f"--threshold: a share from 0 to 1 was expected, got {arguments.threshold:g}")
-    sessions = _sessions(arguments, arguments.seed)
+    sessions = read_sessions(arguments, arguments.seed)
     found = repeats(
         sessions, block=arguments.block_size, threshold=arguments.threshold, min_length=arguments.min_length
     )
@@ -476,7 +487,8 @@ def run_prefix(arguments: argparse.Namespace) -> int:
 # --- shared ---------------------------------------------------------------------------------------------------------
 
 
-def _percentiles(text: str) -> list[float]:
+def read_percentiles(text: str) -> list[float]:
+    """Percentiles from a text such as "50,99". Raises ConfigError."""
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
@@ -486,7 +498,8 @@ def _percentiles(text: str) -> list[float]:
     return sorted({*found, 99.0})
 
 
-def _pace(arguments: argparse.Namespace) -> "Pace":
+def read_pace(arguments: argparse.Namespace) -> "Pace":
+    """When requests begin. Raises ConfigError."""
     from pdkv.bench.serve import Pace
 
     if not arguments.request_rate > 0:

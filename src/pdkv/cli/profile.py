@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli.bench import _add_target, _check_folder, _target, _write
+from pdkv.cli.bench import add_target, check_folder, find_target, write_result
 from pdkv.cli.options import capitalized
 from pdkv.cli.running import say
 
@@ -14,7 +14,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `profile` to the `pd` parser."""
     summary = "measure an engine in minutes, and write its profile for `pd simulate`, `pd plan` and paced engines"
     parser = commands.add_parser("profile", help=summary, description=f"{capitalized(summary)}.")
-    _add_target(parser)
+    add_target(parser)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="the profile, a TOML file")
     add("--like", default="h100", metavar="NAME", help="profile with the KV's shape and what is not measured "
@@ -29,10 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     from pdkv.simulate.fit import as_toml, fit, server
     from pdkv.testing.paced import read_profile
 
-    _check_folder(arguments.output, "--output")
-    like, target = read_profile(Path(PACED + arguments.like)), _target(arguments)
+    check_folder(arguments.output, "--output")
+    like, target = read_profile(Path(PACED + arguments.like)), find_target(arguments)
     found = fit(server(target), like, seed=arguments.seed, say=say if sys.stderr.isatty() else lambda text: None)
     text = "\n".join(as_toml(found, target.url)) + "\n"
-    _write(arguments.output, text.encode(), "--output")
+    write_result(arguments.output, text.encode(), "--output")
     print(text, end="")
     return 0

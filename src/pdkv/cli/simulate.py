@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdkv.cli.bench import (
-    _add_data,
-    _add_pace,
-    _add_results,
-    _add_slo,
-    _check_folder,
-    _pace,
-    _percentiles,
-    _sessions,
-    _show,
+    add_data,
+    add_pace,
+    add_results,
+    add_slo,
+    check_folder,
+    read_pace,
+    read_percentiles,
+    read_sessions,
     report_run,
+    show_report,
     take_trace,
 )
 from pdkv.cli.options import capitalized, check_numbers
@@ -42,10 +42,10 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         "back after BACK seconds (repeatable)")  # fmt: skip
     _add_engine(simulate)
     _add_trace(simulate)
-    _add_data(simulate, num_prompts=1000)
-    _add_pace(simulate)
-    _add_slo(simulate)
-    _add_results(simulate)
+    add_data(simulate, num_prompts=1000)
+    add_pace(simulate)
+    add_slo(simulate)
+    add_results(simulate)
 
     summary = "recommend how to divide engines into prefill and decode for a load, or not to"
     plan = commands.add_parser("plan", help=summary, description=f"{capitalized(summary)}.")
@@ -64,8 +64,8 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     _add_engine(plan)
     _add_trace(plan)
-    _add_data(plan, num_prompts=1000)
-    _add_results(plan, requests=False)
+    add_data(plan, num_prompts=1000)
+    add_results(plan, requests=False)
 
 
 def _add_engine(parser: argparse.ArgumentParser) -> None:
@@ -90,9 +90,9 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     from pdkv.simulate.deployment import Topology
     from pdkv.simulate.load import simulate
 
-    percents, slo = _percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
-    _check_folder(arguments.save_result, "--save-result")
-    _check_folder(arguments.save_requests, "--save-requests")
+    percents, slo = read_percentiles(arguments.metric_percentiles), Slo.parse(arguments.goodput)
+    check_folder(arguments.save_result, "--save-result")
+    check_folder(arguments.save_requests, "--save-requests")
     check_numbers(arguments, "decode")
     check_numbers(arguments, "prefill", zero=True)
     orders = {} if arguments.order == "auto" else {"orders": [arguments.order]}
@@ -110,7 +110,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Run `pd plan`. The exit code is 1 if no division of the engines serves the load within the SLO."""
     from pdkv.simulate.plan import Question, plan, print_plan
 
-    _check_folder(arguments.save_result, "--save-result")
+    check_folder(arguments.save_result, "--save-result")
     check_numbers(arguments, "engines", "slo_ttft", "slo_tpot")
     if not 0 < arguments.attainment <= 1:
         raise ConfigError(f"--attainment: a share from 0 to 1 was expected, got {arguments.attainment:g}")
@@ -130,7 +130,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     answer = plan(question)
     if not arguments.json:
         print_plan(question, answer, sys.stdout)
-    _show(answer.describe(), arguments)
+    show_report(answer.describe(), arguments)
     return int(answer.best.rate < load.rate)
 
 
@@ -158,8 +158,8 @@ def _load(arguments: argparse.Namespace) -> "Load":
     from pdkv.simulate.load import Load, as_tokens
 
     take_trace(arguments)
-    pace = _pace(arguments)
-    return Load(as_tokens(_sessions(arguments, arguments.seed)), pace)
+    pace = read_pace(arguments)
+    return Load(as_tokens(read_sessions(arguments, arguments.seed)), pace)
 
 
 def _failure(text: str) -> "Failure":
