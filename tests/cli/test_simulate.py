@@ -57,7 +57,7 @@ def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytes
         (["simulate", "--block-size", "24"], "a multiple of 16"),
         (["simulate", "--kv-tokens", "8"], "take at most 0"),
         (["simulate", "--trace", "/nowhere"], "/nowhere: No such file"),
-        (["simulate", "--trace", "/nowhere", "--request-rate", "3"], "give one of them"),
+        (["simulate", "--trace", "/nowhere", "--request-rate", "3"], "no --request-rate was expected"),
         (["simulate", "--num-prompts", "1", "--input-len", "40000"], "a request of 40128 tokens"),
         (["simulate", *SMALL, "--request-rate", "1e-9"], "a load of 6e+09 s"),
         (["plan", "--engines", "2", "--slo-ttft", "1", "--slo-tpot", "1"], "--rate: requests a second"),
