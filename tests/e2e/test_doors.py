@@ -27,7 +27,7 @@ CONNECTORS = {
 @pytest.fixture(scope="module")
 def houses(module_launch: Launch) -> Mapping[str, Running]:
     """One deployment for each way; that of pushes has fronts, and its decode engine, with two ranks, on TCP."""
-    flags = {name: ("--prefill", "1", "--decode", "1") for name in CONNECTORS}
+    flags = dict.fromkeys(CONNECTORS, ("--prefill", "1", "--decode", "1"))
     flags["push"] = ("--prefill", "1", "--decode", "0", "--router-fronts", "2")
     engines = {"push": (*PUSH, "--tp", "2")}
     started = {
