@@ -59,6 +59,7 @@ def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytes
         (["simulate", "--trace", "/nowhere"], "/nowhere: No such file"),
         (["simulate", "--trace", "/nowhere", "--request-rate", "3"], "no --request-rate was expected"),
         (["simulate", "--num-prompts", "1", "--input-len", "40000"], "a request of 40128 tokens"),
+        (["simulate", "--input-len", "99999999"], "--input-len: at most 16777216 tokens"),
         (["simulate", *SMALL, "--request-rate", "1e-9"], "a load of 6e+09 s"),
         (["plan", "--engines", "2", "--slo-ttft", "1", "--slo-tpot", "1"], "--rate: requests a second"),
         (["plan", "--engines", "0", "--slo-ttft", "1", "--slo-tpot", "1", "--rate", "1"], "--engines"),

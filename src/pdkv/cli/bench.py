@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pdkv.base.limits import MAX_TOTAL_PROMPT_TOKENS
 from pdkv.cli.bench_offline import add_offline
 from pdkv.cli.options import capitalized, check_numbers
 from pdkv.cli.running import say
@@ -450,6 +451,11 @@ def _shape(arguments: argparse.Namespace) -> "Shape":
         raise ConfigError(f"--range-ratio: a share from 0 to below 1 was expected, got {arguments.range_ratio:g}")
     if arguments.output_len is not None:
         check_numbers(arguments, "output_len")
+    for name in ("input_len", "output_len", "prefix_len"):
+        length = getattr(arguments, name) or 0
+        if length > MAX_TOTAL_PROMPT_TOKENS:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag}: at most {MAX_TOTAL_PROMPT_TOKENS} tokens were expected, got {length}")
     return Shape(
         num_prompts=arguments.num_prompts,
         input_len=arguments.input_len,
