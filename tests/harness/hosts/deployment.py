@@ -53,7 +53,8 @@ def deployed_between(
     try:
         engine = start(hosts.second, "engine", "--name", "decode-b", "--role", "decode", "--listen", endpoint, *decode)
         launch = start(
-            hosts.first, "launch", "--prefill", "1", "--decode", "0", "--remote-engines", f"decode-b={endpoint}",
+            hosts.first, "launch", "--prefill", "1", "--decode", "0", "--local-turns", "never",
+            "--remote-engines", f"decode-b={endpoint}",
             "--probe-interval-s", "0", *prefill,
         )  # fmt: skip
         launch.wait_ready()
