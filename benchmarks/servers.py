@@ -141,11 +141,14 @@ def pdkv(
     python: str | Path = sys.executable,
     log: Path | None = None,
 ) -> Iterator[Server]:
-    """`pd launch`, ready. `prefill` 0: aggregated engines. `python`: of another installation. `log`: kept there."""
+    """`pd launch`, ready. `prefill` 0: aggregated engines. `python`: of another installation. `log`: kept there.
+
+    Every prompt is handed off, unless `options` say otherwise.
+    """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     command = [str(python), "-P", "-m", "pdkv.cli", "launch", "--prefill", str(prefill), "--decode", str(decode)]
-    command += ["--port", str(port), "--log-level", "warning", *options]
+    command += ["--port", str(port), "--log-level", "warning", "--local-turns", "never", *options]
     if model is not None:
         command += ["--model", str(model if is_paced(model) else model.resolve())]
     began = time.monotonic()

@@ -52,11 +52,13 @@ class Answer:
 def launched(num_prefill: int, num_decode: int) -> Iterator[str]:
     """`pd launch` on any free port; yields its address and ends it as Ctrl-C would.
 
+    Every prompt is handed off, where an idle decode engine would keep a short one for itself.
+
     Raises:
         RuntimeError: it did not become ready, or did not end cleanly.
     """
     command = [sys.executable, "-m", "pdkv.cli", "launch", "--port", "0", "--log-level", "warning"]
-    command += ["--prefill", str(num_prefill), "--decode", str(num_decode)]
+    command += ["--prefill", str(num_prefill), "--decode", str(num_decode), "--local-turns", "never"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     watchdog = concurrent.futures.ThreadPoolExecutor(1)
     try:
