@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 from deployments import Running, launches
+from traffic import wait_until_true
 
 from pdkv.testing.resuming import Streamed, read_stream
 
@@ -124,5 +125,7 @@ def test_a_dead_dispatcher_is_replaced_beneath_its_fronts(deployment: Running) -
     before = {front.pid for front in fronts(deployment)}
     psutil.Process(deployment.child_pid("pd router")).send_signal(signal.SIGKILL)
     deployment.wait_for_line("router is ready again")
+    both = "pdkv_fronts 2.0\n"  # each connects by itself, and answers 503 until then
+    wait_until_true(lambda: both in deployment.get("/metrics").text, "both fronts have found the new dispatcher")
     assert len(choices_of(asyncio.run(read(1)).events)) == 1
     assert {front.pid for front in fronts(deployment)} == before
