@@ -8,8 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pdkv.config import RouterConfig
 from pdkv.models.config import ModelConfig
 from pdkv.router.fronts.remote import RemoteDesk
-from pdkv.router.http.app import for_browsers, generating, model_provider, on_texts, served_model
-from pdkv.router.http.endpoint import SERVER_SEND
+from pdkv.router.http.app import for_browsers, generating, model_provider, on_texts, serve, served_model
 from pdkv.router.http.read.intake import Intake, Shared
 from pdkv.router.http.read.text_pool import TextPool
 from pdkv.router.http.server.budget import ByteBudget
@@ -52,9 +51,4 @@ class FrontApp:
         if endpoint is None:
             await self._desk.forward(scope, receive, send)
             return
-        if self._has_browsers:
-            scope[SERVER_SEND] = send
-        try:
-            await endpoint(scope, receive, send)
-        finally:
-            scope.pop(SERVER_SEND, None)
+        await serve(endpoint, scope, receive, send, self._has_browsers)

@@ -24,7 +24,7 @@ from pdkv.router.http.answer.event_ids import read_event_id
 from pdkv.router.http.answer.fanout import STALL_S
 from pdkv.router.http.server.budget import ByteBudget, Held
 from pdkv.router.http.server.errors import describe_error, json_response
-from pdkv.router.http.server.request_body import Disconnected
+from pdkv.router.http.server.request_body import Disconnected, wait_until_gone
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.wire.reports import SourceCounts
 
@@ -375,7 +375,7 @@ class RemoteDesk:
             if not self.welcomed.is_set():
                 raise EngineUnavailable("the dispatcher is not ready")
             self.send(_page(number, scope, body))
-            gone = asyncio.create_task(_until_gone(receive))
+            gone = asyncio.create_task(wait_until_gone(receive))
             while not ended:
                 piece = await _first(pieces, gone)
                 if isinstance(piece, PdkvError):
@@ -414,7 +414,7 @@ class RemoteDesk:
                         raise Disconnected
                     piece, more = message.get("body", b""), message.get("more_body", False)
                     if len(body) + len(piece) > most:
-                        raise InvalidRequest(f"the body must have at most {most} bytes", status=413)
+                        raise InvalidRequest(f"the body must have at most {most} bytes (--max-body-bytes)", status=413)
                     self._bodies.take(held, len(piece))
                     body += piece
         except TimeoutError:
@@ -440,11 +440,6 @@ def _page(number: int, scope: Scope, body: bytes) -> wire.AskPage:
 
 def _same(link: Link[wire.FromDispatcher]) -> Link[wire.FromDispatcher]:
     return link
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _first(

@@ -193,6 +193,16 @@ def on_texts(shared: Shared) -> dict[str, ASGIApp]:
     return {"/tokenize": TextEndpoint(tokenize, shared), "/detokenize": TextEndpoint(detokenize, shared)}
 
 
+async def serve(endpoint: ASGIApp, scope: Scope, receive: Receive, send: Send, has_browsers: bool) -> None:
+    """Serve one request at an endpoint of `for_browsers`, whose bodies go past what is added for browsers."""
+    if has_browsers:
+        scope[SERVER_SEND] = send
+    try:
+        await endpoint(scope, receive, send)
+    finally:
+        scope.pop(SERVER_SEND, None)  # it knows the scope: only the collector would find the two
+
+
 def for_browsers(endpoints: Mapping[str, ASGIApp], access: AccessConfig) -> Mapping[str, ASGIApp]:
     """Endpoints for pages of other origins, too, if there are any that may."""
     if not access.cors_origin:
@@ -244,12 +254,7 @@ class _App(FastAPI):
         if endpoint is None or not self._admits(scope):
             await super().__call__(scope, receive, send)
             return
-        if self._has_browsers:
-            scope[SERVER_SEND] = send
-        try:
-            await endpoint(scope, receive, send)
-        finally:
-            scope.pop(SERVER_SEND, None)  # it knows the scope: only the collector would find the two
+        await serve(endpoint, scope, receive, send, self._has_browsers)
 
     def _admits(self, scope: Scope) -> bool:
         """Whether the request has a key, where it needs one; why not, `Authenticate` says."""

@@ -19,7 +19,7 @@ from pdkv.router.http.read.text_pool import INLINE_BYTES, TextPool
 from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.http.server.drain import Drain
-from pdkv.router.http.server.request_body import BodyReader, Disconnected
+from pdkv.router.http.server.request_body import BodyReader, Disconnected, wait_until_gone
 from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import Totals
 from pdkv.router.metrics.tracing import Tracer
@@ -62,7 +62,7 @@ class Intake:
         with BodyReader(scope, receive, self._bodies, self._limits, deadline, request_id=request_id, key=key) as reader:
             body = await reader.read()
             on_body()
-            gone = asyncio.create_task(_wait_until_gone(receive))
+            gone = asyncio.create_task(wait_until_gone(receive))
             try:
                 if len(body) <= INLINE_BYTES and (done := _prepare_inline(body, prepare)) is not None:
                     return done, gone
@@ -118,9 +118,3 @@ def _prepare_inline(body: bytes | bytearray, prepare: Callable[[bytes | bytearra
         return prepare(body, lambda: time.thread_time() > end)
     except RequestAborted:
         return None
-
-
-async def _wait_until_gone(receive: Receive) -> None:
-    """Wait until the client has gone away; the body must have been read."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

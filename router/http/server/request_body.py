@@ -33,6 +33,12 @@ class Disconnected(Exception):
     """The client is gone, so no reply is needed."""
 
 
+async def wait_until_gone(receive: Receive) -> None:
+    """Wait until the client has gone away; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def read_coding(headers: Headers, *known: str) -> bool:
     """Whether a body is in the one coding that is `known` by these names. Raises InvalidRequest (415) for others."""
     values = ",".join(headers.getlist("content-encoding")).lower().split(",")
