@@ -23,6 +23,9 @@ _BASE_S, _S_PER_BYTE = 0.005, 1e-6
 _SCHEMA_S = 0.1
 """Processor seconds assumed for a schema."""
 
+_SLICE_S, _PAUSE_S = 0.002, 0.006
+"""A schema's processor seconds at a time, and how long it leaves the interpreter to others after them."""
+
 Work = Callable[[Callable[[], bool]], T]
 """A function run on a thread; its argument says whether it is cancelled, and it then raises RequestAborted."""
 
@@ -97,7 +100,7 @@ class TextPool:
                 return await _result(lane, functools.partial(_on_text, work, cancelled, seconds), key, seconds)
             except RequestAborted:  # by its own deadline: its caller has not left
                 pass
-            return await _result(self._schemas, functools.partial(work, cancelled.is_set), key, _SCHEMA_S)
+            return await _result(self._schemas, functools.partial(_on_schema, work, cancelled), key, _SCHEMA_S)
         finally:
             cancelled.set()
             self.held -= size
@@ -117,6 +120,22 @@ class TextPool:
 def _on_text(work: Work[T], cancelled: threading.Event, seconds: float) -> T:
     end = time.thread_time() + seconds
     return work(lambda: cancelled.is_set() or time.thread_time() > end)
+
+
+def _on_schema(work: Work[T], cancelled: threading.Event) -> T:
+    """`work`, which pauses between slices: beside a thread that never waits, each system call of the event loop costs
+    it a switch of threads.
+    """
+    end = time.thread_time() + _SLICE_S
+
+    def pause() -> bool:
+        nonlocal end
+        if time.thread_time() > end:
+            cancelled.wait(_PAUSE_S)
+            end = time.thread_time() + _SLICE_S
+        return cancelled.is_set()
+
+    return work(pause)
 
 
 async def _result(lane: _Lane, work: Callable[[], T], key: str, seconds: float) -> T:

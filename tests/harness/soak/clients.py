@@ -8,6 +8,7 @@ those beside 100 clients that ask for the same streams and read them: the engine
 import argparse
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -69,11 +70,23 @@ class Result(msgspec.Struct, kw_only=True):
 
 
 @contextlib.contextmanager
-def beside(module: str, deployment: Running, into: dict[str, Any], *arguments: str) -> Iterator[None]:
-    """Run one of the soak's modules in a process of its own during the block; what it prints goes `into` the dict."""
+def beside(
+    module: str, deployment: Running, into: dict[str, Any], *arguments: str, elsewhere: bool = False
+) -> Iterator[None]:
+    """Run one of the soak's modules in a process of its own during the block; what it prints goes `into` the dict.
+
+    A client that lives `elsewhere` takes processor time only where the deployment leaves some: its own work would not
+    be done on the host that serves it.
+    """
     url = urlsplit(deployment.url)
     command = [sys.executable, "-m", f"soak.{module}", str(url.hostname), str(url.port), *arguments]
-    process = subprocess.Popen(command, cwd=_HARNESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=_HARNESS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=elsewhere
+    )
+    if elsewhere:
+        os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+        with contextlib.suppress(OSError):  # kernels that give each session an equal share look at this instead
+            Path(f"/proc/{process.pid}/autogroup").write_text("19")
     try:
         yield
     finally:

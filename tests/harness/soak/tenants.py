@@ -110,7 +110,7 @@ def disturb(deployment: Running, keys: dict[str, str], seconds: float) -> Result
         beside("http_health", deployment, result.health, str(router)),
         suspects.watched(),
         beside("polite_tenant", deployment, result.victim, keys["victim"], "0"),
-        beside("hostile_tenant", deployment, result.hostile, keys["hostile"]),
+        beside("hostile_tenant", deployment, result.hostile, keys["hostile"], elsewhere=True),
     ):
         began = time.monotonic()
         time.sleep(seconds)
@@ -125,7 +125,7 @@ def disturb(deployment: Running, keys: dict[str, str], seconds: float) -> Result
         beside("http_health", deployment, result.health_before, str(router)),
         suspects.watched(),
         beside("polite_tenant", deployment, result.victim_before, keys["victim"], "0"),
-        beside("polite_tenant", deployment, filler, keys["polite"], rate),
+        beside("polite_tenant", deployment, filler, keys["polite"], rate, elsewhere=True),
     ):
         time.sleep(seconds)
     result.tokens["polite"] = _tokens_of(deployment, "polite")
@@ -202,11 +202,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("soak.tenants", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="of the hostile tenant, and then of the polite one")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the report")
+    parser.add_argument("--fronts", type=int, default=0, help="processes for HTTP in front of the dispatcher")
     options = parser.parse_args(arguments)
+    fronts = ("--router-fronts", str(options.fronts)) if options.fronts else ()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         path = Path(folder) / "keys.toml"
         keys = make_keys(path)
-        with launched(*FLAGS, "--api-key-file", str(path), initializer_range=0.2) as (deployment, _):
+        with launched(*FLAGS, *fronts, "--api-key-file", str(path), initializer_range=0.2) as (deployment, _):
             result = disturb(deployment, keys, 60.0 * options.minutes)
     write_json("tenants", result, options.out)
     print(summary(result), flush=True)

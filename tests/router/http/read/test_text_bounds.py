@@ -19,6 +19,7 @@ from pdkv.config import HttpApi
 from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.router.http import app as app_module
 from pdkv.router.http.read import job as openai
+from pdkv.router.http.read import text_pool
 from pdkv.router.http.read.decoding import CHAT as CHAT_DECODER
 from pdkv.router.http.read.decoding import COMPLETION as COMPLETION_DECODER
 from pdkv.router.http.read.served_model import ServedModel
@@ -323,6 +324,31 @@ async def test_what_takes_longer_than_its_text_explains_is_done_apart_from_texts
     assert await task == "done"
     assert threads == ["text-short", "text-schemas"]
     pool.close()
+
+
+async def test_a_schema_leaves_the_event_loop_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F31. It pauses after each slice; when its client leaves, a pause is over."""
+    for name, seconds in (("_SLICE_S", 0.0), ("_PAUSE_S", 600.0)):
+        monkeypatch.setattr(text_pool, name, seconds)
+    pool, paused, asked = TextPool(), threading.Event(), list[bool]()
+
+    def schema(cancelled: Callable[[], bool]) -> None:
+        if threading.current_thread().name.startswith("text-short"):
+            raise RequestAborted("it takes longer than its text explains", request_id="")
+        spin(0.001)
+        paused.set()
+        asked.append(cancelled())
+
+    task = asyncio.create_task(pool.run(3000, schema, "a"))
+    await asyncio.to_thread(paused.wait, 60)
+    await asyncio.sleep(0.05)
+    assert asked == []
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    pool.close()
+    await asyncio.to_thread(pool._schemas._thread.shutdown)
+    assert asked == [True]
 
 
 async def test_a_pool_that_is_closed_drops_what_waits() -> None:
