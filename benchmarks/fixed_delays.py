@@ -1,9 +1,10 @@
 """`pd bench serve` beside other load generators, against a server whose delays are fixed.
 
-    python -m benchmarks.fixed_delays [--guidellm PATH]
+    python -m benchmarks.fixed_delays [--guidellm PYTHON] [--vllm PYTHON]
 
 Every request has its first token after TTFT_S, and each following one ITL_S later; what a client reports beyond that
-is its own. A percentile of `pd bench` may differ by 2 % from the delays, and from what guidellm reports.
+is its own. A percentile of `pd bench` may differ by 2 % from the delays, and from what guidellm and `vllm bench serve`
+report.
 """
 
 import argparse
@@ -40,7 +41,7 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
                 writer.write(b"content-length: %d\r\n\r\n%b" % (len(_MODELS), _MODELS))
                 continue
             begun, asked = loop.time(), json.loads(body)
-            num = asked["max_tokens"]
+            num = asked.get("max_tokens", OUTPUT_LEN)
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
             for number in range(num):
                 await asyncio.sleep(begun + TTFT_S + number * ITL_S - loop.time())
@@ -94,10 +95,25 @@ def guidellms(url: str, python: Path) -> Mapping[str, Any]:
     return found
 
 
+def vllms(url: str, python: Path) -> Mapping[str, Any]:
+    """The report of `vllm bench serve`, which has the same names."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = ["--base-url", url, "--backend", "openai", "--model", "fixed", "--tokenizer", str(DEFAULT_MODEL)]
+        flags += ["--dataset-name", "random", "--random-input-len", "8", "--random-output-len", str(OUTPUT_LEN)]
+        flags += ["--num-prompts", str(REQUESTS), "--max-concurrency", str(STREAMS)]
+        flags += ["--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "50,90,95,99"]
+        flags += ["--disable-tqdm", "--save-result", "--result-dir", folder, "--result-filename", "report.json"]
+        command = [python.with_name("vllm"), "bench", "serve", *flags]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        report: Mapping[str, Any] = json.loads((Path(folder) / "report.json").read_text())
+    return report
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--guidellm", type=Path, metavar="PYTHON", help="a Python that has guidellm")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="a Python that has vLLM")
     parser.add_argument("--serve", action="store_true", help="be the server")
     options = parser.parse_args(arguments)
     if options.serve:
@@ -107,18 +123,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             assert server.stdout is not None
             url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-            report = own(url)
-            theirs = guidellms(url, options.guidellm) if options.guidellm else {}
+            reports = {"pd bench": own(url)}
+            if options.guidellm:
+                reports["guidellm"] = guidellms(url, options.guidellm)
+            if options.vllm:
+                reports["vllm bench"] = vllms(url, options.vllm)
         finally:
             server.kill()
     fixed = {"ttft": TTFT_S, "tpot": ITL_S, "e2el": TTFT_S + (OUTPUT_LEN - 1) * ITL_S}
-    print(f"{'':<14}{'fixed':>10}{'pd bench':>12}{'guidellm':>12}   ms")
+    print(f"{'':<14}{'fixed':>10}" + "".join(f"{name:>12}" for name in reports) + "   ms")
     for name, seconds in fixed.items():
         for share in (50, 90, 95, 99):
-            key = f"p{share}_{name}_ms"
-            other = f"{theirs[key]:.2f}" if key in theirs else "-"
-            print(f"{name} p{share:<10}{1e3 * seconds:>10.1f}{report[key]:>12.2f}{other:>12}")
-    print(f"CPU of pd bench: {report['client_cpu_us_per_token']:.1f} us a token")
+            found = "".join(f"{report[f'p{share}_{name}_ms']:>12.2f}" for report in reports.values())
+            print(f"{name} p{share:<10}{1e3 * seconds:>10.1f}{found}")
+    print(f"CPU of pd bench: {reports['pd bench']['client_cpu_us_per_token']:.1f} us a token")
     return 0
 
 
