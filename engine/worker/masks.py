@@ -15,7 +15,7 @@ from pdkv.engine.plan import NewRequest
 from pdkv.engine.worker.batch import IntArray, PersistentBatch
 from pdkv.engine.worker.drafts import DrawRows
 from pdkv.engine.worker.sampling.logit_processors import TokenMasks
-from pdkv.grammar.matching.slab import Words
+from pdkv.grammar.matching.host import Words
 from pdkv.wire.types import RequestKey
 
 

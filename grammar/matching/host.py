@@ -10,15 +10,20 @@ import select
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.errors import PdkvError, ServerBusy
 from pdkv.grammar.matching.messages import Close, Forget, Learn, SlabShape, Start, Step, Steps, Tell
-from pdkv.grammar.matching.slab import Slab, Words
+from pdkv.grammar.matching.slab import Slab
 from pdkv.grammar.matching.state import Known, Row, WorkerState
 from pdkv.grammar.matching.vocabulary import WORD_BITS
 from pdkv.grammar.matching.workers import Workers
 from pdkv.sampling.shape import Grammar
 from pdkv.wire.types import RequestKey
+
+Words = NDArray[np.int32]
 
 PATIENCE_S = 0.1
 """Seconds that steps may wait for the masks of one worker; beyond that, grammars without masks are left out."""
@@ -65,6 +70,7 @@ class GrammarHost:
         shape = SlabShape(num_processes, num_requests, 1 + num_drafts, -(-vocab_size // WORD_BITS))
         stops = tuple(stop_token_ids)
         start = Start(str(model_dir), vocab_size, stops, time_s, memory_bytes, shape)
+        self._num_words = shape.num_words
         self._max_waiting_chars = max_waiting_chars
         self._workers = Workers(start, notify, clock)
         self._lock = self._workers.lock
@@ -170,7 +176,8 @@ class GrammarHost:
         with self._lock:
             for worker in {row.worker for row, words in zip(rows, found, strict=True) if words is None}:
                 self._workers.send(worker, Tell(), is_awaited=True)
-        return found
+        shape = -1, self._num_words
+        return [None if words is None else np.frombuffer(words, np.int32).reshape(shape) for words in found]
 
     def _is_in(self, row: Row) -> bool:
         slab = self._workers.slab

@@ -1,18 +1,14 @@
 """The state of one answer in its grammar: a function of the answer's tokens alone."""
 
+import ctypes
 import re
 from copy import copy
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
-from pdkv.grammar.matching.vocabulary import Vocabulary
+from pdkv.grammar.matching.vocabulary import Vocabulary, add_bits
 from pdkv.sampling.shape import Grammar
-
-Words = NDArray[np.int32]
 
 _LIMITS = {"step_max_items": 20_000, "max_items_in_row": 2_000, "verbose_errors": False}
 """The limit of the library's work for one mask. Most schemas need some dozens of items, one of 1,000 optional
@@ -70,21 +66,21 @@ class Matcher:
             self._matcher.rollback(count - behind)
             self._check()
 
-    def fill(self, words: Words) -> None:
+    def fill(self, words: memoryview) -> None:
         """Write the mask of the tokens that may come next.
 
         Args:
-            words: (num_words,) int32, contiguous; is overwritten. Bit i % 32 of word i // 32 stands for token i.
+            words: (num_words,) of format "I"; is overwritten. Bit i % 32 of word i // 32 stands for token i.
 
         Raises:
             InvalidRequest: the grammar needs more work for it than is allowed.
         """
+        address = ctypes.addressof(ctypes.c_char.from_buffer(words))
         if self._num_behind:
-            words[:] = 0
-            for token_id in self._vocabulary.stop_token_ids:
-                words.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+            ctypes.memset(address, 0, words.nbytes)
+            add_bits(words, self._vocabulary.stop_bits)
             return
-        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(address, words.nbytes)
         self._check()
 
     def _check(self) -> None:

@@ -7,13 +7,8 @@ checks the number before and after copying masks.
 
 import mmap
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pdkv.grammar.matching.messages import SlabShape
 from pdkv.host.fence import fence
-
-Words = NDArray[np.int32]
 
 
 class Slab:
@@ -22,17 +17,23 @@ class Slab:
     def __init__(self, fd: int, shape: SlabShape) -> None:
         """The file is at least `size_bytes(shape)` long, and zero at first."""
         rows, workers = shape.rows_per_worker * shape.num_workers, shape.num_workers
-        self._memory = memory = mmap.mmap(fd, size_bytes(shape))
-        header = np.frombuffer(memory, np.int64, 1 + 2 * workers + 2 * rows)
-        self.waiting = header[:1]  # (1,) whether the engine wants a sign of each mask
-        self.working, self.calls = header[1 : 1 + 2 * workers].reshape(2, workers)
+        memory = memoryview(mmap.mmap(fd, size_bytes(shape)))
+        num_numbers = 1 + 2 * workers + 2 * rows
+        numbers = memory[: 8 * num_numbers].cast("q")
+        self.waiting = numbers[:1]  # whether the engine wants a sign of each mask
+        self.working, self.calls = numbers[1 : 1 + workers], numbers[1 + workers : 1 + 2 * workers]
         """For each worker: the number of its current grammar, plus one; and the number of switches."""
-        self.numbers, self.counts = header[1 + 2 * workers :].reshape(2, rows)
+        self.numbers, self.counts = numbers[-2 * rows : -rows], numbers[-rows:]
         """For each row: which masks are ready, 0 for none; and how many, one more than the drafts that the grammar
         allows.
         """
-        shaped = rows, shape.masks_per_row, shape.num_words
-        self.masks: Words = np.frombuffer(memory, np.int32, offset=header.nbytes).reshape(shaped)
+        self._shape = shape
+        self._words = memory[8 * num_numbers :].cast("I")
+
+    def masks(self, row: int, start: int, stop: int) -> memoryview:
+        """The 32-bit words of these masks of a row."""
+        first = row * self._shape.masks_per_row
+        return self._words[(first + start) * self._shape.num_words : (first + stop) * self._shape.num_words]
 
     def publish(self, row: int, count: int, number: int) -> None:
         """Note that the masks of a row are written."""
@@ -41,12 +42,12 @@ class Slab:
         self.numbers[row] = number
         fence()
 
-    def copy(self, row: int, number: int) -> Words | None:
-        """A row's masks, (count, num_words); None: they are not there (yet, or any more)."""
+    def copy(self, row: int, number: int) -> bytearray | None:
+        """The words of a row's masks; None: they are not there (yet, or any more)."""
         if self.numbers[row] != number:
             return None
         fence()
-        words: Words = self.masks[row, : self.counts[row]].copy()
+        words = bytearray(self.masks(row, 0, min(self.counts[row], self._shape.masks_per_row)))
         fence()
         return words if self.numbers[row] == number else None
 
@@ -57,7 +58,9 @@ class Slab:
 
     def clear(self, worker: int) -> None:
         """Clear the rows of a worker that is gone: another one will write them again."""
-        self.numbers.reshape(len(self.working), -1)[worker] = self.working[worker] = 0
+        self.working[worker] = 0
+        for row in range(worker * self._shape.rows_per_worker, (worker + 1) * self._shape.rows_per_worker):
+            self.numbers[row] = 0
 
 
 def size_bytes(shape: SlabShape) -> int:

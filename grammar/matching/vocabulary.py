@@ -1,7 +1,7 @@
 """A model's tokens as the library that matches grammars sees them."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ class Vocabulary:
         """
         self.library = library
         self.size = len(tokens)
-        self.num_words = -(-self.size // WORD_BITS)
         self.stop_token_ids = frozenset(stops)
+        self.stop_bits = bits_of(self.stop_token_ids)
         # What the library takes for special matches no text: for tags, stop tokens alone are.
         self._plain = _tokenizer(library, tokens, special_ids | self.stop_token_ids, stops)
         self._tagged = self._plain
@@ -84,3 +84,14 @@ class _Tokens:
 def _tokenizer(library: Any, tokens: Sequence[bytes], special_ids: frozenset[int], stops: Sequence[int]) -> Any:
     wrapped = _Tokens(tokens, sorted(special_ids), stops[0])
     return library.LLTokenizer(wrapped, n_vocab=len(tokens), eos_token=sorted(set(stops)))
+
+
+def bits_of(token_ids: Iterable[int]) -> list[tuple[int, int]]:
+    """The word of a mask and the bit in it that stand for each token."""
+    return [(token_id // WORD_BITS, 1 << token_id % WORD_BITS) for token_id in token_ids]
+
+
+def add_bits(words: memoryview, bits: Iterable[tuple[int, int]]) -> None:
+    """Allow those tokens in a mask."""
+    for word, bit in bits:
+        words[word] |= bit

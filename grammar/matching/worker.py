@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.matching.matcher import Matcher
 from pdkv.grammar.matching.messages import (
@@ -33,8 +31,8 @@ from pdkv.grammar.matching.messages import (
     decode_order,
     frame,
 )
-from pdkv.grammar.matching.slab import Slab, Words
-from pdkv.grammar.matching.vocabulary import WORD_BITS, Vocabulary
+from pdkv.grammar.matching.slab import Slab
+from pdkv.grammar.matching.vocabulary import Vocabulary, add_bits, bits_of
 from pdkv.sampling.shape import Grammar
 
 S_PER_TOKEN = 0.005
@@ -61,7 +59,7 @@ class _Row:
     place: int  # in the slab
     known: _Known
     matcher: Matcher
-    own_stops: "_Tokens | None"
+    own_stops: list[tuple[int, int]]  # bits of a mask
     number: int  # of its masks
 
 
@@ -78,7 +76,6 @@ class Worker:
         self._slab = slab
         self._event_fd = event_fd
         self._time_s = time_s
-        self._ends = _Tokens(sorted(vocabulary.stop_token_ids))
         self._frames = Frames()
         self._known: dict[int, _Known] = {}
         self._rows: dict[int, _Row] = {}
@@ -144,8 +141,7 @@ class Worker:
         fresh = self._fresh(known)
         with self._at(known):
             matcher = fresh.copy()
-        own_stops = _Tokens(order.own_stops) if order.own_stops else None
-        row = self._rows[order.row] = _Row(order.row, known, matcher, own_stops, order.first)
+        row = self._rows[order.row] = _Row(order.row, known, matcher, bits_of(order.own_stops), order.first)
         self._go_on(row, order.token_ids, order.drafts)
 
     def _go_on(self, row: _Row, token_ids: Sequence[int], drafts: Sequence[int]) -> None:
@@ -164,21 +160,22 @@ class Worker:
 
     def _fill(self, row: _Row, drafts: Sequence[int]) -> int:
         """The number of masks: one, and one for each draft."""
-        masks, count = self._slab.masks[row.place], 0
-        self._fill_one(row, masks[0])
+        count = 0
+        self._fill_one(row, count)
         for draft in drafts:
             if not row.matcher.accept(draft):
                 break
             count += 1
-            self._fill_one(row, masks[count])
+            self._fill_one(row, count)
         if count:
             row.matcher.rollback(count)
         return count + 1
 
-    def _fill_one(self, row: _Row, words: Words) -> None:
+    def _fill_one(self, row: _Row, index: int) -> None:
+        words = self._slab.masks(row.place, index, index + 1)
         row.matcher.fill(words)
-        if row.own_stops is not None and (words[self._ends.words] & self._ends.bits).any():
-            np.bitwise_or.at(words, row.own_stops.words, row.own_stops.bits)
+        if any(words[word] & bit for word, bit in self._vocabulary.stop_bits):
+            add_bits(words, row.own_stops)
 
     @contextlib.contextmanager
     def _at(self, known: _Known) -> Iterator[None]:
@@ -204,12 +201,3 @@ def _accept(row: _Row, token_ids: Sequence[int]) -> None:
             raise InvalidRequest(f"the output has the token {token_id} in a place where its grammar does not allow it")
         row.number += 1
         row.known.left_s += S_PER_TOKEN
-
-
-class _Tokens:
-    """Positions of some tokens' bits in a mask."""
-
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        ids = np.array(token_ids, np.int64)
-        self.words = ids // WORD_BITS  # (n,)
-        self.bits = (np.uint32(1) << (ids % WORD_BITS).astype(np.uint32)).view(np.int32)  # (n,)

@@ -343,6 +343,11 @@ def test_torch_is_not_imported(code: str) -> None:
     assert not modules_after(code) & {"torch", "transformers"}
 
 
+def test_the_process_that_forks_grammar_workers_imports_little() -> None:
+    code = "import pdkv.grammar.matching.zygote, llguidance"
+    assert not modules_after(code) & {"torch", "numpy"}, "the first grammar waits for these imports"
+
+
 @pytest.fixture
 def text_model(tiny_model_dir: Path, tmp_path: Path) -> Path:
     path = tmp_path / "model"

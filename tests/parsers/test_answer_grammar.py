@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import numpy as np
 import pytest
 import small_tokenizers
 import tokenizers
 from answer_parts import gather, read
+from grammar_walks import allowed_by
 from recorded_answers import ANSWERS, TOOLS
 
 from pdkv.errors import InvalidRequest
@@ -123,18 +123,12 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Family(request.param, tokenizer, vocabulary)
 
 
-def allowed(matcher: Matcher, vocabulary: Vocabulary) -> list[int]:
-    words = np.empty(vocabulary.num_words, np.int32)
-    matcher.fill(words)
-    return [int(i) for i in np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))]
-
-
 def walk(matcher: Matcher, family: Family, rng: random.Random, prefix: str = "", limit: int = 20_000) -> str:
     """An answer that begins with `prefix` and goes on by random tokens up to its end."""
     token_ids = family.encode(prefix)
     assert all(map(matcher.accept, token_ids)), prefix
     while len(token_ids) < limit:
-        token = rng.choice(allowed(matcher, family.vocabulary))
+        token = rng.choice(allowed_by(matcher, family.vocabulary.size).tolist())
         assert matcher.accept(token)
         if token in family.vocabulary.stop_token_ids:
             return family.show(token_ids)

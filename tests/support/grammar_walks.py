@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 from deployments import write_tokenizer
+from numpy.typing import NDArray
 
 from pdkv.grammar.matching.matcher import Matcher
 from pdkv.grammar.matching.vocabulary import Vocabulary
@@ -16,6 +17,14 @@ EOS = 1
 _ENDING = {'"': 20.0, "]": 20.0, "}": 20.0, "\\": 0.3, " ": 0.3}
 
 
+def allowed_by(matcher: Matcher, vocab_size: int) -> NDArray[np.int64]:
+    """The tokens that may come next; the words beside its mask are not written."""
+    masks = np.full((3, -(-vocab_size // 32)), 0x55555555, np.uint32)
+    matcher.fill(memoryview(masks[1]))
+    assert (masks[[0, 2]] == 0x55555555).all(), "rows of others were written"
+    return np.flatnonzero(np.unpackbits(masks[1].view(np.uint8), bitorder="little"))
+
+
 class ByteGrammars:
     """A vocabulary whose tokens are bytes."""
 
@@ -25,7 +34,6 @@ class ByteGrammars:
         self._tokenizer = Tokenizer.from_dir(folder)
         self._vocabulary = Vocabulary.load(folder, VOCAB_SIZE, [EOS])
         self._weights = np.array([self._weight(token_id) for token_id in range(VOCAB_SIZE)])
-        self._words = np.empty(self._vocabulary.num_words, np.int32)
 
     def _weight(self, token_id: int) -> float:
         """Walks shall come to an end, and seldom leave ASCII."""
@@ -40,7 +48,7 @@ class ByteGrammars:
 
     def check(self, grammar: Grammar) -> None:
         """Raises InvalidRequest where the library refuses the grammar, or no text fulfils it."""
-        self.matcher(grammar).fill(self._words)
+        allowed_by(self.matcher(grammar), VOCAB_SIZE)
 
     def accepts(self, grammar: Grammar, text: str) -> bool:
         """Whether the text is a whole answer."""
@@ -52,8 +60,7 @@ class ByteGrammars:
         """An answer drawn from the masks; None if it has not ended within `limit` bytes."""
         matcher, token_ids = self.matcher(grammar), list[int]()
         for _ in range(limit):
-            matcher.fill(self._words)
-            allowed = np.flatnonzero(np.unpackbits(self._words.view(np.uint8), bitorder="little"))
+            allowed = allowed_by(matcher, VOCAB_SIZE)
             weights = self._weights[allowed]
             token_id = int(rng.choice(allowed, p=weights / weights.sum()))
             assert matcher.accept(token_id)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pdkv.errors import PdkvError
-from pdkv.grammar.matching.slab import Words
+from pdkv.grammar.matching.host import Words
 from pdkv.sampling.shape import Grammar
 from pdkv.wire.types import RequestKey
 
