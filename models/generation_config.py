@@ -35,7 +35,7 @@ def read_sampling_defaults(path: Path, source: Source = "auto") -> dict[str, Any
     except InvalidRequest as error:
         name = error.param or ""
         text = str(error).replace(name, _THEIRS.get(name, name), 1)
-        raise ModelError(f"{file}: {text}; --generation-config none ignores the file") from None
+        raise ModelError(f"{file}: {text}; generation_config none ignores the file") from None
     return {name: getattr(params, name) for name in given}
 
 

@@ -58,6 +58,7 @@ def test_a_value_that_no_request_could_have_is_refused_by_name(tmp_path: Path, n
     with pytest.raises(ModelError, match=name) as refused:
         read_sampling_defaults(write(tmp_path, **{name: value}))
     assert str(tmp_path / "generation_config.json") in str(refused.value)
+    assert str(refused.value).endswith("; generation_config none ignores the file")  # of `pd launch` and of `LLM`
     assert str(value) in str(refused.value)
 
 
