@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TYPE = {"__type": "AddedToken"}
 _END = "<|endoftext|>"
 _CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
     "LlamaTokenizer": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
@@ -104,7 +105,7 @@ class ModelDirectory:
         for key, value in older.items():
             if not key.endswith(("_token", "_tokens")) or isinstance(value, bool):
                 raise ModelError(f"{self.path / name}: field {key!r} = {value!r:.80} is not a special token")
-        return config | older
+        return config | {name: _TYPE | value if isinstance(value, dict) else value for name, value in older.items()}
 
     @functools.cached_property
     def _tokenizer_file(self) -> _TokenizerFile:
@@ -154,7 +155,7 @@ class ModelDirectory:
     def _named(self) -> dict[str, AddedToken]:
         config = {**_CLASS_TOKENS.get(self.tokenizer_class or "", {}), **self.tokenizer_config}
         extra = config.get("extra_special_tokens")
-        more = [name for name, value in config.items() if name.endswith("_token") and not isinstance(value, bool)]
+        more = [name for name, value in config.items() if name.endswith("_token") and _is_token(value)]
         values = {name: config[name] for name in (*_NAMES, *more) if config.get(name) is not None}
         values |= extra if isinstance(extra, dict) else {}
         return {name: replace(self._added(value, name), special=True) for name, value in values.items()}
@@ -179,10 +180,11 @@ class ModelDirectory:
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         extra = [] if isinstance(extra, dict) else self._as(extra, list[Any], "no list: extra_special_tokens")
         more = [self._added(token, "extra_special_tokens") for token in extra]
-        special = {token.content: token for token in [*self._named.values(), *more]}
-        tokens += [token for text, token in special.items() if text not in have]
+        more = [replace(token, special=token.special or token.content in named) for token in more]
+        special = dict.fromkeys([*self._named.values(), *more])  # of one text the last one counts
+        tokens += [token for token in special if token.content not in have]
         if self.tokenizer_class == "Qwen2Tokenizer":
-            tokens += [AddedToken(text, special=True) for text in special]
+            tokens += [AddedToken(token.content, special=True) for token in special]
         return tokens
 
     def _added(self, value: Any, name: str) -> AddedToken:
@@ -255,6 +257,11 @@ class ModelDirectory:
         if not all(isinstance(key, str) and isinstance(template, str) for key, template in named.items()):
             raise ModelError(f"{self.path / name}: chat_template is neither a text nor a list of named texts")
         return named
+
+
+def _is_token(value: Any) -> bool:
+    """Whether transformers takes a field of tokenizer_config.json whose name it does not know for a special token."""
+    return isinstance(value, str) or (isinstance(value, dict) and value.items() >= _TYPE.items())
 
 
 def loaded_bytes(directory: Path, quantization: str | None = None) -> int:

@@ -160,6 +160,37 @@ def test_special_tokens_that_no_list_has_are_added_in_transformers_order(
     assert ModelDirectory(path).eos_token_id() == theirs.eos_token_id
 
 
+B_LEFT, B_PLAIN = ({"__type": "AddedToken", "content": "<b>", "lstrip": x, "special": True} for x in (True, False))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "unk_token": B_LEFT,
+            "pad_token": B_PLAIN,
+            "extra_special_tokens": [B_LEFT],
+        },  # the third is not new
+        {"unk_token": B_PLAIN, "extra_special_tokens": [B_LEFT]},
+        {"unk_token": "<b>", "extra_special_tokens": [B_LEFT | {"special": False}]},
+        {"extra_special_tokens": [B_PLAIN, B_LEFT, B_PLAIN | {"rstrip": True}]},
+        {"image_token": B_LEFT},
+        {"image_token": {"content": "<b>"}},  # of no type: no token
+    ],
+)
+@pytest.mark.parametrize("name", ["Llama-2-7b-chat-hf", "Phi-4-mini-instruct"])
+def test_of_a_text_that_is_named_twice_the_last_new_form_counts(
+    published: Any, tmp_path: Path, name: str, changes: dict[str, Any]
+) -> None:
+    path = Path(shutil.copytree(published(name), tmp_path / name))
+    said = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps(said | changes))
+    ours, theirs = Tokenizer.from_dir(path), their_tokenizer(path)
+    ids = theirs.encode("x <b> y")
+    assert ours.encode("x <b> y") == ids
+    assert ours.decode(ids, skip_special_tokens=True) == theirs.decode(ids, skip_special_tokens=True)
+
+
 @pytest.mark.parametrize("name", ["add_eos_token", "add_bos_token", "audio_token"])
 @pytest.mark.parametrize("model", ["Phi-4-mini-instruct", "Llama-3.1-8B-Instruct"])
 def test_a_text_under_the_name_of_a_flag_is_no_token(published: Any, tmp_path: Path, model: str, name: str) -> None:

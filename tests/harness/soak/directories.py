@@ -42,7 +42,7 @@ TEXTS = (
     *model_directories.SAMPLE,
     "<s>[INST] who</s> [/INST]",
     "x<|im_end|>\n y<|eot_id|>",
-    "<|end|> the [PAD] fox é",
+    "<|end|> the [PAD] fox é <fox> b<fox>c",
     " ",
 )
 CHAT = [{"role": "user", "content": " the <|im_end|> fox "}, {"role": "assistant", "content": "A"},
@@ -76,16 +76,18 @@ CONFIG_VALUES: dict[str, list[Any]] = {
     "quantization_config": [None, {"quant_method": "fp8"}, {}], "bos_token_id": [1, 2, None, [1]],
     "architectures": [["LlamaForCausalLM"], ["MistralForCausalLM"], ["Qwen3ForCausalLM"], [], None],
 }  # fmt: skip
+FOX = {"__type": "AddedToken", "content": "<fox>", "lstrip": True, "rstrip": True}
 TOKENIZER_VALUES: dict[str, list[Any]] = {
     "tokenizer_class": CONFIG_VALUES["tokenizer_class"], "add_prefix_space": [True, False, None],
     "legacy": [True, False, None], "add_bos_token": [True, False], "add_eos_token": [True, False],
     "split_special_tokens": [True, False], "clean_up_tokenization_spaces": [True, False],
-    "extra_special_tokens": [["<fox>", "x"], {"image_token": "<img>"}, [], None, 5],
-    "additional_special_tokens": [["<fox>"], ["the"], [], None], "image_token": ["<img>", None],
+    "extra_special_tokens": [["<fox>", "x"], {"image_token": "<img>"}, [], None, 5, [FOX, "<fox>", FOX], ["the", FOX]],
+    "additional_special_tokens": [["<fox>"], ["the"], [], None, [FOX | {"rstrip": False}, FOX]],
+    "image_token": ["<img>", None, FOX, {"content": "<fox>"}, "<fox>"],
     "chat_template": ["T{% for m in messages %}{{ m.content }}{% endfor %}", None, 5, [], {}, "{% if %}",
                       [{"name": "default", "template": "D{% for m in messages %}{{ m.content }}{% endfor %}"}]],
     **{f"{name}_token": ["<s>", "</s>", "<|im_end|>", "the", "<new>", None, 7, {"content": "x"},
-                         {"__type": "AddedToken", "content": "<fox>", "lstrip": True, "rstrip": True}]
+                         "<fox>", FOX, FOX | {"normalized": True, "special": False}]
        for name in ("bos", "eos", "unk", "pad", "sep", "mask")},
 }  # fmt: skip
 WEIRD: list[Any] = [None, True, False, 0, 1, -1, 0.5, 10**30, "", "x", [], {}, [1], {"a": 1}, [[]], "1", 1e308]
