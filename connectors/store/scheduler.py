@@ -228,11 +228,11 @@ class StoreScheduler(SchedulerConnector):
 
     def _end_of_whole(self, request: RequestView, wanted: int) -> int:
         """Where the last whole value ends that the request wants; or, behind that, the last of its blocks that it wants
-        of a value which it knows. A window's values are blocks already, and a peer stores no more than it hands over.
+        of a value which it knows. A peer stores no more than it hands over.
         """
         known, step = len(request.block_keys) * HASH_BLOCK_SIZE, self._cut.hit_tokens
         end = min(known, wanted) // step * step
-        if self._cut.has_windows or request.kv == "await_peer":
+        if request.kv == "await_peer":
             return end
         return max(end, min(known // step * step, wanted // self._block_size * self._block_size))
 

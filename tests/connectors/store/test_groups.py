@@ -123,7 +123,9 @@ def test_a_hit_is_the_longest_that_every_group_has(groups: tuple[KVGroup, ...], 
         store.inner.put([(v.key + cut.suffixes[0], memoryview(bytearray(8))) for v in values])
         there = {(value.group, value.start) for value in values}
         for start in (0, rng.randrange(wanted) // block_size * block_size):
-            ends = range((start // cut.hit_tokens + 1) * cut.hit_tokens, wanted + 1, cut.hit_tokens)
+            ends = [*range((start // cut.hit_tokens + 1) * cut.hit_tokens, wanted + 1, cut.hit_tokens)]
+            if wanted // cut.hit_tokens < len(request.block_keys) * 16 // cut.hit_tokens:  # a value ends behind it
+                ends.append(wanted // block_size * block_size)
             needs = {end: cut.values_to_load(request.block_keys, start, end) for end in ends}
             hits = [end for end, own in needs.items() if {(v.group, v.start) for v in own} <= there]
             assert engine.ask(request, start) == max(hits, default=start) - start
@@ -166,10 +168,12 @@ FAMILIES = {
 }
 
 
+FIELDS = {"sliding_window": 24, "initializer_range": 0.2, "max_position_embeddings": 512}
+
+
 @pytest.fixture(scope="module")
 def models(hf_model: Callable[..., Path]) -> Families:
-    fields = {"sliding_window": 24, "initializer_range": 0.2, "max_position_embeddings": 512}
-    return lambda family: hf_model(family, **fields, **FAMILIES[family])
+    return lambda family: hf_model(family, **FIELDS, **FAMILIES[family])
 
 
 @contextmanager
@@ -213,6 +217,22 @@ def test_tokens_and_bytes_of_a_hand_off(models: Families, family: str, num_token
         received = num_blocks * layout.block_bytes + num_values * ENVELOPE_BYTES
         assert decode.decode.counts().bytes_received == received
         assert num_tokens != 300 or num_blocks == {"mistral": 2, "qwen2": 19 + 2 * 2}[family]  # of 19 and of 57
+
+
+@pytest.mark.parametrize(
+    ("family", "window", "found"), [("qwen2", 100, 240), ("mistral", 100, 240), ("mistral", 40, 192)]
+)
+def test_of_a_value_that_ends_behind_what_is_wanted_its_first_blocks_are_loaded(
+    hf_model: Callable[..., Path], family: str, window: int, found: int
+) -> None:
+    """Where the windows before its inner ends are there, too: those of the ends of values overlap."""
+    model = hf_model(family, **FIELDS | {"sliding_window": window}, **FAMILIES[family])
+    expected = expect(model, 256)
+    with stored(model) as (engines, _):
+        engines.prefill.ask(ask(expected, "a"))
+        messages = engines.decode.ask(ask(expected, "b"))
+    assert output_of(messages, "b") == expected.output
+    assert sources(messages) == (found, 256 - found)
 
 
 @pytest.mark.parametrize(
