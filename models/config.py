@@ -98,6 +98,11 @@ class ModelConfig:
         assert self.quantization is not None
         return replace(self, quantization=self.quantization._replace(fp8_inputs=True))
 
+    def in_8_bits(self) -> "ModelConfig":
+        """The model as computed by kernels that read weights of 8 bits."""
+        assert self.quantization is not None
+        return replace(self, quantization=self.quantization._replace(in_8_bits=True))
+
 
 class _Family(NamedTuple):
     """What an architecture fixes and its config.json does not say."""

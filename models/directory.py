@@ -264,13 +264,6 @@ def _is_token(value: Any) -> bool:
     return isinstance(value, str) or (isinstance(value, dict) and value.items() >= _TYPE.items())
 
 
-def loaded_bytes(directory: Path, quantization: str | None = None) -> int:
-    """Upper estimate of the bytes that an engine needs for its weights: twice the files' size, as for bfloat16 computed
-    in float32, or that size where they are quantized to int8 as they are loaded. 0: there are no weights.
-    """
-    return (1 if quantization else 2) * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
-
-
 def read_text(file: Path) -> str:
     """A text file of bounded size. Raises ModelError."""
     try:

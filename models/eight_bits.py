@@ -20,6 +20,11 @@ _ROWS_BYTES = 1 << 24
 """Bytes of float32 rows that are quantized at once."""
 
 
+def keeps_8_bits(quantization: Quantization, kind: LinearKind) -> bool:
+    """Whether layers of this kind read weights of 8 bits: other KV than with the dense weights that they stand for."""
+    return kind == "compiled" and quantization.method in ("int8", "scaled")
+
+
 def quantize_int8(weight: torch.Tensor, columns: slice = slice(None), name: str = "a weight") -> EightBits:
     """Columns of a dense weight (outputs, inputs) in 8 bits.
 

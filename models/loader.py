@@ -15,7 +15,7 @@ from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Decoder, DecoderLayer
 from pdkv.models.dequantize import DequantizedCheckpoint
-from pdkv.models.eight_bits import EightBitLayers
+from pdkv.models.eight_bits import EightBitLayers, keeps_8_bits
 from pdkv.models.heads import make_rotation
 from pdkv.models.linear import CompiledLinear, Linear, LinearKind, linear_kind, make_linear, make_norm
 from pdkv.models.parallel import ALONE, TensorParallel
@@ -66,7 +66,7 @@ def load_decoder(
             source = dequantized = DequantizedCheckpoint(checkpoint, config.quantization, device)
             on_cuda = device.type == "cuda"
             method = config.quantization.method
-            if method == "int8" or (method == "scaled" and kind == "compiled" and keep_quantized is not False):
+            if method == "int8" or (keeps_8_bits(config.quantization, kind) and keep_quantized is not False):
                 kept = EightBitLayers(dequantized, config.quantization, dtype, kind)
             elif config.quantization.fp8_inputs or (on_cuda if keep_quantized is None else keep_quantized):
                 kept = QuantizedLayers(dequantized, config.quantization, dtype)

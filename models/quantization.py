@@ -33,6 +33,7 @@ class Quantization(NamedTuple):
     zero_offset: int = 0  # of "gptq": what a stored zero point lacks
     input_scheme: InputScheme | None = None  # of FP8, as the checkpoint has it; None: inputs are not quantized
     fp8_inputs: bool = False  # inputs are quantized as the scheme says: KV is other KV than with dense weights
+    in_8_bits: bool = False  # a CPU multiplies the numbers themselves: KV is other KV, too
 
 
 def read_quantization(path: Path, config: object, method: str | None = None) -> Quantization:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Self
 
 from pdkv.base.clock import unix_time
 from pdkv.errors import ModelError
+from pdkv.host.processor import flags
 from pdkv.models.json_fields import LFS_POINTER, read_json
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 SINGLE_NAME = "model.safetensors"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_EIGHT_BITS = frozenset({"F8_E4M3", "I8"})
 INDEX_NAME = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
@@ -158,6 +160,22 @@ def stored_dtype(path: Path) -> str | None:
             f"{path / 'config.json'}: field 'dtype' is missing, and {first.path.name} has tensors of {', '.join(found)}"
         )
     return found[0] if found else None
+
+
+def loaded_bytes(path: Path, quantization: str | None = None) -> int:
+    """Upper estimate of the bytes that an engine needs for its weights: twice the files' size, as for bfloat16 computed
+    in float32. Weights of 8 bits count once where they stay so, and all where they are quantized to int8 as they are
+    loaded. 0: there are no weights.
+
+    Raises:
+        ModelError: a file is broken.
+    """
+    if next(path.glob("*.safetensors"), None) is None:
+        return 0
+    with WeightFiles(path) as files:
+        tensors = [tensor for file in files.files for tensor in file.tensors]
+    once = [quantization or ("amx_bf16" not in flags() and t.dtype in _EIGHT_BITS) for t in tensors]
+    return sum((t.end - t.begin) * (1 if is_once else 2) for t, is_once in zip(tensors, once, strict=True))
 
 
 def read_index(path: Path) -> dict[str, str] | None:

@@ -8,6 +8,8 @@ from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
 from pdkv.host.processor import emulates_bfloat16, instruction_set
 from pdkv.models.config import ModelConfig
+from pdkv.models.eight_bits import keeps_8_bits
+from pdkv.models.linear import linear_kind
 from pdkv.models.quantized_linear import why_not_fp8
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,13 @@ def resolve_quantization(config: EngineConfig, model: ModelConfig, device: torch
             f"--quantization {config.quantization} is for engines on a CPU, and this one is on {device}: take a "
             "quantized checkpoint"
         )
-    return resolve_fp8(config, model.quantized_at_load(config.quantization, config.model), device)
+    model = resolve_fp8(config, model.quantized_at_load(config.quantization, config.model), device)
+    if model.quantization is None:
+        return model
+    dtype: torch.dtype = getattr(torch, resolve_dtype(config, model, device))
+    return (
+        model.in_8_bits() if keeps_8_bits(model.quantization, linear_kind(dtype, device, config.cpu_linears)) else model
+    )
 
 
 def resolve_fp8(config: EngineConfig, model: ModelConfig, device: torch.device) -> ModelConfig:

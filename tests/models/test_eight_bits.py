@@ -1,6 +1,7 @@
 """Weights in 8 bits on a CPU: the model is the one with the weights that the numbers stand for."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,13 @@ from pdkv.config import EngineConfig
 from pdkv.engine.worker.dtype import resolve_quantization
 from pdkv.errors import ConfigError, ModelError
 from pdkv.kernels.linear import PackedWeight, available
-from pdkv.models import eight_bits
+from pdkv.models import eight_bits, weight_files
 from pdkv.models.config import load_model_config
-from pdkv.models.directory import loaded_bytes
 from pdkv.models.eight_bits import quantize_int8
 from pdkv.models.identity import model_identity
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE
+from pdkv.models.weight_files import loaded_bytes
 
 CPU = torch.device("cpu")
 PROMPTS = [[7, 3, 9, 1, 5], list(range(2, 61)), [11]]
@@ -143,6 +144,21 @@ def test_fp8_with_nan_is_dense(tmp_path: Path) -> None:
     load_decoder(path, load_model_config(path), dtype=torch.float32, device=CPU, max_model_len=64)
 
 
-def test_weights_of_8_bits_count_as_half_when_memory_is_planned(tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(bytes(100))
-    assert [loaded_bytes(tmp_path, None), loaded_bytes(tmp_path, "int8")] == [200, 100]
+def test_weights_of_8_bits_count_once_when_memory_is_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loaded_bytes(tmp_path) == 0
+    tensors = {"dense": torch.zeros(100, dtype=torch.bfloat16), "kept": torch.zeros(30, dtype=torch.float8_e4m3fn)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(weight_files, "flags", frozenset)
+    assert [loaded_bytes(tmp_path, how) for how in (None, "int8")] == [430, 230]
+    monkeypatch.setattr(weight_files, "flags", lambda: {"amx_bf16"})  # on which they become dense
+    assert loaded_bytes(tmp_path) == 460
+
+
+@needs_kernels
+def test_kv_of_weights_that_stay_in_8_bits_is_other_kv_than_of_dense_ones(tmp_path: Path) -> None:
+    path, dense = block_checkpoint(tmp_path, 128)
+    options = [EngineConfig(model=path, dtype="bfloat16", cpu_linears=kind) for kind in ("auto", "torch")]
+    kept, plain = (resolve_quantization(each, load_model_config(path), CPU) for each in options)
+    assert model_identity(path, kept) != model_identity(path, plain) == model_identity(path, load_model_config(path))
+    config = load_model_config(dense)
+    assert all(resolve_quantization(replace(each, model=dense), config, CPU) == config for each in options)

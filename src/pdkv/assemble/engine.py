@@ -33,11 +33,11 @@ from pdkv.grammar.matching.host import GrammarHost
 from pdkv.host.memory_limits import check_host_memory, share_for_pools
 from pdkv.kernels.compiled import load_all
 from pdkv.models.config import ModelConfig, load_model_config
-from pdkv.models.directory import loaded_bytes
 from pdkv.models.identity import ModelSource
 from pdkv.models.parallel import ALONE, DeviceRanks, TensorParallel, join_ranks
 from pdkv.models.parallel_symmetric import over_symmetric_memory
 from pdkv.models.shard import Shard
+from pdkv.models.weight_files import loaded_bytes
 from pdkv.sampling.logits_processors import ModelInfo, ProcessorSet
 from pdkv.sampling.params import DRAWS
 from pdkv.wire.kv import EngineCard, KVLayout

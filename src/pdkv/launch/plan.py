@@ -16,8 +16,8 @@ from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet
-from pdkv.models.directory import loaded_bytes
 from pdkv.models.hub import hub_name
+from pdkv.models.weight_files import loaded_bytes
 from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.router.spec import RouterSpec
 
