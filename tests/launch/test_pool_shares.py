@@ -1,6 +1,7 @@
 """KV pools that size themselves: what each engine of a launch may take of the host's memory."""
 
 import dataclasses
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -64,7 +65,9 @@ def test_engines_share_a_quarter_of_what_is_left_beside_given_pools_and_tiers(gi
 
 def test_weights_come_before_pools(gibs: list[float], tmp_path: Path) -> None:
     with (tmp_path / "model-1.safetensors").open("wb") as file:
-        file.truncate(2 * GIB)
+        header = json.dumps({"x": {"dtype": "BF16", "shape": [GIB], "data_offsets": [0, 2 * GIB]}}).encode()
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + 2 * GIB)
     assert shares([engine(name, model=tmp_path) for name in "ab"]) == {"a": 3.5, "b": 3.5}
 
 
