@@ -220,6 +220,17 @@ class EngineState:
         return EngineView(self.name, load, self.pace if side == self.role else 1.0)
 
 
+class Sums:
+    """The number of some values, their sum, and that of their squares."""
+
+    def __init__(self) -> None:
+        self.count, self.total, self.squares = 0, 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        """Count one."""
+        self.count, self.total, self.squares = self.count + 1, self.total + value, self.squares + value**2
+
+
 class Counters:
     """Counts of what dispatch has done since the start."""
 
@@ -238,6 +249,7 @@ class Counters:
         self.reachable_hits: Counter[tuple[str, str]] = Counter()  # cached on any engine, or below
         self.achieved_hits: Counter[tuple[str, str]] = Counter()  # of its engine's own, or loaded
         self.loans: Counter[str] = Counter()  # by how they ended: "ok" or a code
+        self.prompts = Sums()  # tokens of prompts that engines were given to compute
 
 
 class Fleet:

@@ -157,6 +157,14 @@ class Speeds:
         usual = typical(list(seconds.values()))
         return {engine: each / usual for engine, each in seconds.items()} if usual else {}
 
+    def work_at(self, engine: str) -> tuple[float, float]:
+        """(tokens, seconds) to the end of a prompt, as lately measured; zeros: not known."""
+        return _usual_of(self._works.get(engine, (None, 0.0))[0])
+
+    def step_at(self, engine: str) -> tuple[float, float]:
+        """(requests, seconds between two tokens of each), as lately measured; zeros: not known."""
+        return _usual_of(self._steps.get(engine))
+
     def work_token_s(self, engine: str) -> float:
         """Seconds by which each prompt token that waits there delays those behind it; 0: not known."""
         line, _ = self._works.get(engine) or (Line(), 0.0)
@@ -214,3 +222,8 @@ class Speeds:
         if self._loads.known or self._lost_s:
             load_s = self._answers.fit()[1] + self.load_s(num_bytes) + self._lost_s
         return Costs(load_s, None if token_s is None else token_s * num_tokens)
+
+
+def _usual_of(line: Line | None) -> tuple[float, float]:
+    """The average amount of a line, and the seconds for it."""
+    return (0.0, 0.0) if line is None else (line.amount, line.at(line.amount))

@@ -279,6 +279,7 @@ class Dispatcher(Listener):
         generation = Generation(flow, self._apply, now)
         if route is not NOWHERE:
             generation.chose(prompt, self._holdings.given(prompt, route.prefill, route.offer, now))
+            self.counters.prompts.add(generation.num_uncached)
         loop = asyncio.get_running_loop()
         generation.timer = loop.call_later(request.patience_s, self._expire, generation)
         self._generations[flow.request_id] = generation

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 from msgspec import Meta
@@ -553,6 +553,64 @@ class ObservabilityConfig(Options):
             _check_collector(self.otlp_endpoint)
 
 
+class Bounds(NamedTuple):
+    """The least and the most engines of a role."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> "tuple[str, Bounds]":
+        """The role and its bounds from a text such as prefill=1..4. Raises ConfigError."""
+        found = re.fullmatch(r"(prefill|decode)=([0-9]{1,4})\.\.([0-9]{1,4})", text)
+        bounds = cls(int(found[2]), int(found[3])) if found is not None else cls(0, 0)
+        if found is None or not 1 <= bounds.least <= bounds.most:
+            raise ConfigError(
+                f"autoscale: prefill=MIN..MAX or decode=MIN..MAX was expected, with 1 <= MIN <= MAX, such as "
+                f"prefill=1..4, got {text!r}"
+            )
+        return found[1], bounds
+
+
+class AutoscaleConfig(Options):
+    """How a launch chooses the number of its engines (docs/autoscaling.md)."""
+
+    autoscale: Names = option(
+        (), "choose the number of engines by the load, between bounds such as prefill=1..4,decode=1..6",
+        metavar="ROLE=MIN..MAX",
+    )  # fmt: skip
+    slo_ttft_ms: Annotated[float, Meta(gt=0, le=1e9)] = option(
+        1000.0, "milliseconds within which --autoscale would have the first token of a request"
+    )
+    slo_tpot_ms: Annotated[float, Meta(gt=0, le=1e9)] = option(
+        50.0, "milliseconds that --autoscale would have each further token take"
+    )
+    slo_attainment: Annotated[float, Meta(gt=0, lt=1)] = option(
+        0.95, "part of the requests that should meet each of the two"
+    )
+    scale_down_after_s: Annotated[float, Meta(ge=1, le=86_400)] = option(
+        120.0, "for so long --autoscale must not have needed an engine before it is taken away"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.bounds) < len(self.autoscale):
+            raise ConfigError(f"autoscale: a role was expected once, got {','.join(self.autoscale)}")
+
+    @property
+    def bounds(self) -> dict[str, Bounds]:
+        """By role; empty: engines are as many as they are."""
+        return dict(map(Bounds.parse, self.autoscale))
+
+    def check(self, prefill: int, decode: int) -> None:
+        """Refuse numbers of engines at the beginning that lie outside of the bounds. Raises ConfigError."""
+        for role, bounds in self.bounds.items():
+            count = prefill if role == "prefill" else decode
+            if not bounds.least <= count <= bounds.most:
+                none = ": a launch of aggregated engines has bounds for decode alone" if not count else ""
+                raise ConfigError(f"{role}: {bounds.least} to {bounds.most} was expected, got {count}{none}")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """The router's configuration, by concern: everything `pd launch` passes to it, with the headings of help texts."""
@@ -566,6 +624,7 @@ class RouterConfig:
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     reuse: ReuseConfig = field(default_factory=ReuseConfig)
     observability: ObservabilityConfig = field(default_factory=ObservabilityConfig)
+    autoscaling: AutoscaleConfig = field(default_factory=AutoscaleConfig)
 
     @property
     def reads_files(self) -> bool:

@@ -62,6 +62,7 @@ LAYERS = (
     "pdkv.router.routing",
     "pdkv.router.generations",
     "pdkv.router.admission",
+    "pdkv.router.scaling",
     "pdkv.router.metrics",
     "pdkv.router.http.server",
     "pdkv.router.http.read",

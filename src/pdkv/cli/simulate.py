@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from pdkv.cli.options import capitalized, check_numbers
 from pdkv.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pdkv.config import AutoscaleConfig
     from pdkv.simulate.deployment import Failure
     from pdkv.simulate.engine import EngineOptions
     from pdkv.simulate.load import Load
@@ -40,6 +42,11 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         "engine that lacks few tokens of a prompt computes them itself (default: auto)")  # fmt: skip
     add("--kill", action="append", default=[], metavar="NAME@AT[+BACK]", help="kill an engine at this second; it comes "
         "back after BACK seconds (repeatable)")  # fmt: skip
+    add("--autoscale", nargs="+", default=[], metavar="ROLE=MIN..MAX", help="begin with these numbers of engines, and "
+        "let the autoscaler choose between bounds such as prefill=1..4,decode=1..6 so as to meet --goodput")  # fmt: skip
+    add("--scale-down-after", type=float, default=120.0, metavar="SECONDS", help="for so long an engine must not have "
+        "been needed before it is taken away (default: 120)")  # fmt: skip
+    add("--start", type=float, default=20.0, metavar="SECONDS", help="that the start of an engine takes (default: 20)")
     _add_engine(simulate)
     _add_trace(simulate)
     add_data(simulate, num_prompts=1000)
@@ -99,6 +106,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     topology = Topology(
         _engine(arguments), arguments.prefill, arguments.decode, arguments.policy,
         failures=[_failure(text) for text in arguments.kill], **orders,
+        autoscale=_autoscale(arguments, slo.bounds), start_s=arguments.start,
     )  # fmt: skip
     load = _load(arguments)
     run, report = simulate(topology, load, percents, slo, seed=arguments.seed)
@@ -132,6 +140,23 @@ def run_plan(arguments: argparse.Namespace) -> int:
         print_plan(question, answer, sys.stdout)
     show_report(answer.describe(), arguments)
     return int(answer.best.rate < load.rate)
+
+
+def _autoscale(arguments: argparse.Namespace, slo: Mapping[str, float]) -> "AutoscaleConfig | None":
+    from pdkv.config import AutoscaleConfig
+
+    if not arguments.autoscale:
+        return None
+    if not {"ttft", "tpot"} <= slo.keys():
+        raise ConfigError("--autoscale: --goodput with ttft and tpot was expected, as in ttft:1000 tpot:50")
+    check_numbers(arguments, "start", zero=True)
+    texts = tuple(text for given in arguments.autoscale for text in given.split(","))
+    config = AutoscaleConfig(
+        autoscale=texts, slo_ttft_ms=slo["ttft"], slo_tpot_ms=slo["tpot"],
+        scale_down_after_s=arguments.scale_down_after,
+    )  # fmt: skip
+    config.check(arguments.prefill, arguments.decode)
+    return config
 
 
 def _engine(arguments: argparse.Namespace) -> "EngineOptions":

@@ -9,6 +9,7 @@ from pdkv.bench.client import Reply
 from pdkv.bench.report import Run, Sent
 from pdkv.bench.serve import Conversation, Pace, send_by
 from pdkv.bench.workload import Session, Turn
+from pdkv.config import AutoscaleConfig
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.engines.fleet import ORDERS
@@ -18,6 +19,7 @@ from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.sampling.params import SamplingParams
 from pdkv.simulate.engine import EngineOptions, SimulatedEngine
 from pdkv.simulate.loop import VirtualTime
+from pdkv.simulate.scaling import ScaledLaunch
 from pdkv.wire.kv import Order
 from pdkv.wire.messages import Tokens
 
@@ -39,6 +41,8 @@ class Topology(NamedTuple):
     policy: str = DEFAULT_POLICY
     orders: Sequence[Order] = ORDERS
     failures: Sequence[Failure] = ()
+    autoscale: AutoscaleConfig | None = None  # None: engines are as many as they are
+    start_s: float = 20.0  # of an engine that the autoscaler starts
 
     @property
     def roles(self) -> Sequence[tuple[str, str]]:
@@ -73,18 +77,23 @@ class Simulation:
         )
         self._admission = Admission(self.dispatcher, clock=loop.clock.now)
         peers: dict[str, SimulatedEngine] = {}
-        self.engines = {
-            name: SimulatedEngine(
-                loop, name, role, topology.engine, peers, self._stamped, connected=topology.prefill > 0
-            )
-            for name, role in topology.roles
-        }
+
+        def make(name: str, role: str) -> SimulatedEngine:
+            connected = topology.prefill > 0
+            return SimulatedEngine(loop, name, role, topology.engine, peers, self._stamped, connected=connected)
+
+        self.engines = {name: make(name, role) for name, role in topology.roles}
         for failure in topology.failures:
             if failure.engine not in self.engines:
                 known = ", ".join(list(self.engines)[:8])
                 raise ConfigError(f"--kill {failure.engine}: an engine's name was expected: {known}")
         for engine in self.engines.values():
             self.dispatcher.add_backend(engine, engine.role)
+        self.launch: ScaledLaunch | None = None
+        if topology.autoscale is not None:
+            self.launch = ScaledLaunch(
+                topology.autoscale, topology.start_s, self.dispatcher, self._admission, loop.clock, self.engines, make
+            )
 
     def run(self, sessions: Sequence[Session], pace: Pace, progress: Callable[[Sent], None] = lambda sent: None) -> Run:
         """Have all sessions answered."""
@@ -95,7 +104,12 @@ class Simulation:
         await self._loop.clock.pause(WARM_S)
         for failure in self._failures:
             self._loop.call_later(failure.at_s, self._kill, failure)
-        return await send_by(self._ask, sessions, pace, progress, clock=self._loop.clock)
+        scaling = self._loop.create_task(self.launch.run()) if self.launch is not None else None
+        try:
+            return await send_by(self._ask, sessions, pace, progress, clock=self._loop.clock)
+        finally:
+            if scaling is not None:
+                scaling.cancel()
 
     def _kill(self, failure: Failure) -> None:
         self._on_event(self._loop.clock.now(), failure.engine, "killed")

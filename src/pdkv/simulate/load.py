@@ -76,4 +76,5 @@ def simulate(
         )
     simulation = Simulation(topology, seed=seed)
     run = simulation.run(load.sessions, load.pace)
-    return run, summarize(run, percents, slo)
+    scaled = {} if simulation.launch is None else {"scaling": simulation.launch.describe()}
+    return run, summarize(run, percents, slo) | scaled

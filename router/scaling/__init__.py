@@ -1,0 +1,1 @@
+"""Chooses how many engines of each role a launch runs (docs/autoscaling.md)."""
