@@ -176,7 +176,7 @@ def run_router(
     else:
         state = app.state
         serving = Hall(dispatcher, state.admission, state.metrics, state.drain, keys, app, limits.max_answer_memory)
-    launchers = LauncherPages(dispatcher, operations, app.state.caches).app(app.state.figures)
+    launchers = LauncherPages(dispatcher, operations, app.state.caches, app.state.scaler).app(app.state.figures)
     admin = _serving(launchers, admin_socket) if admin_socket is not None else contextlib.nullcontext()
     reloads = [source.reload for source in (keys, tls) if source is not None]
     stopping = Stopping(serving, dispatcher, app.state.drain, room, spec.drain_s)

@@ -53,7 +53,9 @@ from pdkv.router.metrics.loop_watchdog import LoopWatchdog
 from pdkv.router.metrics.overview import Overview
 from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import Metrics
+from pdkv.router.metrics.scaling import scaler_metrics
 from pdkv.router.metrics.tracing import Tracer
+from pdkv.router.scaling.scaler import Scaler
 from pdkv.text import Tokenizer
 
 if TYPE_CHECKING:
@@ -78,8 +80,8 @@ def create_app(
     watchdog: LoopWatchdog | None = None,
     recorder: Recorder | None = None,
 ) -> FastAPI:
-    """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state` has the `caches`
-    and `figures` that `LauncherPages` take, the `bodies` and the `drain`.
+    """The ASGI application in front of a dispatcher, which the caller connects and closes. Its `state` has the
+    `caches`, `figures` and `scaler` that `LauncherPages` take, the `bodies` and the `drain`.
 
     Args:
         names: the model's names; answers and metrics use the first.
@@ -112,10 +114,14 @@ def create_app(
     answers = ByteBudget(limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     intake = Intake(limits, bodies, pool)
     shared = Shared(admission, model, metrics, limits, api, intake, pool, answers, drain, tracer, recorder)
+    scaler = None
+    if config.autoscaling.autoscale and operations is not None:
+        scaler = Scaler(config.autoscaling, dispatcher, admission, operations)
+        metrics.register(functools.partial(scaler_metrics, scaler))
     overview = Overview(dispatcher, metrics, names[0], shows_requests=keys is not None)
     pages = [*StatusPages(dispatcher, model, metrics, drain).routes(), *docs_routes(), *dashboard_routes(overview)]
     if keys is not None and operations is not None:
-        pages += AdminPages(dispatcher, operations, caches).routes()
+        pages += AdminPages(dispatcher, operations, caches, scaler).routes()
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -125,7 +131,7 @@ def create_app(
     texts = (Route(path, endpoint, methods=["POST"]) for path, endpoint in on_texts(shared).items())
     app = _App(generating(shared), [*texts, *pages], lifespan, keys, config.access)
     app.state.caches, app.state.figures, app.state.bodies, app.state.drain = caches, metrics.figures, bodies, drain
-    app.state.admission, app.state.metrics = admission, metrics
+    app.state.admission, app.state.metrics, app.state.scaler = admission, metrics, scaler
     return app
 
 

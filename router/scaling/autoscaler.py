@@ -16,7 +16,7 @@ from pdkv.router.scaling.attainment import Answers, Prompts, tpot, ttft
 PERIOD_S = 1.0
 """Seconds between decisions."""
 
-FAST_S, SLOW_S = 10.0, 60.0
+FAST_S, SLOW_S = 15.0, 60.0
 """Seconds over which the rate of prompt tokens is averaged; the difference of the two averages is its trend."""
 
 MOST_GROWTH = 2.0

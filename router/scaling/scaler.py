@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.base.clock import MONOTONIC, unix_time
+from pdkv.base.clock import MONOTONIC
 from pdkv.config import AutoscaleConfig
 from pdkv.errors import InvalidRequest
 from pdkv.router.admission.admission_queue import Admission
@@ -92,7 +92,10 @@ class Scaler:
         requests = sum(e.books.requests for e in decode)
         kv_tokens = sum(e.books.kv_tokens for e in decode) / requests if requests else 0.0
         return Observation(
-            [Seen(e.name, e.role, e.life == "ready" and not e.suspicion, e.draining, e.books.requests) for e in engines],
+            [
+                Seen(e.name, e.role, e.life == "ready" and not e.suspicion, e.draining, e.books.requests)
+                for e in engines
+            ],
             told.starting, told.leaving, told.num_started, told.num_failed, told.failure, told.start_s,
             queued=sum(e.tokens_left(now) for e in prefill) + (waiting if at_prefill else 0),
             asked=prompts.total + waiting,
@@ -104,9 +107,10 @@ class Scaler:
         )  # fmt: skip
 
     def describe(self) -> dict[str, Any]:
-        """The objectives, the figures of the latest decision, and the decisions that changed something, latest first."""
+        """Objectives, figures of the latest decision, and the decisions that changed something, the latest first."""
         latest = self.latest
         return {
+            "at": self._clock(),
             "bounds": {role: bounds._asdict() for role, bounds in self._core.bounds.items()},
             "objectives": self.objectives._asdict(),
             "desired": latest.desired if latest is not None else {},
@@ -118,7 +122,7 @@ class Scaler:
     def _record(self, decision: Decision) -> None:
         self.counts.update(start=sum(decision.start.values()), role=len(decision.roles))
         self.counts.update(stop=len(decision.stop), keep=len(decision.keep))
-        shown = {"unix_time": unix_time(), "reason": decision.reason, "desired": decision.desired} | decision.figures
+        shown = {"at": decision.at, "reason": decision.reason, "desired": decision.desired} | decision.figures
         self._decisions.append(shown)
         self._dispatcher.fleet.events.note(decision.at, "operator", text=f"autoscaler: {decision.reason}")
         logger.info("autoscaler: %s %s", decision.reason, msgspec.json.encode(decision.figures).decode())

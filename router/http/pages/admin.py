@@ -9,12 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 from fastapi import FastAPI, Query, params
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from pdkv.base.limits import MAX_WAIT_S, clip
+from pdkv.errors import InvalidRequest, MalformedMessage
 from pdkv.router.generations.generation_records import NUM_ENDED
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages.cache_pages import MAX_BODY_BYTES as MAX_CACHE_BODY_BYTES
@@ -22,6 +24,8 @@ from pdkv.router.http.pages.cache_pages import POOL, CachePages
 from pdkv.router.http.pages.page import ERROR_HANDLERS, Flag, Page, freshened, read_body
 from pdkv.router.http.server.auth import RESET_PATH
 from pdkv.router.http.server.errors import error_body, json_response
+from pdkv.router.scaling.scaler import Scaler, Told
+from pdkv.wire.decoding import decode_total
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
@@ -60,6 +64,9 @@ class EngineBody(_Strict):
 
 Asked = Annotated[_Options, Query()]
 _ENGINE = "/admin/engines/{name}"
+_SCALER = "/admin/autoscaler"
+_MAX_TOLD_BYTES = 1 << 20
+_told_decoder: msgspec.json.Decoder[Told] = msgspec.json.Decoder(Told)
 
 
 class AdminPages:
@@ -75,6 +82,7 @@ class AdminPages:
     GET  /admin/cache                what pools and tiers of KV hold and gave (engines/cache_view.py)
     POST /admin/cache/ACTION         lookup, clear, pin, unpin, prefetch, move: of a prompt (cache_pages.py)
     POST /reset_prefix_cache         clear of all engines' pools
+    GET  /admin/autoscaler           objectives, figures and decisions of the autoscaler (docs/autoscaling.md)
     GET  /admin/requests/ID          what is known of the requests of that id: a client's x-request-id, a generation's
                                      id in pdkv's logs, or a trace's
 
@@ -82,8 +90,11 @@ class AdminPages:
     Every other answer is the engine. A change that would leave no engine for a role is 409, unless ?force=true.
     """
 
-    def __init__(self, dispatcher: "Dispatcher", operations: Operations, caches: CachePages) -> None:
+    def __init__(
+        self, dispatcher: "Dispatcher", operations: Operations, caches: CachePages, scaler: Scaler | None = None
+    ) -> None:
         self._dispatcher = dispatcher
+        self._scaler_or_none = scaler
         self._operations = operations
         self._caches = caches
 
@@ -97,6 +108,7 @@ class AdminPages:
             ("POST", _ENGINE + "/drain", self._drain, []),
             ("POST", _ENGINE + "/resume", self._resume, []),
             ("POST", _ENGINE + "/role", self._set_role, []),
+            ("GET", _SCALER, self._show_scaler, []),
             ("GET", "/admin/requests/{name:path}", self._requests, []),
             ("POST", "/admin/cache/{action}", self._order_cache, []),
             ("POST", RESET_PATH, self._reset_caches, []),
@@ -112,6 +124,15 @@ class AdminPages:
     async def _show_cache(self) -> Response:
         return json_response(self._caches.describe())
 
+    @property
+    def _scaler(self) -> Scaler:
+        if self._scaler_or_none is None:
+            raise InvalidRequest("this launch does not choose the number of its engines (--autoscale)", status=404)
+        return self._scaler_or_none
+
+    async def _show_scaler(self) -> Response:
+        return json_response(self._scaler.describe())
+
     async def _engine(self, name: str, asked: Asked) -> Response:
         self._operations.describe(name)
         if asked.until is not None:
@@ -120,7 +141,8 @@ class AdminPages:
 
     async def _drain(self, name: str, asked: Asked) -> Response:
         self._operations.drain(name, force=asked.force)
-        if not await self._operations.wait(name, "drained", asked.wait_s) and asked.move:
+        is_drained = await self._operations.wait(name, "drained", asked.wait_s)
+        if not is_drained and asked.move and self._operations.describe(name)["draining"]:  # not if it was resumed
             self._operations.move_away(name)
             await self._operations.wait(name, "drained", _MOVE_S)
         return self._answer(name)
@@ -156,6 +178,7 @@ class LauncherPages(AdminPages):
     GET  /admin/figures              `figures()`: metrics without labels, by name (`pd status`)
     PUT  /admin/engines/NAME         {"role", "endpoint", "refusal"}: the launcher has started one more
     DELETE /admin/engines/NAME       the launcher is about to end it
+    POST /admin/autoscaler           what the launcher is doing (`Told`); the answer is what it should do (`Orders`)
     """
 
     def app(self, figures: Callable[[], dict[str, float]] = dict) -> FastAPI:
@@ -167,6 +190,7 @@ class LauncherPages(AdminPages):
         own = [
             Page(_ENGINE, self._add, methods=["PUT"]),
             Page(_ENGINE, self._remove, methods=["DELETE"]),
+            Page(_SCALER, self._review, methods=["POST"]),
             Page("/admin/figures", show_figures),
         ]
         return FastAPI(routes=[*self.routes(), *own], openapi_url=None, exception_handlers=ERROR_HANDLERS)
@@ -174,6 +198,13 @@ class LauncherPages(AdminPages):
     async def _add(self, name: str, body: EngineBody) -> Response:
         self._operations.add(name, body.role, body.endpoint, body.refusal)
         return self._answer(name)
+
+    async def _review(self, request: Request) -> Response:
+        scaler, body = self._scaler, await read_body(request, _MAX_TOLD_BYTES)
+        try:
+            return json_response(scaler.review(decode_total(_told_decoder, body)))
+        except MalformedMessage as error:
+            raise InvalidRequest(f"this is not what a launcher says: {error}") from None
 
     async def _remove(self, name: str, asked: Asked) -> Response:
         self._operations.remove(name, force=asked.force)

@@ -104,7 +104,12 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     """The deployment from flags, environment and file. Raises ConfigError."""
     flags = all_flags()
     values = collect(flags, vars(arguments), environment=environment, file=arguments.config)
-    launch = build(LaunchConfig, values)
+    router = RouterConfig(**{name: build(concern, values) for name, concern in _CONCERNS.items()})
+    bounds = router.autoscaling.bounds
+    launch = build(LaunchConfig, {role: least for role, (least, _) in bounds.items()} | values)
+    router.autoscaling.check(launch.prefill, launch.decode)
+    if bounds and launch.remote_engines:
+        raise ConfigError("--autoscale excludes --remote-engines, which this launch can neither start nor end")
     if launch.aggregated:
         _check_no_prefill_options(flags, values)
     prefill, decode = (build(EngineConfig, values, role=role) for role in ROLES)
@@ -112,7 +117,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
         launch=launch,
         handoff=build_handoff(values, [prefill, decode]),
         tiers=build_tiers(values),
-        router=RouterConfig(**{name: build(concern, values) for name, concern in _CONCERNS.items()}),
+        router=router,
         prefill=prefill,
         decode=decode,
     )

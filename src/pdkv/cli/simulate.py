@@ -42,8 +42,8 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         "engine that lacks few tokens of a prompt computes them itself (default: auto)")  # fmt: skip
     add("--kill", action="append", default=[], metavar="NAME@AT[+BACK]", help="kill an engine at this second; it comes "
         "back after BACK seconds (repeatable)")  # fmt: skip
-    add("--autoscale", nargs="+", default=[], metavar="ROLE=MIN..MAX", help="begin with these numbers of engines, and "
-        "let the autoscaler choose between bounds such as prefill=1..4,decode=1..6 so as to meet --goodput")  # fmt: skip
+    add("--autoscale", nargs="+", default=[], metavar="ROLE=MIN..MAX", help="let the "
+        "autoscaler choose the numbers of engines from then on, within these, so as to meet --goodput")  # fmt: skip
     add("--scale-down-after", type=float, default=120.0, metavar="SECONDS", help="for so long an engine must not have "
         "been needed before it is taken away (default: 120)")  # fmt: skip
     add("--start", type=float, default=20.0, metavar="SECONDS", help="that the start of an engine takes (default: 20)")

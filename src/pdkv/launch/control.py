@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from pdkv.base.limits import MAX_WAIT_S
 from pdkv.errors import ConfigError, MalformedMessage, PdkvError, StartupError
+from pdkv.launch.autoscale import LaunchScaler
 from pdkv.launch.fleet_control import FleetControl
 from pdkv.launch.plan import Kind
 from pdkv.launch.run_dir import CONTROL_SOCKET
@@ -70,12 +71,18 @@ _answer_decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 class ControlServer:
     """Carries out one order at a time. An order continues when its client disconnects."""
 
-    def __init__(self, fleet: FleetControl, drain_s: float) -> None:
+    def __init__(self, fleet: FleetControl, drain_s: float, scaler: LaunchScaler | None = None) -> None:
         self._fleet = fleet
+        self._scaler = scaler
         self._drain_s = drain_s
         self._running: asyncio.Task[str] | None = None
         self._what = ""
         self._connections: set[asyncio.Task[None]] = set()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an order is being carried out."""
+        return self._running is not None and not self._running.done()
 
     @contextlib.asynccontextmanager
     async def serving(self, run_dir: Path) -> AsyncIterator[None]:
@@ -111,7 +118,11 @@ class ControlServer:
                 order = decode_total(_order_decoder, await reader.readuntil(b"\n"))
         except (MalformedMessage, asyncio.LimitOverrunError) as error:
             return StartFailed(f"this is no order: {error}", config=True)
-        if self._running is not None and not self._running.done():
+        if self._scaler is not None and isinstance(order, Scale):
+            return StartFailed("this launch chooses the number of its engines by itself (--autoscale)", config=True)
+        if self._scaler is not None and self._scaler.is_busy:
+            return StartFailed("the autoscaler is starting or ending engines: try again later", config=False)
+        if self.is_busy:
             return StartFailed(f"another order is being carried out ({self._what}): try again later", config=False)
         self._what = str(order)
         self._running = asyncio.create_task(self._carry_out(order, say))

@@ -69,7 +69,7 @@ class FleetControl:
         )
         specs = self.plan(more)
         for spec in specs:
-            await self._add(spec, say)
+            await self.add(spec, say)
         for names in leaving.values():
             await _all_of(self._remove(name, drain_s, say) for name in names)
         after = self._by_kind(await self.router.engines())
@@ -101,7 +101,7 @@ class FleetControl:
             say(f"{name} is the only one of its role: {stand_in[0]} stands in for it")
             await self.router.set_role(stand_in[0], "any")
         try:
-            await self._drain(name, drain_s, say)
+            await self.drain(name, drain_s, say)
             say(f"{name} is started again")
             await self.supervisor.restart_engine(self._planned_anew(name))
             await self._await_ready(name)
@@ -120,7 +120,8 @@ class FleetControl:
         except Refused as error:
             logger.warning("%s keeps the role any: %s", name, error)
 
-    async def _add(self, spec: EngineSpec, say: Say) -> None:
+    async def add(self, spec: EngineSpec, say: Say) -> None:
+        """Start a planned engine; returns when the router has it. Raises PdkvError, and nothing of it is left."""
         say(f"{spec.name} is started")
         address = plan_address(spec, self.run_dir)
         self.host_memory.keep(spec)
@@ -133,15 +134,15 @@ class FleetControl:
             await self.router.add(address)
             await self._await_ready(spec.name)
         except PdkvError:
-            await self._end(spec.name)
+            await self.end(spec.name)
             raise
 
     async def _remove(self, name: str, drain_s: float, say: Say) -> None:
-        await self._drain(name, drain_s, say)
-        await self._end(name)
+        await self.drain(name, drain_s, say)
+        await self.end(name)
         say(f"{name} has ended")
 
-    async def _end(self, name: str) -> None:
+    async def end(self, name: str) -> None:
         """End an engine such that no router takes its end for a death, not even one that is just starting."""
         self.supervisor.hide_engine(name)
         try:
@@ -155,7 +156,7 @@ class FleetControl:
         self.run_dir.forget(name)
         self.host_memory.give_back(name)
 
-    async def _drain(self, name: str, drain_s: float, say: Say) -> None:
+    async def drain(self, name: str, drain_s: float, say: Say) -> None:
         """Wait until the engine has nothing left to do: requests that it still has after its time are moved."""
         say(f"{name} is drained, within {drain_s:g} s")
         engine = await self.router.drain(name, drain_s, move=True)

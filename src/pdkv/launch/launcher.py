@@ -15,6 +15,7 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.errors import PdkvError
 from pdkv.host.linux import become_subreaper
 from pdkv.host.sockets import raise_open_files_limit
+from pdkv.launch.autoscale import LaunchScaler
 from pdkv.launch.check import advise, check_deployment
 from pdkv.launch.config import Deployment
 from pdkv.launch.control import ControlServer
@@ -93,7 +94,7 @@ async def _serve(
     """Start the fleet, report that it is ready, and end it when a signal asks for that."""
     on_ready = ReadyLog(len(fleet.engines) + 1 + deployment.launch.router_fronts)
     supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
-    control = _make_control(deployment, run_dir, supervisor, host_memory)
+    control, scaler = _make_control(deployment, run_dir, supervisor, host_memory)
     signals = StopSignals(supervisor, reloads=deployment.router.reads_files)
     url = _url(listener, "http" if deployment.router.tls.ssl_certfile is None else "https")
     logger.info("starting %s with %s on %s", deployment.shape, deployment.prefill.model, url)
@@ -101,7 +102,8 @@ async def _serve(
         if await start_unless_stopped(supervisor, signals):
             signals.drain_s = deployment.launch.drain_s
             run_dir.introduce(url, deployment.shape)
-            async with control.serving(run_dir.path):
+            scaling = scaler.running(lambda: control.is_busy) if scaler is not None else contextlib.nullcontext()
+            async with control.serving(run_dir.path), scaling:
                 print(f"ready: {url} ({deployment.shape})", flush=True)
                 await signals.stopped.wait()
     finally:
@@ -183,8 +185,10 @@ async def _until_stuck(run_dir: RunDirectory) -> None:
 
 def _make_control(
     deployment: Deployment, run_dir: RunDirectory, supervisor: Supervisor, host_memory: HostMemory
-) -> ControlServer:
-    """The control server; the first engines get their share of the machine in the same way as later ones."""
+) -> tuple[ControlServer, LaunchScaler | None]:
+    """The control server, and the autoscaler if there is one; the first engines get their share of the machine in the
+    same way as later ones.
+    """
     fleet = FleetControl(
         deployment=deployment,
         run_dir=run_dir,
@@ -194,7 +198,9 @@ def _make_control(
         chooses_spin=SPIN_VARIABLE not in os.environ,
     )
     fleet.choose_spin(list(supervisor.engines.values()))
-    return ControlServer(fleet, deployment.launch.drain_s)
+    drain_s = deployment.launch.drain_s
+    scaler = LaunchScaler(fleet, drain_s) if deployment.router.autoscaling.autoscale else None
+    return ControlServer(fleet, drain_s, scaler), scaler
 
 
 def _url(listener: socket.socket, scheme: str) -> str:

@@ -13,6 +13,7 @@ from pdkv.base.limits import clip
 from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.run_dir import ADMIN_SOCKET
 from pdkv.router.engines.address import EngineAddress
+from pdkv.router.scaling.scaler import Orders, Told
 from pdkv.wire.decoding import decode_total
 
 PATIENCE_S = 30.0
@@ -76,6 +77,14 @@ class RouterAdmin:
         """The engine's description once its incarnation `pid` is ready, or after `wait_s`."""
         which = f"&pid={pid}" if pid is not None else ""
         return await self._call("GET", f"{_of(name)}?until=ready{which}", wait_s=wait_s)
+
+    async def autoscale(self, told: Told) -> Orders:
+        """Say what the launcher is doing; returns what it should do."""
+        answer = await self._call("POST", "/admin/autoscaler", msgspec.to_builtins(told))
+        try:
+            return msgspec.convert(answer, Orders)
+        except msgspec.ValidationError as error:
+            raise StartupError(f"the router sent an invalid answer: {error}") from None
 
     async def add(self, address: EngineAddress) -> None:
         """Add an engine."""
