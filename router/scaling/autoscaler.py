@@ -16,7 +16,7 @@ from pdkv.router.scaling.attainment import Answers, Prompts, tpot, ttft
 PERIOD_S = 1.0
 """Seconds between decisions."""
 
-FAST_S, SLOW_S = 15.0, 60.0
+FAST_S, SLOW_S = 30.0, 120.0
 """Seconds over which the rate of prompt tokens is averaged; the difference of the two averages is its trend."""
 
 MOST_GROWTH = 2.0
@@ -30,6 +30,9 @@ PATIENCE_S = 30.0
 
 RETRY_S, MAX_RETRY_S = 10.0, 300.0
 """Seconds without a start after one has failed; twice as many after each further one."""
+
+SPARE_S = 15.0
+"""Seconds for which a role must not have needed an engine before the other role may have it."""
 
 MEMORY = 0.99
 """Weight of a measured time relative to the next one: times are remembered over a swing of the load."""
@@ -109,9 +112,14 @@ class Rate:
         self._since = now if self._at < 0 else self._since
         self._total, self._at = total, now
 
-    def ahead(self, seconds: float) -> float:
-        """The rate that is expected so many seconds from now; no less than it is now."""
-        trend = max(self.fast - self.slow, 0.0) / (SLOW_S - FAST_S)
+    def ahead(self, seconds: float, squares: float) -> float:
+        """The rate that is expected so many seconds from now; no less than it is now.
+
+        `squares`: of what comes at once, per second. With them, the average of random arrivals has a standard deviation
+        within which differences are no trend.
+        """
+        noise = math.sqrt(squares / (2 * FAST_S))
+        trend = max(self.fast - self.slow - noise, 0.0) / (SLOW_S - FAST_S)
         return min(self.fast + trend * (FAST_S + seconds), MOST_GROWTH * self.fast)
 
 
@@ -133,6 +141,7 @@ class Autoscaler:
         self._holds: Mapping[str, deque[tuple[float, int]]] = {role: deque() for role in bounds}
         self._away: dict[str, float] = {}  # engines that do not serve, and since when
         self._began = self._at = self._retry_at = -math.inf
+        self._changed: dict[str, float] = {}  # engines with new roles, and since when
         self._failures = 0  # in a row
         self._counts = (0, 0)  # engines that started, and failed starts
         self._lead_s = LEAD_S
@@ -147,11 +156,14 @@ class Autoscaler:
         have = {role: self._count(role, seen, now) for role in self.bounds}
         desired = {role: self._desired(role, count, now) for role, count in have.items()}
         figures = self._figures(seen, have, desired)
-        plan = _Plan(seen, have, desired)
+        spare = {role: count - self._held(role, SPARE_S, now) for role, count in have.items()}
+        self._changed = {name: at for name, at in self._changed.items() if now < at + self.objectives.down_after_s}
+        plan = _Plan(seen, have, desired, spare, self._changed)
         for role in desired:
             plan.gain(role, self.bounds[role].most if now >= self._retry_at else 0)
         for role in desired:
             plan.lose(role, self.bounds[role].least)
+        self._changed |= dict.fromkeys(plan.roles, now)
         why = [self._explain(role, have[role], desired[role]) for role in desired if desired[role] != have[role]]
         reason = "; ".join([*plan.steps, *why]) if plan.steps else ""
         return Decision(now, desired, figures, plan.start, plan.stop, plan.keep, plan.roles, reason)
@@ -169,11 +181,11 @@ class Autoscaler:
             line.add(amount, seconds)
         self._samples = samples
         self._away = {e.name: self._away.get(e.name, now) for e in seen.engines if not e.serves}
-        ahead = self._rate.ahead(self._lead_s)
-        growth = ahead / self._rate.fast if self._rate.fast else 1.0
         for rate, total in zip(self._sizes, seen.sizes, strict=True):
             rate.note(total, now)
         count, tokens, squares = (rate.slow for rate in self._sizes)
+        ahead = self._rate.ahead(self._lead_s, squares)
+        growth = ahead / self._rate.fast if self._rate.fast else 1.0
         if count * tokens > 0:
             self._mean, self._variation = tokens / count, max(squares * count / tokens**2 - 1, 0.0)
         at_rest, token_s = self._prompt_line.fit()
@@ -234,7 +246,12 @@ class Autoscaler:
         while held[0][0] <= now - self.objectives.down_after_s:
             held.popleft()
         is_new = now - self._began < self.objectives.down_after_s
-        return max(want, have if is_new and have <= self.bounds[role].most else min(have, held[0][1]))
+        most = self.bounds[role].most if is_new else self._held(role, self.objectives.down_after_s, now)
+        return max(want, min(have, most))
+
+    def _held(self, role: str, seconds: float, now: float) -> int:
+        """The most engines that were needed in the last seconds, up to `down_after_s`."""
+        return next(num for at, num in self._holds[role] if at > now - seconds)
 
     def _least(self, role: str, present: int, target: float) -> int:
         """The least number with that attainment; the most, if there is none."""
@@ -268,7 +285,15 @@ class Autoscaler:
 class _Plan:
     """The steps from the engines that there are to those that are desired."""
 
-    def __init__(self, seen: Observation, have: Mapping[str, int], desired: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        seen: Observation,
+        have: Mapping[str, int],
+        desired: Mapping[str, int],
+        spare: Mapping[str, int],
+        fixed: Collection[str],
+    ) -> None:
+        """`spare`: engines that the other role may have; `fixed`: engines that keep their roles."""
         self.start: dict[str, int] = {}
         self.stop: list[str] = []
         self.keep: list[str] = []
@@ -276,18 +301,20 @@ class _Plan:
         self.steps: list[str] = []  # in words
         self._seen = seen
         self._over = {role: have[role] - desired[role] for role in desired}
+        self._spare, self._fixed = dict(spare), fixed
 
     def gain(self, role: str, most: int) -> None:
         """Take engines that leave, then those that the other role does not need, then new ones up to `most`."""
         other = _OTHER.get(role, "")
-        for engine in self._seen.engines:
-            if self._over[role] < 0 and engine.name in self._seen.leaving and engine.serves and engine.role == role:
-                self._take(engine.name, role, f"keep {engine.name}")
+        for engine in sorted(self._seen.engines, key=lambda e: e.role != role):
+            is_left = engine.name in self._seen.leaving and engine.serves and engine.name not in self.keep
+            if self._over[role] < 0 and is_left and engine.role in (role, other):
                 self.keep.append(engine.name)
-        while self._over[role] < 0 < self._over.get(other, 0) and (idle := self._idlest(other)):
-            self._over[other] -= 1
-            self.roles[idle] = role
-            self._take(idle, role, f"give {idle} the role {role}")
+                self._take(engine, role, f"keep {engine.name}")
+        while self._over[role] < 0 < self._spare.get(other, 0) and (idle := self._idlest(other, self._fixed)):
+            self._spare[other] -= 1
+            self._over[other] -= self._over[other] > 0
+            self._take(idle, role)
         there = [r for n, r in self._seen.starting.items()]
         there += [self.roles.get(e.name, e.role) for e in self._seen.engines if e.name not in self._seen.starting]
         if (count := min(-self._over[role], most - there.count(role))) > 0:
@@ -297,17 +324,22 @@ class _Plan:
     def lose(self, role: str, least: int) -> None:
         """Let the idlest engines go that are not needed."""
         for _ in range(min(self._over[role], len(self._able(role)) - least)):
-            self.stop.append(self._idlest(role))
+            idle = self._idlest(role)
+            assert idle is not None, "one is able"
+            self.stop.append(idle.name)
             self.steps.append(f"drain {self.stop[-1]}")
 
-    def _take(self, name: str, role: str, step: str) -> None:
+    def _take(self, engine: Seen, role: str, *steps: str) -> None:
         self._over[role] += 1
-        self.steps.append(step)
+        self.steps += steps
+        if engine.role != role:
+            self.roles[engine.name] = role
+            self.steps.append(f"give {engine.name} the role {role}")
 
-    def _idlest(self, role: str) -> str:
-        """The engine of a role with the fewest requests, the newest of several; empty: there is none left."""
-        able = self._able(role)
-        return min(reversed(able), key=lambda e: e.requests).name if able else ""
+    def _idlest(self, role: str, without: Collection[str] = ()) -> Seen | None:
+        """The engine of a role with the fewest requests, the newest of several; None: there is none left."""
+        able = [e for e in self._able(role) if e.name not in without]
+        return min(reversed(able), key=lambda e: e.requests) if able else None
 
     def _able(self, role: str) -> list[Seen]:
         """Engines of a role that serve and are to go on with it."""

@@ -112,14 +112,17 @@ class Simulation:
                 scaling.cancel()
 
     def _kill(self, failure: Failure) -> None:
+        if failure.engine not in self.engines:  # the autoscaler has ended it
+            return
         self._on_event(self._loop.clock.now(), failure.engine, "killed")
         self.engines[failure.engine].die()
         if failure.back_s:
             self._loop.call_later(failure.back_s, self._come_back, failure.engine)
 
     def _come_back(self, name: str) -> None:
-        self._on_event(self._loop.clock.now(), name, "back")
-        self.engines[name].come_back()
+        if name in self.engines:
+            self._on_event(self._loop.clock.now(), name, "back")
+            self.engines[name].come_back()
 
     async def _ask(self, ahead: Conversation, turn: Turn, reply: Reply) -> None:
         """One request, from the client's point of view."""

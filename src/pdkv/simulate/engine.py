@@ -379,7 +379,7 @@ class SimulatedEngine:
     def die(self) -> None:
         """End as a process does that is killed: all that it had is lost."""
         self.device.close()
-        del self.peers[self.name]
+        self.peers.pop(self.name, None)
         if self._listener is not None:
             self._listener.engine_down(self.name, "it was killed by the simulation")
 
