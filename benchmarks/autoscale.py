@@ -32,10 +32,12 @@ WINDOW_S, KEPT = 10.0, 0.9
 
 
 class Shape(NamedTuple):
-    """Requests a second over time."""
+    """Requests a second over time, their tokens in and out, and what each that decodes adds to a step."""
 
     seconds: float
     rate: Callable[[float], float]
+    lengths: Callable[[float], tuple[int, int]] = lambda at: (INPUT_LEN, OUTPUT_LEN)
+    row_s: float = 20e-6
 
 
 def _between(seconds: float, *points: tuple[float, float]) -> Shape:
@@ -55,21 +57,29 @@ SHAPES = {
     "swing": _between(1500, (0, 1), (300, 1), (420, 10), (780, 10), (900, 1)),
     "square": _between(1500, (0, 1), (300, 1), (301, 10), (780, 10), (781, 1)),
     "ripple": Shape(900, lambda at: 3.7 + 0.8 * math.sin(at / 10)),
+    "shift": Shape(
+        1200,
+        lambda at: 1.5 if 400 <= at < 800 else 3.0,
+        lambda at: (100, 800) if 400 <= at < 800 else (1500, 20),
+        row_s=1e-3,
+    ),
 }
-"""The last one crosses one engine's limit every half minute."""
+"""`ripple` crosses one engine's limit every half minute, `shift` needs two prefill engines, then two decode engines."""
 
 
 def sessions(shape: Shape, seed: int) -> Iterator[Session]:
-    """Requests at random times; each prompt has half to one and a half times INPUT_LEN."""
+    """Requests at random times; each prompt has half to one and a half times its usual tokens."""
     rng, at = random.Random(seed), 0.0
     while (at := at + rng.expovariate(shape.rate(at))) < shape.seconds:
-        length = rng.randint(INPUT_LEN // 2, INPUT_LEN * 3 // 2)
-        yield one_turn(rng.choices(range(FIRST_ID, LAST_ID), k=length), OUTPUT_LEN, at)
+        input_len, output_len = shape.lengths(at)
+        length = rng.randint(input_len // 2, input_len * 3 // 2)
+        yield one_turn(rng.choices(range(FIRST_ID, LAST_ID), k=length), output_len, at)
 
 
-def engine_options() -> EngineOptions:
+def engine_options(shape: Shape) -> EngineOptions:
     profile = read_profile(Path("paced:h100"))
-    return EngineOptions(replace(profile, prompt_token_s=(1 / SATURATED - profile.step_s) / INPUT_LEN))
+    token_s = (1 / SATURATED - profile.step_s) / INPUT_LEN
+    return EngineOptions(replace(profile, prompt_token_s=token_s, row_s=shape.row_s))
 
 
 def kept_time(run: Run, slo: Slo) -> float:
@@ -113,8 +123,9 @@ def main(arguments: list[str] | None = None) -> None:
     config = AutoscaleConfig(
         autoscale=BOUNDS, slo_ttft_ms=SLO["ttft"], slo_tpot_ms=SLO["tpot"], scale_down_after_s=args.down_after
     )
-    engine, is_first = engine_options(), True
+    is_first = True
     for name in args.loads:
+        engine = engine_options(SHAPES[name])
         for seed in range(args.seeds):
             found = measure(Topology(engine, 1, 1, autoscale=config, start_s=args.start), SHAPES[name], seed)
             if is_first:
