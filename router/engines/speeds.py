@@ -87,6 +87,7 @@ class Speeds:
         self._prefills: dict[str, Line] = {}  # tokens, by engine
         self._works: dict[str, tuple[Line, float]] = {}  # tokens to the end of a prompt, by engine, and until when
         self._steps: dict[str, Line] = {}  # requests that decode together, by engine
+        self._gaps: dict[str, Line] = {}  # requests that decode together, by engine; of the latest tokens
         self._contexts: dict[str, Line] = {}  # tokens of their KV
         self._tiers: dict[str, Line] = {}  # bytes, by name as in LoadReport.connectors
         self._reads: dict[str, dict[str, tuple[int, float]]] = {}  # by engine and tier: the part already counted
@@ -163,12 +164,16 @@ class Speeds:
 
     def step_at(self, engine: str) -> tuple[float, float]:
         """(requests, seconds between two tokens of each), as lately measured; zeros: not known."""
-        return _usual_of(self._steps.get(engine))
+        return _usual_of(self._gaps.get(engine))
 
     def work_token_s(self, engine: str) -> float:
         """Seconds by which each prompt token that waits there delays those behind it; 0: not known."""
         line, _ = self._works.get(engine) or (Line(), 0.0)
         return line.fit()[1]
+
+    def stepped(self, engine: str, num_requests: int, seconds: float) -> None:
+        """Record the time between two tokens of one of so many requests."""
+        self._gaps.setdefault(engine, Line(PACE_DECAY)).add(num_requests, seconds)
 
     def decoded(self, engine: str, num_requests: int, seconds: float, kv_tokens: int = 0) -> None:
         """Record the average time between two tokens of a request that has ended, among so many. `kv_tokens`: KV of
@@ -200,7 +205,7 @@ class Speeds:
 
     def forget(self, engine: str) -> None:
         """Forget an engine that is gone; its next incarnation may run elsewhere and starts from zero."""
-        for measured in (self._prefills, self._works, self._steps, self._contexts, self._reads):
+        for measured in (self._prefills, self._works, self._steps, self._gaps, self._contexts, self._reads):
             measured.pop(engine, None)
         self._pairs = {pair: line for pair, line in self._pairs.items() if engine not in pair}
 
