@@ -137,7 +137,7 @@ class Autoscaler:
         self._rate, self._sizes = Rate(), [Rate(), Rate(), Rate()]
         self._mean, self._variation = 0.0, 1.0  # of the tokens of a prompt
         self._prompt_line, self._step_line = Line(MEMORY), Line(MEMORY)
-        self._samples: set[tuple[Line, float, float]] = set()  # of the last observation
+        self._samples: Sequence[tuple[Line, float, float]] = ()  # of the last observation
         self._holds: Mapping[str, deque[tuple[float, int]]] = {role: deque() for role in bounds}
         self._away: dict[str, float] = {}  # engines that do not serve, and since when
         self._began = self._at = self._retry_at = -math.inf
@@ -176,9 +176,10 @@ class Autoscaler:
         self._at = now
         self._note_starts(seen, now)
         self._rate.note(seen.asked, now)
-        samples = {(line, *each) for line, each in self._samples_of(seen)}
-        for line, amount, seconds in samples - self._samples:
-            line.add(amount, seconds)
+        samples = [(line, *each) for line, each in self._samples_of(seen)]
+        for line, amount, seconds in samples:
+            if (line, amount, seconds) not in self._samples:
+                line.add(amount, seconds)
         self._samples = samples
         self._away = {e.name: self._away.get(e.name, now) for e in seen.engines if not e.serves}
         for rate, total in zip(self._sizes, seen.sizes, strict=True):
@@ -197,11 +198,12 @@ class Autoscaler:
         yield from ((self._step_line, each) for each in seen.step_times)
 
     def _step(self) -> tuple[float, float]:
-        """(fixed seconds, seconds per request) of a step. Of equal numbers of requests alone the line knows no slope,
-        and none is assumed.
+        """(fixed seconds, seconds per request) of a step. Of equal numbers of requests alone the line knows no slope:
+        requests are taken to cost nothing where steps are short enough, and to be all that costs where they are not.
         """
         fixed_s, request_s = self._step_line.fit()
-        return (fixed_s, request_s) if fixed_s else (self._step_line.at(self._step_line.amount), 0.0)
+        usual_s = self._step_line.at(self._step_line.amount)
+        return (fixed_s, request_s) if fixed_s or usual_s > self.objectives.tpot_s else (usual_s, 0.0)
 
     def _note_starts(self, seen: Observation, now: float) -> None:
         started, failed = self._counts

@@ -84,7 +84,7 @@ class Simulation:
 
         self.engines = {name: make(name, role) for name, role in topology.roles}
         for failure in topology.failures:
-            if failure.engine not in self.engines:
+            if failure.engine not in self.engines and topology.autoscale is None:  # which may add one of that name
                 known = ", ".join(list(self.engines)[:8])
                 raise ConfigError(f"--kill {failure.engine}: an engine's name was expected: {known}")
         for engine in self.engines.values():
@@ -112,7 +112,7 @@ class Simulation:
                 scaling.cancel()
 
     def _kill(self, failure: Failure) -> None:
-        if failure.engine not in self.engines:  # the autoscaler has ended it
+        if failure.engine not in self.engines:  # there is none at the moment
             return
         self._on_event(self._loop.clock.now(), failure.engine, "killed")
         self.engines[failure.engine].die()

@@ -27,6 +27,7 @@ class World:
         self.started = self.failed = 0
         self.now, self.asked, self.count, self.queued, self.decoding = 0.0, 0.0, 0.0, 0.0, 1.0
         self.starts_fail = self.keeps_leaving = False
+        self.steps = [(1.0, 0.01), (9.0, 0.018)]
         self.changes: list[Decision] = []
 
     def roles(self) -> tuple[int, int]:
@@ -54,7 +55,7 @@ class World:
             [*self.engines.values()], {n: role for n, (role, _) in self.starting.items()}, [*self.leaving],
             self.started, self.failed, start_s=self.START_S if self.started else 0.0, queued=self.queued,
             asked=self.asked + self.queued, sizes=(self.count, self.asked, squares),
-            prompt_times=[(TOKENS, PROMPT_S)], step_times=[(1.0, 0.01), (9.0, 0.018)], requests=self.decoding,
+            prompt_times=[(TOKENS, PROMPT_S)], step_times=self.steps, requests=self.decoding,
         )  # fmt: skip
 
     def act(self, decision: Decision) -> None:
@@ -120,6 +121,14 @@ def test_engines_go_when_they_were_not_needed_for_long_enough() -> None:
     assert world.changes == []
     [decision] = world.pass_s(20, rate=1.0)
     assert decision.stop == ["prefill-2", "prefill-1"], "the newest first"
+
+
+@pytest.mark.parametrize(("seconds", "num_decode"), [(0.2, 4), (0.04, 1)])
+def test_steps_of_one_size_alone_say_whether_they_are_too_long(seconds: float, num_decode: int) -> None:
+    world = World()
+    world.steps, world.decoding = [(40.0, seconds)], 40.0
+    world.pass_s(30, rate=1.0)
+    assert world.roles() == (1, num_decode)
 
 
 def test_a_role_changes_before_an_engine_starts_and_what_is_idlest_changes() -> None:
