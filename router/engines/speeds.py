@@ -65,6 +65,9 @@ class Costs(NamedTuple):
 PACE_DECAY = 0.97
 """Weight of a prompt's time relative to the next one where engines are compared: about the last thirty count."""
 
+TOKEN_DECAY = 0.999
+"""Weight of a token's time relative to the next one: about the last thousand count."""
+
 LATELY_S = 5.0
 """Seconds for which an engine counts as slower or faster than its peers after it was last measured. Given nothing while
 others have less to do, it would never be measured again, nor have anything to do after it has recovered.
@@ -171,9 +174,9 @@ class Speeds:
         line, _ = self._works.get(engine) or (Line(), 0.0)
         return line.fit()[1]
 
-    def stepped(self, engine: str, num_requests: int, seconds: float) -> None:
-        """Record the time between two tokens of one of so many requests."""
-        self._gaps.setdefault(engine, Line(PACE_DECAY)).add(num_requests, seconds)
+    def stepped(self, engine: str, num_requests: int, seconds: float, num_tokens: int) -> None:
+        """Record the time between each two of the latest tokens of one of so many requests."""
+        self._gaps.setdefault(engine, Line(TOKEN_DECAY)).add(num_requests, seconds, num_tokens)
 
     def decoded(self, engine: str, num_requests: int, seconds: float, kv_tokens: int = 0) -> None:
         """Record the average time between two tokens of a request that has ended, among so many. `kv_tokens`: KV of

@@ -263,9 +263,10 @@ class Driver:
             return
         state = self.fleet.engines[engine]
         if state.role != "prefill" and generation.flow.accepts(engine, message):
-            seconds = (now - generation.last_token_at) / max(len(message.token_ids), 1)
+            num_tokens = max(len(message.token_ids), 1)
+            seconds = (now - generation.last_token_at) / num_tokens
             self.fleet.answered(engine, state.books.requests, seconds)
-            self.fleet.speeds.stepped(engine, state.books.requests, seconds)
+            self.fleet.speeds.stepped(engine, state.books.requests, seconds, num_tokens)
 
     def _note_load(self, flow: RequestFlow, reader: str, loaded: Loaded, now: float) -> None:
         """Count the end of a KV load for or against the pair, unless its source is gone, which explains it."""

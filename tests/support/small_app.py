@@ -70,7 +70,7 @@ def model_config() -> ModelConfig:
 
 
 def make_app(dispatcher: FakeDispatcher, **options: Any) -> Starlette:
-    """The application; `limits`, `api` and `access` are parts of its configuration."""
-    names = {"limits": "http", "api": "api", "access": "access"}
+    """The application; `limits`, `api`, `access` and `autoscaling` are parts of its configuration."""
+    names = {"limits": "http", "api": "api", "access": "access", "autoscaling": "autoscaling"}
     config = RouterConfig(**{part: options.pop(name) for name, part in names.items() if name in options})
     return create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), [MODEL], config=config, **options)

@@ -17,16 +17,16 @@ class Line:
         self._decay = decay
         self._n = self._x = self._y = self._xx = self._xy = 0.0
 
-    def add(self, amount: float, seconds: float) -> None:
-        """Add a measurement; one with amount 0 is ignored."""
+    def add(self, amount: float, seconds: float, count: int = 1) -> None:
+        """Add a measurement; one with amount 0 is ignored. `count`: equal ones."""
         if amount <= 0 or seconds <= 0:
             return
-        decay = self._decay
-        self._n = self._n * decay + 1
-        self._x = self._x * decay + amount
-        self._y = self._y * decay + seconds
-        self._xx = self._xx * decay + amount * amount
-        self._xy = self._xy * decay + amount * seconds
+        decay = self._decay**count
+        self._n = self._n * decay + count
+        self._x = self._x * decay + amount * count
+        self._y = self._y * decay + seconds * count
+        self._xx = self._xx * decay + amount * amount * count
+        self._xy = self._xy * decay + amount * seconds * count
 
     @property
     def known(self) -> bool:
