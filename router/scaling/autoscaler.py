@@ -83,7 +83,7 @@ class Decision(NamedTuple):
 
     at: float
     desired: Mapping[str, int]
-    figures: Mapping[str, Any]
+    figures: dict[str, Any]  # JSON-ready
     start: Mapping[str, int] = {}  # by role
     stop: Sequence[str] = ()  # to be drained, and ended
     keep: Sequence[str] = ()  # leaving engines that are needed after all

@@ -122,8 +122,8 @@ class Scaler:
     def _record(self, decision: Decision) -> None:
         self.counts.update(start=sum(decision.start.values()), role=len(decision.roles))
         self.counts.update(stop=len(decision.stop), keep=len(decision.keep))
-        shown = {"at": decision.at, "reason": decision.reason, "desired": decision.desired} | decision.figures
-        self._decisions.append(shown)
+        shown = {"at": decision.at, "reason": decision.reason, "desired": decision.desired}
+        self._decisions.append(shown | decision.figures)
         self._dispatcher.fleet.events.note(decision.at, "operator", text=f"autoscaler: {decision.reason}")
         logger.info("autoscaler: %s %s", decision.reason, msgspec.json.encode(decision.figures).decode())
 

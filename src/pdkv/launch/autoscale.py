@@ -11,7 +11,7 @@ from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.limits import clip
 from pdkv.errors import PdkvError
 from pdkv.launch.fleet_control import FleetControl
-from pdkv.launch.plan import ROLES
+from pdkv.launch.plan import ROLES, Kind
 from pdkv.router.scaling.scaler import Orders, Told
 
 RETRY_S = 1.0
@@ -73,7 +73,7 @@ class LaunchScaler:
         for name in orders.stop:
             if name in self._fleet.supervisor.engines and name not in self._leaving:
                 self._leaving[name] = self._begin(self._leave(name))
-        kinds = {role: kind for kind, role in ROLES.items()}
+        kinds: dict[str, Kind] = {role: kind for kind, role in ROLES.items()}
         for role, count in orders.start.items():
             for _ in range(count):
                 self._begin(self._start(kinds[role]))
@@ -91,7 +91,7 @@ class LaunchScaler:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("autoscaler: a defect", exc_info=error)
 
-    async def _start(self, kind: Any) -> None:
+    async def _start(self, kind: Kind) -> None:
         began, say = self._clock.now(), functools.partial(logger.info, "autoscaler: %s")
         name = ""
         try:
