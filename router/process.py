@@ -29,8 +29,9 @@ from pdkv.router.fronts.hall import Hall
 from pdkv.router.garbage import ShortCollections
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.operations import Operations
-from pdkv.router.http.app import create_app
+from pdkv.router.http.app import create_app, served_model
 from pdkv.router.http.pages.admin import LauncherPages
+from pdkv.router.http.read.served_model import ServedModel
 from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.certificates import Tls
 from pdkv.router.http.server.connections import Connections, connection_limit
@@ -141,10 +142,8 @@ def run_router(
 
     for engine in spec.engines:
         dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
-    model = spec.model
-    model_config = load_model_config(model.model, ignored_fields=model.ignore_config_fields)
-    sampling_defaults = read_sampling_defaults(model.model, model.generation_config)
-    log_sampling_defaults(model.model, sampling_defaults)
+    served = model_of(spec)
+    log_sampling_defaults(spec.model.model, served.sampling_defaults)
     limits = config.http
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(spec.engines))
     key_file = config.access.api_key_file
@@ -157,13 +156,9 @@ def run_router(
     recorder = begin_recording(seen, spec.served_model_names[0], is_restart=not spec.await_all)
     app = create_app(
         dispatcher,
-        load_tokenizer(model),
-        model_config,
-        spec.served_model_names,
+        served,
         config=config,
         keys=keys,
-        sampling_defaults=sampling_defaults,
-        logits_processors=spec.logits_processors,
         operations=operations,
         tracer=tracer,
         watchdog=watchdog,
@@ -181,12 +176,12 @@ def run_router(
     reloads = [source.reload for source in (keys, tls) if source is not None]
     stopping = Stopping(serving, dispatcher, app.state.drain, room, spec.drain_s)
     listener = socket.socket(fileno=listen_fd if fronts_fd is None else fronts_fd)
-    sys.setswitchinterval(SWITCH_S)
-    gc.collect()
-    gc.freeze()  # objects that live as long as the process need not be examined again
+    running = _running(dispatcher, admin, stopping, on_ready, watchdog)
     try:
-        with asyncio.Runner(loop_factory=loop_factory()) as runner:
-            runner.run(_serve(serving, admin, dispatcher, stopping, listener, lifeline_fd, on_ready, reloads, watchdog))
+        run_until_stopped(
+            serving, listener, running, stopping, lifeline_fd, reloads,
+            lambda: (dispatcher.num_generations, dispatcher.counters.started),
+        )  # fmt: skip
     finally:
         for instrument in (watchdog, tracer, recorder):
             if instrument is not None:
@@ -306,31 +301,64 @@ def listen_to_signals(stopping: Stopping, lifeline_fd: int | None, reloads: Sequ
         loop.add_reader(lifeline_fd, lifeline_readable)
 
 
-async def _serve(
+def model_of(spec: RouterSpec) -> ServedModel:
+    """The model as requests may use it. Raises ConfigError for a broken model directory."""
+    files = spec.model
+    return served_model(
+        load_tokenizer(files),
+        load_model_config(files.model, ignored_fields=files.ignore_config_fields),
+        spec.served_model_names,
+        api=spec.config.api,
+        sampling_defaults=read_sampling_defaults(files.model, files.generation_config),
+        logits_processors=spec.logits_processors,
+    )
+
+
+def run_until_stopped(
     serving: Serving,
-    admin: contextlib.AbstractAsyncContextManager[None],
-    dispatcher: Dispatcher,
-    stopping: Stopping,
     listener: socket.socket,
+    running: contextlib.AbstractAsyncContextManager[None],
+    stopping: Stopping,
     lifeline_fd: int | None,
-    on_ready: Callable[[], None] | None,
     reloads: Sequence[Callable[[], None]],
-    watchdog: LoopWatchdog | None,
+    count: Callable[[], tuple[int, int]],
 ) -> None:
-    loop = asyncio.get_running_loop()
+    """Serve, within `running`, until `stopping` ends it; `count`: of `ShortCollections`."""
+
+    async def serve() -> None:
+        garbage = ShortCollections(count)
+        garbage.start()
+        listen_to_signals(stopping, lifeline_fd, reloads)
+        try:
+            async with running:
+                await serving.serve_on(listener)
+        finally:
+            garbage.close()
+
+    sys.setswitchinterval(SWITCH_S)
+    gc.collect()
+    gc.freeze()  # objects that live as long as the process need not be examined again
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(serve())
+
+
+@contextlib.asynccontextmanager
+async def _running(
+    dispatcher: Dispatcher,
+    admin: contextlib.AbstractAsyncContextManager[None],
+    stopping: Stopping,
+    on_ready: Callable[[], None] | None,
+    watchdog: LoopWatchdog | None,
+) -> AsyncIterator[None]:
     if watchdog is not None:
         watchdog.start()
-    garbage = ShortCollections(lambda: (dispatcher.num_generations, dispatcher.counters.started))
-    garbage.start()
-    listen_to_signals(stopping, lifeline_fd, reloads)
     dispatcher.connect()
-    announcement = loop.create_task(_announce(dispatcher, on_ready))
+    announcement = asyncio.create_task(_announce(dispatcher, on_ready))
     announcement.add_done_callback(lambda task: stopping.now() if not task.cancelled() and task.exception() else None)
     try:
         async with admin:
-            await serving.serve_on(listener)
+            yield
     finally:
-        garbage.close()
         dispatcher.close()
         announcement.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -48,7 +48,7 @@ class Replay(NamedTuple):
     reply_id: str
     created: int
     label: str
-    seen: tuple[int, ...]  # events that its client has, by choice, and then those of its end
+    seen: tuple[int, ...] = ()  # events that its client has, by choice, and then those of its end
 
 
 class Stay(Protocol):

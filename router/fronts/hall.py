@@ -1,11 +1,10 @@
-"""The dispatcher's side of the fronts: takes their messages, and keeps answers that may be taken up again."""
+"""The dispatcher's side of the fronts: takes their calls, and keeps answers that may be taken up again."""
 
 import asyncio
-import contextlib
 import logging
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client.core import Metric
@@ -14,20 +13,23 @@ from starlette.types import ASGIApp
 from pdkv.errors import InvalidRequest, MalformedMessage, PdkvError
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.desk import Asked, Replay
 from pdkv.router.admission.tenants import Tenant
-from pdkv.router.fronts import wire
 from pdkv.router.fronts.session import Run, Session
-from pdkv.router.fronts.wire import Link, Message
+from pdkv.router.fronts.wire import Link, PageScope, Problem
 from pdkv.router.http.app import HasLength
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.metrics.exposition import gauge
 from pdkv.router.metrics.requests import ENDPOINTS, Metrics, RequestMetrics, Totals
+from pdkv.router.request import GenerateRequest
 
 HOLD_S = 30.0
 """Seconds for which an answer can be taken up: after its front has gone, or after its end."""
 
 PIECES_AHEAD = 8
 """Pieces of a page's answer that may wait in a front."""
+
+_LEFT = {"type": "http.disconnect"}
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,9 @@ class Hall:
         pages: ASGIApp, max_kept_bytes: int,
     ) -> None:  # fmt: skip
         """`pages` serves what fronts do not; `max_kept_bytes`: of answers without a front, oldest dropped first."""
-        self.dispatcher, self.admission, self.metrics, self.drain = dispatcher, admission, metrics, drain
-        self.keys, self.pages = keys, pages
-        self.no_totals = Totals()  # of what is not counted
+        self.dispatcher, self.drain, self.pages = dispatcher, drain, pages
+        self._admission, self._metrics, self._keys = admission, metrics, keys
+        self._no_totals = Totals()  # of what is not counted
         self._max_kept_bytes = max_kept_bytes
         self._fronts: set[_Door] = set()
         self._kept: dict[str, Session] = {}  # that may be taken up, by id
@@ -77,9 +79,31 @@ class Hall:
             for session in list(self._alone):
                 self.drop(session)
 
+    def tenant(self, authorization: str | None) -> Tenant:
+        """Whose a request is. Raises Unauthorized."""
+        return self._admission.anonymous if self._keys is None else self._keys.authenticate(authorization)
+
+    def begin(self, door: "_Door", number: int, path: str, tenant: Tenant) -> Session:
+        """A new session. Raises what `Admission.arrive` and, for one that is to generate, `Visit.check` do."""
+        endpoint = ENDPOINTS.get(path)
+        metrics = RequestMetrics(self._metrics if endpoint else self._no_totals, endpoint or "completions")
+        session = None
+        try:
+            session = Session(door, number, path, self._admission.arrive(tenant), metrics)
+            session.stack.enter_context(self.drain.counted())
+            if endpoint:
+                session.visit.check()
+            return session
+        except PdkvError as error:
+            end = metrics.ended if session is None else session.close
+            end(error.code)
+            raise
+
     def keep(self, session: Session) -> None:
-        """Keep a session that has no front, or is over, for HOLD_S and within the budget."""
-        self._kept[session.id] = session
+        """Keep a session that has no front, or is over, for HOLD_S and within the budget; drop one that cannot be."""
+        if session.kept is None:
+            self.drop(session)
+            return
         self._alone[session] = session.num_bytes
         self._num_bytes += self._alone[session]
         session.timer = asyncio.get_running_loop().call_later(HOLD_S, self.drop, session)
@@ -99,17 +123,19 @@ class Hall:
             session.timer.cancel()
 
     def admitted(self, session: Session) -> None:
-        """Let it be taken up from now on."""
+        """Let it be taken up from now on, if it can be."""
         if session.kept is not None:
             self._kept[session.id] = session
 
-    def take_up(self, resume_id: str, path: str, keeper: str) -> Session:
+    def take_up(self, resume_id: str, path: str, tenant: Tenant) -> Session:
         """The session of this id, which leaves the front that it has. Raises InvalidRequest (404)."""
         session = self._kept.get(resume_id)
-        if session is None or (session.path, session.keeper) != (path, keeper):
+        if session is None or (session.path, session.keeper) != (path, tenant.keeper):
             text = "there is no such answer (any more) to take up with this key at this path"
             raise InvalidRequest(text, param="x-pd-resume-id", status=404)
         self._rejoin(session)
+        if isinstance(session.front, _Door):
+            session.front.release(session)
         return session
 
     def _held(self) -> Iterator[Metric]:
@@ -122,18 +148,17 @@ class Hall:
 
 
 class _Door:
-    """The connection of one front."""
+    """The connection of one front, which numbers its requests (`stay`) and its other exchanges of HTTP (`page`)."""
 
     def __init__(self, hall: Hall) -> None:
         self._hall = hall
         self.held = (0, 0, 0)
         self._sessions: dict[int, Session] = {}
-        self._pages: dict[int, _PageExchange] = {}
+        self._pages: dict[int, _Page] = {}
         self._news: dict[Run, None] = {}
-        self.link: Link[wire.FromFront] = Link(wire.from_fronts, self._take, self._lost)
-        self.link.fill = self._fill
-        self.send = self.link.send
-        self.send(wire.Welcome(hall.dispatcher.max_model_len))
+        self.link = Link(self, self._lost, self._fill)
+        self.put = self.link.put
+        self.link.send("welcome", hall.dispatcher.max_model_len)
 
     def has_news(self, run: Run) -> None:
         """Take the run's news into the next frame: until the front reads, they stay where they are."""
@@ -141,94 +166,75 @@ class _Door:
             self.link.wake()
         self._news[run] = None
 
-    def _fill(self, out: list[Message]) -> None:
+    def _fill(self) -> None:
         runs, self._news = self._news, {}
         for run in runs:
-            if run.session.front is self and (news := run.news()) is not None:
-                out.append(news)
+            if run.session.front is self:
+                run.tell_news()
 
-    def _take(self, messages: Sequence[wire.FromFront]) -> None:
-        for message in messages:
-            match message:
-                case wire.Arrive():
-                    self._arrive(message)
-                case wire.AskPage():
-                    page = self._pages[message.page] = _PageExchange(message, self.send)
-                    page.begin(self._hall.pages, partial(self._forget, message.page))
-                case wire.Beat():
-                    pass
-                case wire.PageRead() | wire.PageLeft():
-                    if (page_or_none := self._pages.get(message.page)) is not None:
-                        page_or_none.hear(message)
-                case _ if (session := self._sessions.get(message.stay)) is not None:
-                    self._advance(session, message)
-                case _:  # of one that another front has taken up
-                    pass
-
-    def _forget(self, page: int, _: object) -> None:
-        self._pages.pop(page, None)
-
-    def _arrive(self, message: wire.Arrive) -> None:
-        hall, stay = self._hall, message.stay
+    def on_arrive(self, stay: int, path: str, authorization: str | None, resume_id: str) -> None:
+        """A request of which only the head is known. `resume_id`: of an answer that is to be taken up."""
+        hall, session, tenant, problem = self._hall, None, None, None
         if stay in self._sessions:
             raise MalformedMessage(f"request {stay} arrives twice")
-        metrics, tenant = None, None
+        self.link.send("welcome", hall.dispatcher.max_model_len)
         try:
-            tenant = hall.admission.anonymous if hall.keys is None else hall.keys.authenticate(message.authorization)
-            if message.resume_id:
-                session = hall.take_up(message.resume_id, message.path, tenant.keeper)
-                if isinstance(old := session.front, _Door):
-                    old.release(session)
+            tenant = hall.tenant(authorization)
+            if resume_id:
+                session = hall.take_up(resume_id, path, tenant)
             else:
-                endpoint = ENDPOINTS.get(message.path)
-                metrics = RequestMetrics(hall.metrics if endpoint else hall.no_totals, endpoint or "completions")
-                with contextlib.ExitStack() as stack:
-                    visit = stack.enter_context(hall.admission.arrive(tenant))
-                    if endpoint:
-                        visit.check()
-                    stack.pop_all()
-                session = Session(self, stay, message.path, visit, metrics)
-                session.stack.enter_context(hall.drain.counted())
+                session = hall.begin(self, stay, path, tenant)
+            self._sessions[stay] = session
         except PdkvError as error:
-            if metrics is not None:
-                metrics.ended(error.code)
-            self.send(_answer(stay, tenant, error))
+            problem = Problem.of(error)
+        self._answer(stay, tenant, problem, session)
+        if session is not None and resume_id:
+            session.move(self, stay)
+
+    def on_admit(self, stay: int, asked: Asked, replay: Replay) -> None:
+        """What a request asks for, and what is kept of it if it can be taken up again."""
+        if (session := self._sessions.get(stay)) is None:
             return
-        session.number = stay
-        self._sessions[stay] = session
-        name, rates = _known(tenant)
-        kept = session.kept if message.resume_id else None
-        self.send(wire.Arrived(stay, name, rates, hall.dispatcher.max_model_len, session.id, kept))
-        if message.resume_id:
-            session.attach(self)
-            session.again()
+        problem = None
+        try:
+            session.admit(asked, replay)
+            self._hall.admitted(session)
+        except MalformedMessage:
+            raise
+        except PdkvError as error:
+            problem = Problem.of(error)
+        self._answer(stay, session.visit.tenant, problem)
 
-    def _advance(self, session: Session, message: wire.Admit | wire.Start | wire.Stop | wire.End) -> None:
-        match message:
-            case wire.Admit():
-                try:
-                    session.admit(message)
-                    self._hall.admitted(session)
-                    self.send(_answer(session.number, session.visit.tenant))
-                except MalformedMessage:
-                    raise
-                except PdkvError as error:
-                    self.send(_answer(session.number, session.visit.tenant, error))
-            case wire.Start():
-                session.start(message)
-            case wire.Stop():
-                session.stop(message)
-            case wire.End():
-                self._end(session, message)
+    def _answer(
+        self, stay: int, tenant: Tenant | None, problem: Problem | None, session: Session | None = None
+    ) -> None:
+        """Say what became of a request, and what is now left of its key's limits."""
+        name = tenant.name if tenant is not None and tenant.digest else None
+        rates = list(tenant.rate_headers()) if tenant is not None else []
+        resume_id, replay = (session.id, session.kept) if session is not None else ("", None)
+        self.link.send("answer", stay, problem, name, rates, resume_id, replay)
 
-    def _end(self, session: Session, message: wire.End) -> None:
-        self.held = message.held
-        for seconds in message.stalls:
+    def on_start(self, stay: int, choice: int, request: GenerateRequest) -> None:
+        """Begin a choice. Its prompt comes with the first choice of the prompt; the terms are the dispatcher's."""
+        if (session := self._sessions.get(stay)) is not None:
+            session.start(choice, request)
+
+    def on_stop(self, stay: int, choice: int, num_tokens: int) -> None:
+        """The text of a choice has ended after so many tokens."""
+        if (session := self._sessions.get(stay)) is not None:
+            session.stop(choice, num_tokens)
+
+    def on_end(self, stay: int, outcome: str, stalls: list[float], held: tuple[int, int, int]) -> None:
+        """A request is over: "ok", "disconnected" or an error's code. `stalls`: seconds that tokens waited for its
+        client; `held`: bytes of bodies, bodies that wait, and bytes of texts in the front.
+        """
+        self.held = held
+        if (session := self._sessions.pop(stay, None)) is None:
+            return
+        for seconds in stalls:
             session.metrics.client_stall(seconds)
-        del self._sessions[session.number]
-        session.attach(None)
-        session.close(message.outcome[:64])
-        if session.kept is not None and message.outcome == "ok":
+        session.close(outcome[:64])
+        if outcome == "ok":
             self._hall.keep(session)
         else:
             self._hall.drop(session)
@@ -236,86 +242,76 @@ class _Door:
     def release(self, session: Session) -> None:
         """Leave a session to another front."""
         self._sessions.pop(session.number, None)
-        self.send(wire.Taken(session.number))
+        self.link.send("taken", session.number)
+
+    def on_page(self, page: int, scope: PageScope) -> None:
+        """An exchange that the dispatcher serves: an application runs here, and receives and sends there."""
+        self._pages[page] = _Page(self.link, page)
+        task = asyncio.get_running_loop().create_task(self._pages[page].serve(self._hall.pages, scope))
+        task.add_done_callback(lambda _: self._pages.pop(page, None))
+
+    def on_received(self, page: int, message: dict[str, Any]) -> None:
+        """What was received, once for each `want`; "http.disconnect" at any time."""
+        if (served := self._pages.get(page)) is not None:
+            served.received(message)
+
+    def on_sent(self, page: int) -> None:
+        """A message has been sent."""
+        if (served := self._pages.get(page)) is not None:
+            served.room.release()
 
     def _lost(self) -> None:
         """Keep what may be taken up, end the rest."""
-        for page in list(self._pages.values()):
-            page.hear(wire.PageLeft(0))
+        for page in self._pages.values():
+            page.received(_LEFT)
         sessions, self._sessions = self._sessions, {}
         for session in sessions.values():
             session.attach(None)
-            if session.kept is not None:
-                self._hall.keep(session)
-            else:
-                self._hall.drop(session)
+            self._hall.keep(session)
         num_kept = sum(session.kept is not None for session in sessions.values())
         level = logging.INFO if self._hall.drain.draining and not sessions else logging.WARNING
         logger.log(level, "a front is gone; %d of its %d requests may be taken up", num_kept, len(sessions))
         self._hall.left(self)
 
 
-def _answer(stay: int, tenant: Tenant | None, error: PdkvError | None = None) -> wire.Answer:
-    """What became of a request, and what is now left of its key's limits."""
-    name, rates = _known(tenant) if tenant is not None else (None, [])
-    return wire.Answer(stay, -1, wire.Problem.of(error) if error is not None else None, "", name, rates)
+class _Page:
+    """An exchange of HTTP between an application here and a client of a front."""
 
+    def __init__(self, link: Link, number: int) -> None:
+        self.room = asyncio.Semaphore(PIECES_AHEAD)
+        self._link, self._number = link, number
+        self._wanted: deque[asyncio.Future[dict[str, Any]]] = deque()
+        self._has_left = False
 
-def _known(tenant: Tenant) -> tuple[str | None, wire.RawHeaders]:
-    """What a front is told of a tenant; no name: clients need no key."""
-    return tenant.name if tenant.digest else None, list(tenant.rate_headers())
-
-
-class _PageExchange:
-    """One exchange of HTTP with the application of the dispatcher."""
-
-    def __init__(self, message: wire.AskPage, tell: Callable[[Message], None]) -> None:
-        self._number, self._tell = message.page, tell
-        self._scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "root_path": "",
-        }
-        for name in ("method", "path", "raw_path", "query_string", "headers", "client", "server", "scheme"):
-            self._scope[name] = getattr(message, name)
-        self._body: bytes | None = message.body
-        self._room = asyncio.Semaphore(PIECES_AHEAD)
-        self._gone = asyncio.Event()
-
-    def begin(self, app: ASGIApp, done: Callable[[object], object]) -> None:
-        """Serve it; `done` is called at its end."""
-        self._task = asyncio.get_running_loop().create_task(self._serve(app))
-        self._task.add_done_callback(done)
-
-    async def _serve(self, app: ASGIApp) -> None:
+    async def serve(self, app: ASGIApp, scope: PageScope) -> None:
+        """Serve it."""
+        whole = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "root_path": "", **scope}
         try:
-            await app(self._scope, self._receive, self._send)
+            await app(whole, self._receive, self._send)
         except Exception:
-            logger.exception("an error in the answer to %s", self._scope.get("path"))
-            self._tell(wire.PageBody(self._number, b"", more=False))
+            logger.exception("an error in the answer to %s", scope["path"])
+            self._link.send("message", self._number, None)
 
     async def _receive(self) -> dict[str, Any]:
-        if self._body is None:
-            await self._gone.wait()
-            return {"type": "http.disconnect"}
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+        if self._has_left:
+            return _LEFT
+        self._wanted.append(asyncio.get_running_loop().create_future())
+        self._link.send("want", self._number)
+        return await self._wanted[-1]
 
     async def _send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self._tell(wire.PageHead(self._number, message["status"], [(n, v) for n, v in message.get("headers", ())]))
-            return
-        if not self._gone.is_set():
-            await self._room.acquire()
-        if not self._gone.is_set():
-            self._tell(wire.PageBody(self._number, message.get("body", b""), message.get("more_body", False)))
+        if not self._has_left:
+            await self.room.acquire()
+        if not self._has_left:
+            self._link.send("message", self._number, message)
 
-    def hear(self, message: wire.PageRead | wire.PageLeft) -> None:
-        """Send more, or nothing any more."""
-        if isinstance(message, wire.PageLeft):
-            self._gone.set()
-            for _ in range(PIECES_AHEAD):
-                self._room.release()
-        else:
-            self._room.release()
+    def received(self, message: dict[str, Any]) -> None:
+        """Hand over what a front has received."""
+        self._has_left |= message.get("type") == _LEFT["type"]
+        if self._has_left:
+            self.room.release()
+        while self._wanted:
+            if not (wanted := self._wanted.popleft()).done():
+                wanted.set_result(message)
+            if not self._has_left:
+                return

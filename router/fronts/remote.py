@@ -3,30 +3,26 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.config import AdmissionConfig, HttpLimits
-from pdkv.errors import Draining, EngineUnavailable, InvalidRequest, PdkvError, RequestAborted
+from pdkv.errors import Draining, EngineUnavailable, PdkvError, RequestAborted
 from pdkv.router.admission.desk import Asked, Deliver, Replay, Terms
 from pdkv.router.admission.tenants import TENANT
-from pdkv.router.fronts import wire
-from pdkv.router.fronts.wire import Link, Message
+from pdkv.router.fronts.wire import Facts, Link, PageScope, Problem, RawHeaders
 from pdkv.router.http.answer.event_ids import read_event_id
 from pdkv.router.http.answer.fanout import STALL_S
-from pdkv.router.http.server.budget import ByteBudget, Held
 from pdkv.router.http.server.errors import describe_error, json_response
-from pdkv.router.http.server.request_body import Disconnected, wait_until_gone
+from pdkv.router.http.server.paused_body import PAUSE_BODY, PauseBody, PausedBody
+from pdkv.router.http.server.request_body import Disconnected
 from pdkv.router.request import Delta, GenerateRequest
-from pdkv.wire.reports import SourceCounts
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Generation
@@ -34,7 +30,8 @@ if TYPE_CHECKING:
 AGAIN_S = 0.2
 """Pause before the dispatcher is called again, if even its socket is missing."""
 
-_NOTHING = wire.Facts("", "", SourceCounts(), 0, None, 1)
+WATCH_S = 1.0
+"""Seconds for a dispatcher to answer before the clients that wait for it are watched, whether they leave."""
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +41,7 @@ class RemoteTenant:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.rates: wire.RawHeaders = []
+        self.rates: RawHeaders = []
 
     def rate_headers(self) -> Iterator[tuple[bytes, bytes]]:
         """OpenAI's headers, as of the dispatcher's last answer."""
@@ -56,20 +53,31 @@ class RemoteGeneration:
 
     def __init__(self, stay: "RemoteStay", choice: int) -> None:
         self.ended = False
-        self._facts = _NOTHING
+        self.facts: Facts | None = None  # None: it has not begun
         self._stay, self._choice = stay, choice
         self._news: deque[Delta | PdkvError] = deque()
-        self._came_at = 0.0  # the oldest of them; 0: no longer of interest
+        self._came_at = 0.0  # the oldest of them
         self._is_new = True
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: Delta | PdkvError, facts: wire.Facts | None, now: float) -> None:
+    def __getattr__(self, name: str) -> Any:
+        """A property of the generation, as far as it is known."""
+        return getattr(self.facts or Facts(), name)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it was given to an engine, or has failed."""
+        return self.facts is not None or bool(self._news)
+
+    def put(self, item: Delta | PdkvError) -> None:
         """The next delta, or the failure that ends it."""
-        if facts is not None:
-            self._facts = facts
         if not self._news:
-            self._came_at = now
+            self._came_at = MONOTONIC.now()
         self._news.append(item)
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake its reader."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -109,20 +117,12 @@ class RemoteGeneration:
         """Take nothing more; the end of the stay ends it. Idempotent."""
         if not self.ended:
             self._news.clear()
-            self.put(RequestAborted("the client went away", request_id=self._stay.label), None, 0.0)
+            self.put(RequestAborted("the client went away", request_id=self._stay.label))
 
     def finish(self, num_tokens: int) -> None:
         """Note that the text ended after so many tokens. Idempotent."""
         self.ended = True
-        self._stay.tell_stop(self._choice, num_tokens)
-
-    prefill_engine = property(lambda self: self._facts.prefill)
-    decode_engine = property(lambda self: self._facts.decode)
-    sources = property(lambda self: self._facts.sources)
-    num_cached_tokens = property(lambda self: self._facts.num_cached)
-    num_lossy_tokens = property(lambda self: self._facts.num_lossy)
-    num_attempts = property(lambda self: self._facts.num_attempts)
-    stays = property(lambda self: self._facts.stays)
+        self._stay.tell("stop", self._choice, num_tokens)
 
 
 class RemoteStay:
@@ -134,71 +134,63 @@ class RemoteStay:
         self.tenant: RemoteTenant | None = None
         self.stalls: list[float] = []  # seconds that tokens waited for the client
         self._desk, self._number, self._seen = desk, number, seen
-        self._answers: dict[int, asyncio.Future[str]] = {}  # by choice; -1: of all of it
+        self.paused: PausedBody | None = None
+        self._answer: asyncio.Future[None] | None = None
         self._runs: dict[int, RemoteGeneration] = {}
-        self._failure: wire.Problem | None = None  # that ended all of it
+        self._failure: PdkvError | None = None  # that ended all of it
         self._n = 1
 
-    def ask(self, choice: int = -1) -> "asyncio.Future[str]":
-        """The answer to a message about to be sent: the engine that runs a choice. Raises what was refused, and, after
-        `fail`, its error.
-        """
+    def tell(self, name: str, *arguments: object) -> None:
+        """Tell the dispatcher something of it."""
+        self._desk.send(name, self._number, *arguments)
+
+    async def ask(self, name: str, *arguments: object) -> None:
+        """Ask the dispatcher. Raises what it refuses, what ends the request (even before), and Disconnected."""
         if self._failure is not None:
-            raise self._failure.error()
-        answer = self._answers[choice] = asyncio.get_running_loop().create_future()
-        return answer
+            raise self._failure.anew()
+        self.tell(name, *arguments)
+        self._answer = asyncio.get_running_loop().create_future()
+        await self._answer
 
-    def news(self, news: wire.News, now: float) -> None:
-        """Take a delta, or the failure of a choice."""
-        delta = cast(Delta, news)  # it has the same fields
-        self._run(news.choice).put(delta if news.problem is None else news.problem.error(), news.facts, now)
+    def watch(self, pause: PauseBody | None) -> None:
+        """Notice from now on that its client leaves, before its body is read."""
+        self.paused = pause(self.abort) if pause is not None else None
 
-    def hear(self, message: wire.Answer | wire.Arrived | wire.Taken) -> None:
-        """Take a message about it."""
-        match message:
-            case wire.Arrived():
-                self.resume_id = message.resume_id
-                self._know(message.tenant, message.rates)
-                if (kept := message.kept) is not None:
-                    self.replay = Replay(kept.body, kept.reply_id, kept.created, kept.label, self._seen)
-                self._settle(-1, "")
-            case wire.Answer(problem=problem):
-                self._know(message.tenant, message.rates)
-                self._settle(message.choice, message.engine if problem is None else problem.error())
-            case wire.Taken():
-                self.fail(RequestAborted("its client goes on elsewhere", request_id=self.label))
-
-    def _know(self, tenant: str | None, rates: wire.RawHeaders) -> None:
+    def answered(self, problem: Problem | None, tenant: str | None, rates: RawHeaders) -> None:
+        """Take the answer."""
         if tenant is not None:
             self.tenant = self.tenant or RemoteTenant(tenant)
             self.tenant.rates = rates
+        self._settle(None if problem is None else problem.error())
 
-    def _run(self, choice: int) -> RemoteGeneration:
+    def arrived(self, resume_id: str, replay: Replay | None) -> None:
+        """Take its names."""
+        self.resume_id = resume_id
+        self.replay = None if replay is None else replay._replace(seen=self._seen)
+
+    def run(self, choice: int) -> RemoteGeneration:
+        """The generation of a choice."""
         if (run := self._runs.get(choice)) is None:
             run = self._runs[choice] = RemoteGeneration(self, choice)
+            if self._failure is not None:
+                run.put(self._failure.anew())
         return run
 
-    def _settle(self, choice: int, result: str | PdkvError) -> None:
-        answer = self._answers.pop(choice, None)
-        if answer is None or answer.done():
+    def _settle(self, error: Exception | None) -> None:
+        if self._answer is None or self._answer.done():
             return
-        if isinstance(result, PdkvError):
-            answer.set_exception(result)
+        if error is None:
+            self._answer.set_result(None)
         else:
-            answer.set_result(result)
+            self._answer.set_exception(error)
 
     def fail(self, error: PdkvError) -> None:
         """End all of it, whatever it awaits now or would await later. Idempotent."""
-        self._failure = wire.Problem.of(error)
-        for choice in list(self._answers):
-            self._settle(choice, error)
+        self._failure = error
+        self._settle(error.anew())
         for run in self._runs.values():
             if not run.ended:
-                run.put(self._failure.error(), None, 0.0)  # each is raised elsewhere
-
-    def tell_stop(self, choice: int, num_tokens: int) -> None:
-        """Tell the dispatcher that a choice's text is over."""
-        self._desk.send(wire.Stop(self._number, choice, num_tokens))
+                run.put(error.anew())  # each is raised elsewhere
 
     # --- Stay -----------------------------------------------------------------------------------------------------
 
@@ -209,23 +201,17 @@ class RemoteStay:
         """Have the dispatcher reserve what it asks for; the terms stay there."""
         self._n, self.label = asked.n, label
         if self.replay is None:
-            answer = self.ask()
-            self._desk.send(wire.Admit(self._number, asked, body, reply_id, created, label))
-            await answer
+            await self.ask("admit", asked, Replay(body, reply_id, created, label))
         return Terms(asked.priority, asked.cache_salt, None, "")
 
     async def start(self, request: GenerateRequest, deliver: Deliver, index: int) -> "Generation":
-        """Have the dispatcher begin a choice when its turn comes."""
-        answer = self.ask(index)
-        if index % self._n:
-            request = msgspec.structs.replace(request, prompt_token_ids=[])
-        self._desk.send(wire.Start(self._number, index, request))
-        engine = await answer
-        run = self._run(index)
-        if run._facts is _NOTHING:
-            run._facts = wire.Facts(engine, "", SourceCounts(), 0, None, 1)
+        """Have the dispatcher begin a choice when its turn comes; what it raises, the generation does."""
+        run = self.run(index)
         generation = cast("Generation", run)
+        self.tell("start", index, msgspec.structs.replace(request, prompt_token_ids=[]) if index % self._n else request)
         deliver(generation)
+        while not run.has_begun:
+            await run.news()
         return generation
 
     def came(self, num_tokens: int) -> None:
@@ -235,9 +221,8 @@ class RemoteStay:
         """Nothing, as above."""
 
     def abort(self) -> None:
-        """Await nothing more. Idempotent."""
-        for choice in list(self._answers):
-            self._settle(choice, RequestAborted("the client went away", request_id=self.label))
+        """Await nothing more: the client has gone. Idempotent."""
+        self._settle(Disconnected())
 
     def __enter__(self) -> "RemoteStay":
         return self
@@ -247,20 +232,28 @@ class RemoteStay:
         self._desk.leave(self._number, "disconnected" if isinstance(error, Disconnected) else outcome, self.stalls)
 
 
+class _Page:
+    """An exchange of HTTP that the dispatcher serves."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.receive = receive
+        self.messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # to send; None: there are no more
+        self.tasks: set[asyncio.Task[None]] = set()
+
+
 class RemoteDesk:
     """The dispatcher, or its successor."""
 
-    def __init__(self, config: AdmissionConfig, limits: HttpLimits, bodies: ByteBudget) -> None:
-        """`bodies`: the budget of bodies that are passed on."""
+    def __init__(self, objectives: Mapping[str, int]) -> None:
         self.draining = ""
-        self.objectives = config.priorities
+        self.objectives = objectives
         self.max_model_len: int | None = None
         self.welcomed = asyncio.Event()  # set while a dispatcher answers
-        self.num_text_bytes: Callable[[], int] = lambda: 0
-        self._limits, self._bodies = limits, bodies
-        self._link: Link[wire.FromDispatcher] | None = None
+        self.held: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
+        """Bytes of bodies, bodies that wait for room, and bytes of texts in this front."""
+        self._link: Link | None = None
         self._stays: dict[int, RemoteStay] = {}
-        self._pages: dict[int, asyncio.Queue[wire.PageHead | wire.PageBody | PdkvError]] = {}
+        self._pages: dict[int, _Page] = {}
         self._numbers = count()
         self._num_begun = 0
 
@@ -271,9 +264,9 @@ class RemoteDesk:
         loop = asyncio.get_running_loop()
         while True:
             lost = asyncio.Event()
-            link = self._link = Link(wire.from_dispatcher, self._take, lost.set)
+            link = self._link = Link(self, lost.set)
             try:
-                await loop.create_unix_connection(partial(_same, link), str(path))
+                await loop.create_unix_connection(lambda link=link: link, str(path))  # type: ignore[misc]
                 await lost.wait()
             except OSError as error:
                 logger.error("cannot connect to the dispatcher at %s: %s", path, error)
@@ -288,8 +281,8 @@ class RemoteDesk:
         self.welcomed.clear()
         for stay in list(self._stays.values()):
             stay.fail(EngineUnavailable(text))
-        for pieces in self._pages.values():
-            pieces.put_nowait(EngineUnavailable(text))
+        for page in self._pages.values():
+            page.messages.put_nowait(None)
 
     def close(self) -> None:
         """End all requests."""
@@ -299,35 +292,53 @@ class RemoteDesk:
         """Take no new requests from now on. Idempotent."""
         self.draining = why
 
-    def send(self, message: Message) -> None:
-        """Tell the dispatcher."""
+    def send(self, name: str, *arguments: object) -> None:
+        """Tell the dispatcher. Raises UnsendableMessage."""
         if self._link is not None:
-            self._link.send(message)
-
-    def _take(self, messages: Sequence[wire.FromDispatcher]) -> None:
-        now = MONOTONIC.now()
-        for message in messages:
-            match message:
-                case wire.News():
-                    if (stay := self._stays.get(message.stay)) is not None:
-                        stay.news(message, now)
-                case wire.Welcome():
-                    self.max_model_len = message.max_model_len
-                    self.welcomed.set()
-                case wire.Beat():
-                    pass
-                case wire.PageHead() | wire.PageBody():
-                    if (pieces := self._pages.get(message.page)) is not None:
-                        pieces.put_nowait(message)
-                case _:
-                    if isinstance(message, wire.Arrived):
-                        self.max_model_len = message.max_model_len
-                    if (stay := self._stays.get(message.stay)) is not None:
-                        stay.hear(message)
+            self._link.send(name, *arguments)
 
     def count(self) -> tuple[int, int]:
         """Requests in progress, and those that have begun since the start."""
         return len(self._stays), self._num_begun
+
+    def on_welcome(self, max_model_len: int | None) -> None:
+        """The dispatcher serves; with this length, as far as it knows."""
+        self.max_model_len = max_model_len
+        self.welcomed.set()
+
+    def on_answer(
+        self, stay: int, problem: Problem | None, tenant: str | None, rates: RawHeaders, resume_id: str,
+        replay: Replay | None,
+    ) -> None:  # fmt: skip
+        """What became of `arrive` or `admit`, and what is left to its key (None: clients need none); with a new one,
+        its resume id, and what is kept of an answer that it takes up.
+        """
+        if (asking := self._stays.get(stay)) is not None:
+            if resume_id:
+                asking.arrived(resume_id, replay)
+            asking.answered(problem, tenant, rates)
+
+    def on_facts(self, stay: int, choice: int, facts: Facts) -> None:
+        """What is known of a generation: at its begin, with its first and with its last tokens."""
+        if (of := self._stays.get(stay)) is not None:
+            run = of.run(choice)
+            run.facts = facts
+            run.wake()
+
+    def on_delta(self, stay: int, choice: int, delta: Delta) -> None:
+        """New tokens of a generation."""
+        if (of := self._stays.get(stay)) is not None:
+            of.run(choice).put(delta)
+
+    def on_failed(self, stay: int, choice: int, problem: Problem) -> None:
+        """A generation could not begin, or failed."""
+        if (of := self._stays.get(stay)) is not None:
+            of.run(choice).put(problem.error())
+
+    def on_taken(self, stay: int) -> None:
+        """Another front has taken the answer up."""
+        if (taken := self._stays.get(stay)) is not None:
+            taken.fail(RequestAborted("its client goes on elsewhere", request_id=taken.label))
 
     async def receive(self, scope: Scope) -> RemoteStay:
         """As `Desk` says; a request with the header x-pd-resume-id or Last-Event-ID takes an answer up."""
@@ -341,16 +352,19 @@ class RemoteDesk:
         number = next(self._numbers)
         self._num_begun += 1
         stay = self._stays[number] = RemoteStay(self, number, seen)
-        answer = stay.ask()
-        self.send(wire.Arrive(number, scope["path"], headers.get("authorization"), resume_id))
+        watching = asyncio.get_running_loop().call_later(WATCH_S, stay.watch, scope.get(PAUSE_BODY))
         try:
-            await answer
-        except BaseException as error:
+            await stay.ask("arrive", scope["path"], headers.get("authorization"), resume_id)
+        except PdkvError:
             del self._stays[number]
-            if not isinstance(error, PdkvError):
-                self.leave(number, "disconnected", [])
+            raise
+        except BaseException:
+            self.leave(number, "disconnected", [])
             raise
         finally:
+            watching.cancel()
+            if stay.paused is not None:
+                stay.paused.end()
             if stay.tenant is not None:
                 scope[TENANT] = stay.tenant
         return stay
@@ -358,99 +372,50 @@ class RemoteDesk:
     def leave(self, number: int, outcome: str, stalls: list[float]) -> None:
         """Tell the dispatcher how a request ended."""
         self._stays.pop(number, None)
-        self.send(
-            wire.End(number, outcome, stalls, (self._bodies.held, self._bodies.num_waiting, self.num_text_bytes()))
-        )
+        self.send("end", number, outcome, stalls, self.held())
 
     # --- pages ----------------------------------------------------------------------------------------------------
 
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the dispatcher serve a request."""
-        number, held = next(self._numbers), Held((scope.get("client") or ("local",))[0])
-        pieces = self._pages[number] = asyncio.Queue()
-        gone: asyncio.Task[None] | None = None
-        begun = ended = False
+        """Have the dispatcher serve a request, by an application that receives and sends here."""
+        number, page = next(self._numbers), _Page(receive)
+        self._pages[number] = page
+        begun = more = False
         try:
-            body = await self._read(receive, held)
             if not self.welcomed.is_set():
                 raise EngineUnavailable("the dispatcher is not ready")
-            self.send(_page(number, scope, body))
-            gone = asyncio.create_task(wait_until_gone(receive))
-            while not ended:
-                piece = await _first(pieces, gone)
-                if isinstance(piece, PdkvError):
-                    raise piece
-                if isinstance(piece, wire.PageHead):
-                    begun = True
-                    await send({"type": "http.response.start", "status": piece.status, "headers": piece.headers})
-                    continue
-                ended = not piece.more
-                await send({"type": "http.response.body", "body": piece.body, "more_body": piece.more})
-                self.send(wire.PageRead(number))
+            self.send("page", number, {name: scope[name] for name in PageScope.__annotations__})
+            more = True
+            while more:
+                if (message := await page.messages.get()) is None:
+                    raise EngineUnavailable("the dispatcher could not end its answer")
+                begun = True
+                await send(message)
+                more = message["type"] != "http.response.body" or message.get("more_body", False)
+                self.send("sent", number)
         except PdkvError as error:
             if begun:
                 raise
             status, said = describe_error(error)
             await json_response(said, status, {"connection": "close"})(scope, receive, send)
-        except Disconnected:
-            return
         finally:
             del self._pages[number]
-            self._bodies.give(held)
-            if gone is not None:
-                gone.cancel()
-            if not ended:
-                self.send(wire.PageLeft(number))
+            for task in page.tasks:
+                task.cancel()
+            if more:
+                self.send("received", number, {"type": "http.disconnect"})
 
-    async def _read(self, receive: Receive, held: Held) -> bytes:
-        """The body as it is. Raises InvalidRequest (408, 413), ServerBusy and Disconnected."""
-        body, most = bytearray(), self._limits.max_body_bytes
-        try:
-            async with asyncio.timeout(self._limits.body_timeout_s):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise Disconnected
-                    piece, more = message.get("body", b""), message.get("more_body", False)
-                    if len(body) + len(piece) > most:
-                        raise InvalidRequest(f"the body must have at most {most} bytes (--max-body-bytes)", status=413)
-                    self._bodies.take(held, len(piece))
-                    body += piece
-        except TimeoutError:
-            text = f"the body did not arrive within {self._limits.body_timeout_s:g} s"
-            raise InvalidRequest(text, status=408) from None
-        return bytes(body)
+    def on_want(self, page: int) -> None:
+        """The dispatcher wants to receive."""
+        if (served := self._pages.get(page)) is not None:
+            task = asyncio.get_running_loop().create_task(self._receive(page, served))
+            served.tasks.add(task)
+            task.add_done_callback(served.tasks.discard)
 
+    async def _receive(self, number: int, page: _Page) -> None:
+        self.send("received", number, await page.receive())
 
-def _page(number: int, scope: Scope, body: bytes) -> wire.AskPage:
-    return wire.AskPage(
-        number,
-        scope["method"],
-        scope["path"],
-        scope.get("raw_path") or scope["path"].encode(),
-        scope["query_string"],
-        [(bytes(name), bytes(value)) for name, value in scope["headers"]],
-        tuple(scope["client"]) if scope.get("client") else None,
-        tuple(scope["server"]) if scope.get("server") else None,
-        scope["scheme"],
-        body,
-    )
-
-
-def _same(link: Link[wire.FromDispatcher]) -> Link[wire.FromDispatcher]:
-    return link
-
-
-async def _first(
-    pieces: "asyncio.Queue[wire.PageHead | wire.PageBody | PdkvError]", gone: "asyncio.Task[None]"
-) -> wire.PageHead | wire.PageBody | PdkvError:
-    """The next piece of an answer. Raises Disconnected if its client goes first."""
-    if pieces.empty():
-        piece = asyncio.ensure_future(pieces.get())
-        await asyncio.wait({piece, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not piece.done():
-            piece.cancel()
-            raise Disconnected
-        return piece.result()
-    return pieces.get_nowait()
+    def on_message(self, page: int, message: dict[str, Any] | None) -> None:
+        """The dispatcher sends; None: it cannot end its answer."""
+        if (served := self._pages.get(page)) is not None:
+            served.messages.put_nowait(message)

@@ -15,12 +15,13 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdkv import __version__
-from pdkv.config import AccessConfig, HttpLimits, RouterConfig
+from pdkv.config import AccessConfig, HttpApi, HttpLimits, RouterConfig
 from pdkv.errors import Unauthorized
 from pdkv.models.config import ModelConfig
 from pdkv.parsers.registry import find_reasoning_parser, find_tool_parser
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
+from pdkv.router.admission.desk import Desk
 from pdkv.router.admission.tenants import Tenant
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.answer.completions import WholeCompletion
@@ -52,7 +53,7 @@ from pdkv.router.metrics.keys import key_metrics
 from pdkv.router.metrics.loop_watchdog import LoopWatchdog
 from pdkv.router.metrics.overview import Overview
 from pdkv.router.metrics.recorder import Recorder
-from pdkv.router.metrics.requests import Metrics
+from pdkv.router.metrics.requests import Metrics, Totals
 from pdkv.router.metrics.scaling import scaler_metrics
 from pdkv.router.metrics.tracing import Tracer
 from pdkv.router.scaling.scaler import Scaler
@@ -64,17 +65,12 @@ if TYPE_CHECKING:
 
 def create_app(
     dispatcher: "Dispatcher",
-    tokenizer: Tokenizer,
-    model_config: ModelConfig,
-    names: Sequence[str],
-    max_model_len: int | None = None,
+    served: ServedModel,
     *,
     config: RouterConfig | None = None,
     bodies: ByteBudget | None = None,
     admission: Admission | None = None,
     keys: KeyRing | None = None,
-    sampling_defaults: Mapping[str, Any] | None = None,
-    logits_processors: Sequence[str] = (),
     operations: Operations | None = None,
     tracer: Tracer | None = None,
     watchdog: LoopWatchdog | None = None,
@@ -84,41 +80,32 @@ def create_app(
     `caches`, `figures` and `scaler` that `LauncherPages` take, the `bodies` and the `drain`.
 
     Args:
-        names: the model's names; answers and metrics use the first.
-        max_model_len: longest prompt + output in tokens; None: the model's. Engines with a lower limit reduce it.
+        served: the model (`served_model`); answers and metrics use the first of its names.
         config: the router's options (default: their default values).
         bodies: the budget for bodies, if it is shared with others.
         admission: the queue in front of the dispatcher (default: one as `config` says).
         keys: API keys that clients need (default: they need none).
-        sampling_defaults: fields of SamplingParams for parameters that requests leave out (`read_sampling_defaults`).
-        logits_processors: names of the engines' logits processors.
         operations: the operations that keys with `admin` may request, if there are `keys`.
         tracer, watchdog, recorder: observers, which the caller starts and closes.
     """
     config = config or RouterConfig()
-    api, limits = config.api, config.http
-    bodies = bodies or body_budget(limits)
+    bodies = bodies or body_budget(config.http)
     admission = admission or Admission(dispatcher, config.admission)
-    drain = Drain(admission)
-    _ = tokenizer.max_token_chars  # for 150,000 tokens it takes a tenth of a second: not within the first request
-    metrics = Metrics(dispatcher, names[0], tracer=tracer, watchdog=watchdog, admission=admission)
+    drain, name = Drain(admission), served.names[0]
+    metrics = Metrics(dispatcher, name, tracer=tracer, watchdog=watchdog, admission=admission)
     if keys is not None:
         metrics.register(lambda: key_metrics(keys.tenants))
     if recorder is not None:
         metrics.register(recorder.metrics)
-    served = served_model(config, tokenizer, model_config, names, max_model_len, sampling_defaults, logits_processors)
     model = model_provider(dispatcher, served)
-    caches = CachePages(dispatcher, model, keys)
-    pool = TextPool()
+    shared = share(admission, model, metrics, config, bodies, drain, tracer, recorder)
+    caches, pool = CachePages(dispatcher, model, keys), shared.pool
     metrics.register(functools.partial(_held, dispatcher, drain, bodies, pool))
-    answers = ByteBudget(limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
-    intake = Intake(limits, bodies, pool)
-    shared = Shared(admission, model, metrics, limits, api, intake, pool, answers, drain, tracer, recorder)
     scaler = None
     if config.autoscaling.autoscale and operations is not None:
         scaler = Scaler(config.autoscaling, dispatcher, admission, operations)
         metrics.register(functools.partial(scaler_metrics, scaler))
-    overview = Overview(dispatcher, metrics, names[0], shows_requests=keys is not None)
+    overview = Overview(dispatcher, metrics, name, shows_requests=keys is not None)
     pages = [*StatusPages(dispatcher, model, metrics, drain).routes(), *docs_routes(), *dashboard_routes(overview)]
     if keys is not None and operations is not None:
         pages += AdminPages(dispatcher, operations, caches, scaler).routes()
@@ -135,17 +122,44 @@ def create_app(
     return app
 
 
-def served_model(
+def share(
+    desk: Desk,
+    model: Callable[[], ServedModel],
+    metrics: Totals,
     config: RouterConfig,
+    bodies: ByteBudget,
+    drain: Drain,
+    tracer: Tracer | None = None,
+    recorder: Recorder | None = None,
+) -> Shared:
+    """What the endpoints of a process have in common; the caller closes its `pool`."""
+    _ = model().tokenizer.max_token_chars  # for 150,000 tokens it takes a tenth of a second: not in the first request
+    limits, pool = config.http, TextPool()
+    answers = ByteBudget(limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
+    intake = Intake(limits, bodies, pool)
+    return Shared(desk, model, metrics, limits, config.api, intake, pool, answers, drain, tracer, recorder)
+
+
+def served_model(
     tokenizer: Tokenizer,
     model_config: ModelConfig,
     names: Sequence[str],
-    max_model_len: int | None,
-    sampling_defaults: Mapping[str, Any] | None,
-    logits_processors: Sequence[str],
+    max_model_len: int | None = None,
+    *,
+    api: HttpApi | None = None,
+    sampling_defaults: Mapping[str, Any] | None = None,
+    logits_processors: Sequence[str] = (),
 ) -> ServedModel:
-    """The model as requests may use it; the arguments are those of `create_app`."""
-    api = config.api
+    """The model as requests may use it.
+
+    Args:
+        names: the model's names.
+        max_model_len: longest prompt + output in tokens; None: the model's. Engines with a lower limit reduce it.
+        api: the options of the API (default: their default values).
+        sampling_defaults: fields of SamplingParams for parameters that requests leave out (`read_sampling_defaults`).
+        logits_processors: names of the engines' logits processors.
+    """
+    api = api or HttpApi()
     return ServedModel(
         names=names,
         tokenizer=tokenizer,

@@ -110,6 +110,7 @@ class GenerateEndpoint:
         deadline = Deadline(_client_timeout(Headers(scope=scope)), self._shared.limits.request_timeout_s)
         model = self._shared.model()
         job, body, gone = await self._receive_job(scope, receive, exchange, model, deadline, visit)
+        gone.add_done_callback(lambda _: visit.abort())
         try:
             self._check_answer(job)
             exchange.job = job

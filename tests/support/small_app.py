@@ -1,6 +1,7 @@
 """The router's application in front of a fake dispatcher, with a small tokenizer and no model."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, cast
 
 import small_tokenizers
@@ -10,7 +11,8 @@ from starlette.applications import Starlette
 from pdkv.config import RouterConfig
 from pdkv.models.config import ModelConfig
 from pdkv.router.generations.dispatch import Dispatcher
-from pdkv.router.http.app import create_app
+from pdkv.router.http.app import create_app, served_model
+from pdkv.router.http.read.served_model import ServedModel
 from pdkv.text import Tokenizer
 
 MODEL = "small"
@@ -73,4 +75,11 @@ def make_app(dispatcher: FakeDispatcher, **options: Any) -> Starlette:
     """The application; `limits`, `api`, `access` and `autoscaling` are parts of its configuration."""
     names = {"limits": "http", "api": "api", "access": "access", "autoscaling": "autoscaling"}
     config = RouterConfig(**{part: options.pop(name) for name, part in names.items() if name in options})
-    return create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), [MODEL], config=config, **options)
+    of_model = "max_model_len", "sampling_defaults", "logits_processors"
+    model = served(api=config.api, **{name: options.pop(name) for name in of_model if name in options})
+    return create_app(cast(Dispatcher, dispatcher), model, config=config, **options)
+
+
+def served(max_model_len: int | None = None, names: Sequence[str] = (MODEL,), **options: Any) -> ServedModel:
+    """The model of these applications."""
+    return served_model(tokenizer(), model_config(), names, max_model_len, **options)

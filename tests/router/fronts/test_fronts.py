@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 from asgi_client import Exchange, begin, call, run
 from fake_dispatcher import FakeDispatcher, logprob, tokens
-from small_app import MODEL, make_app, model_config, tokenizer
+from small_app import MODEL, make_app, served, tokenizer
 
-from pdkv.config import AdmissionConfig, RouterConfig
+from pdkv.config import RouterConfig
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.launch.listening import listen_for_fronts
 from pdkv.router.admission.api_keys import KeyRing, make_key
@@ -19,7 +19,6 @@ from pdkv.router.fronts import wire
 from pdkv.router.fronts.front_app import FrontApp
 from pdkv.router.fronts.hall import Hall
 from pdkv.router.fronts.remote import RemoteDesk
-from pdkv.router.fronts.wire import Message, Start
 from pdkv.router.http.app import body_budget
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.sampling.params import SamplingParams
@@ -55,10 +54,8 @@ class Rig:
 
     async def front(self) -> FrontApp:
         """One more front."""
-        config = RouterConfig()
-        bodies = body_budget(config.http)
-        desk = RemoteDesk(AdmissionConfig(), config.http, bodies)
-        app = FrontApp(desk, tokenizer(), model_config(), [MODEL], config=config, bodies=bodies)
+        config, desk = RouterConfig(), RemoteDesk({})
+        app = FrontApp(desk, served(), config, body_budget(config.http))
         self._tasks[app] = asyncio.create_task(desk.stay_connected(self._path))
         await desk.welcomed.wait()
         return app
@@ -256,8 +253,7 @@ def test_a_front_that_lies_loses_its_connection_and_no_other(tmp_path: Path) -> 
             assert link is not None
             stay = await liar._desk.receive({"path": COMPLETIONS, "headers": [], "type": "http"})
             request = GenerateRequest(prompt_token_ids=[1], params=SamplingParams(), timeout_s=1.0)
-            lie: Message = Start(stay._number, 0, request)
-            link.send(lie)
+            link.send("start", stay._number, 0, request)
             while liar._desk._link is link or not liar._desk.welcomed.is_set():
                 await asyncio.sleep(0.01)
             link = liar._desk._link
@@ -363,14 +359,15 @@ def test_what_ends_a_request_between_two_questions_answers_the_next_one(tmp_path
             desk = (await hall.front())._desk
             with await desk.receive({"type": "http", "path": COMPLETIONS, "headers": []}) as stay:
                 if is_taken:
-                    stay.hear(wire.Taken(0))
+                    desk.on_taken(0)
                 else:
                     await hall.end_hall()
                     while desk.welcomed.is_set():
                         await asyncio.sleep(0)
                 request = GenerateRequest(prompt_token_ids=[5], params=SamplingParams(), timeout_s=60.0)
+                generation = await asyncio.wait_for(stay.start(request, lambda _: None, 0), timeout=5)
                 with pytest.raises(RequestAborted if is_taken else EngineUnavailable):
-                    await asyncio.wait_for(stay.start(request, lambda _: None, 0), timeout=5)
+                    generation.take()
 
     run(main())
 

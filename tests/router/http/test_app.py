@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 from asgi_client import Exchange, begin, call, run
 from fake_dispatcher import FakeDispatcher, say, tokens
-from small_app import MAX_MODEL_LEN, MODEL, ids, make_app, model_config, tokenizer
+from small_app import MAX_MODEL_LEN, MODEL, ids, make_app, served
 from starlette.types import Message
 
 from pdkv.config import AccessConfig, HttpLimits
@@ -66,7 +66,7 @@ def test_models() -> None:
 
 def test_a_model_of_several_names_has_the_first_one_in_answers() -> None:
     dispatcher = FakeDispatcher(say(ids("x")))
-    app = create_app(cast(Dispatcher, dispatcher), tokenizer(), model_config(), ["ORG/a", "b"])
+    app = create_app(cast(Dispatcher, dispatcher), served(names=["ORG/a", "b"]))
     listed = run(call(app, "GET", "/v1/models", None)).json()["data"]
     assert [card["id"] for card in listed] == ["ORG/a", "b"]
     for name in ("ORG/a", "b"):

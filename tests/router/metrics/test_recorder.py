@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from asgi_client import begin, call
 from dispatch_rig import System, live
-from small_app import MODEL, ids, model_config, tokenizer
+from small_app import MODEL, ids, served
 from starlette.types import ASGIApp
 
 from pdkv.base.block_keys import extend_keys, root_key
@@ -42,7 +42,7 @@ def recorder(tmp_path: Path) -> Iterator[Recorder]:
 
 def serving(system: System, recorder: Recorder, keys: KeyRing | None = None) -> ASGIApp:
     options: dict[str, Any] = {"recorder": recorder, "keys": keys}
-    return create_app(system.dispatcher, tokenizer(), model_config(), [MODEL], 1000, **options)
+    return create_app(system.dispatcher, served(1000), **options)
 
 
 async def complete(app: ASGIApp, headers: dict[str, str] | None = None, **body: Any) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from asgi_client import call
 from dispatch_rig import System, live
 from otlp_receiver import OtlpReceiver, attributes_of
-from small_app import MODEL, model_config, tokenizer
+from small_app import MODEL, served
 
 from pdkv.config import ObservabilityConfig
 from pdkv.errors import ConfigError
@@ -35,7 +35,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
 
 async def ask(system: System, tracer: Tracer, *bodies: dict[str, Any], headers: dict[str, str] | None = None) -> None:
     """Requests to a router that traces; returns when the collector has had its say."""
-    app = create_app(system.dispatcher, tokenizer(), model_config(), [MODEL], tracer=tracer)
+    app = create_app(system.dispatcher, served(), tracer=tracer)
     for body in bodies:
         await call(app, "POST", "/v1/completions", {"model": MODEL, "max_tokens": 4, **body}, headers)
     await asyncio.to_thread(tracer.close)

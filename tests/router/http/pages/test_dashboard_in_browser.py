@@ -7,7 +7,7 @@ import pytest
 from browser import browser, needs_browser
 from busy_fleet import BusyEngine
 from http_server import serving
-from small_app import model_config, tokenizer
+from small_app import served
 
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.generations.dispatch import Dispatcher, GenerateRequest
@@ -44,7 +44,7 @@ async def test_a_hostile_deployment_is_shown_as_it_is(num_engines: int, tmp_path
         dispatcher.fleet.events.note(0.0, "refused", f"{HOSTILE}{i}", HOSTILE)
     engines[0].die(HOSTILE)
     operations = Operations(dispatcher, lambda name, _: BusyEngine(name, "any"))
-    app = create_app(dispatcher, tokenizer(), model_config(), [HOSTILE], keys=KeyRing(file), operations=operations)
+    app = create_app(dispatcher, served(names=[HOSTILE]), keys=KeyRing(file), operations=operations)
     async with browser() as tab:
         async with serving(app) as server:
             await tab.go(f"http://127.0.0.1:{server.port}/dashboard")
