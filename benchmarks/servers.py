@@ -207,7 +207,7 @@ def router_pids(launcher: int) -> list[int]:
         for child in map(int, (task / "children").read_text().split()):
             command = Path(f"/proc/{child}/cmdline").read_bytes()
             if b"pdkv.launch.router_process" in command:
-                found[child] = command.rstrip(b"\0").rpartition(b"\0")[2].startswith(b"front-")
+                found[child] = b"\0front-" in command
     if not found:
         raise RuntimeError(f"process {launcher} has no router among its children")
     return sorted(found, key=lambda pid: found[pid])

@@ -17,9 +17,9 @@ from pdkv.router.spec import RouterSpec
 
 
 def run_front(
-    spec: RouterSpec, *, listen_fd: int, dispatcher_socket: Path, lifeline_fd: int | None, on_ready: Callable[[], None]
+    spec: RouterSpec, listen_fd: int, lifeline_fd: int | None, dispatcher: Path, on_ready: Callable[[], None]
 ) -> int:
-    """Serve as `run_router` does, by the dispatcher behind this socket. `on_ready` is called when one has answered.
+    """Serve as `run_router` does, by the dispatcher at this socket. `on_ready` is called when one has answered.
 
     Returns:
         The exit code, 0.
@@ -35,7 +35,7 @@ def run_front(
     serving = HttpServer(server_config(app, limits, bodies, room, tls, lifespan="off"))
     stopping = Stopping(serving, desk, app.drain, room, spec.drain_s)
     reloads = [tls.reload] if tls is not None else [lambda: None]  # SIGHUP ends nothing
-    connected = _connected(desk, dispatcher_socket, on_ready)
+    connected = _connected(desk, dispatcher, on_ready)
     run_until_stopped(serving, socket.socket(fileno=listen_fd), connected, stopping, lifeline_fd, reloads, desk.count)
     app.pool.close()
     return 0

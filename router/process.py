@@ -101,7 +101,6 @@ def run_router(
     lifeline_fd: int | None = None,
     admin_socket: Path | None = None,
     marks_file: Path | None = None,
-    fronts_fd: int | None = None,
     on_ready: Callable[[], None] | None = None,
 ) -> int:
     """Serve until SIGTERM, or until the lifeline's writer is gone; must be called in the main thread.
@@ -110,10 +109,9 @@ def run_router(
     them at once. Operators are served on `admin_socket`; their settings are kept in `marks_file` (`Operations`).
     Engines at tcp:// endpoints must have the key of `spec.cluster_key_file`, if it is given.
 
-    `listen_fd` is a bound, listening TCP socket. `on_ready` is called once: when every engine has been ready, or
-    without `spec.await_all` when a prompt can be run and decoded. Requests before that are answered with 503 if they
-    lack an engine. With `fronts_fd`, a listening unix socket, fronts connect there (docs/fronts.md), and nothing is
-    served on `listen_fd`.
+    `listen_fd` is a bound, listening socket: clients connect there, or fronts, if there are any (docs/fronts.md).
+    `on_ready` is called once: when every engine has been ready, or without `spec.await_all` when a prompt can be run
+    and decoded. Requests before that are answered with 503 if they lack an engine.
 
     Returns:
         The exit code, 0.
@@ -166,7 +164,7 @@ def run_router(
     )
     room = Connections(max_connections)
     serving: Serving
-    if fronts_fd is None:
+    if not spec.num_fronts:
         serving = HttpServer(server_config(app, limits, app.state.bodies, room, tls))
     else:
         state = app.state
@@ -175,11 +173,10 @@ def run_router(
     admin = _serving(launchers, admin_socket) if admin_socket is not None else contextlib.nullcontext()
     reloads = [source.reload for source in (keys, tls) if source is not None]
     stopping = Stopping(serving, dispatcher, app.state.drain, room, spec.drain_s)
-    listener = socket.socket(fileno=listen_fd if fronts_fd is None else fronts_fd)
     running = _running(dispatcher, admin, stopping, on_ready, watchdog)
     try:
         run_until_stopped(
-            serving, listener, running, stopping, lifeline_fd, reloads,
+            serving, socket.socket(fileno=listen_fd), running, stopping, lifeline_fd, reloads,
             lambda: (dispatcher.num_generations, dispatcher.counters.started),
         )  # fmt: skip
     finally:

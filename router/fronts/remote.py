@@ -4,9 +4,8 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import msgspec
 from starlette.datastructures import Headers
@@ -14,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.errors import Draining, EngineUnavailable, PdkvError, RequestAborted
-from pdkv.router.admission.desk import Asked, Deliver, Replay, Terms
+from pdkv.router.admission.desk import Asked, Deliver, Replay, Stay, Terms
 from pdkv.router.admission.tenants import TENANT
 from pdkv.router.fronts.wire import Facts, Link, PageScope, Problem, RawHeaders
 from pdkv.router.http.answer.event_ids import read_event_id
@@ -26,6 +25,8 @@ from pdkv.router.request import Delta, GenerateRequest
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Generation
+
+T = TypeVar("T", "RemoteStay", "RemotePage")
 
 AGAIN_S = 0.2
 """Pause before the dispatcher is called again, if even its socket is missing."""
@@ -125,12 +126,14 @@ class RemoteGeneration:
         self._stay.tell("stop", self._choice, num_tokens)
 
 
-class RemoteStay:
-    """A `Visit` of the dispatcher."""
+class RemoteStay(Stay):
+    """A `Visit` of the dispatcher, which checks and counts by itself."""
+
+    resume_id = ""
+    replay: Replay | None = None
 
     def __init__(self, desk: "RemoteDesk", number: int, seen: tuple[int, ...]) -> None:
-        self.resume_id, self.label = "", ""
-        self.replay: Replay | None = None
+        self.label = ""
         self.tenant: RemoteTenant | None = None
         self.stalls: list[float] = []  # seconds that tokens waited for the client
         self._desk, self._number, self._seen = desk, number, seen
@@ -142,31 +145,19 @@ class RemoteStay:
 
     def tell(self, name: str, *arguments: object) -> None:
         """Tell the dispatcher something of it."""
-        self._desk.send(name, self._number, *arguments)
+        self._desk.send(self._number, name, *arguments)
 
-    async def ask(self, name: str, *arguments: object) -> None:
+    async def ask(self, to: int, name: str, *arguments: object) -> None:
         """Ask the dispatcher. Raises what it refuses, what ends the request (even before), and Disconnected."""
         if self._failure is not None:
             raise self._failure.anew()
-        self.tell(name, *arguments)
+        self._desk.send(to, name, *arguments)
         self._answer = asyncio.get_running_loop().create_future()
         await self._answer
 
     def watch(self, pause: PauseBody | None) -> None:
         """Notice from now on that its client leaves, before its body is read."""
         self.paused = pause(self.abort) if pause is not None else None
-
-    def answered(self, problem: Problem | None, tenant: str | None, rates: RawHeaders) -> None:
-        """Take the answer."""
-        if tenant is not None:
-            self.tenant = self.tenant or RemoteTenant(tenant)
-            self.tenant.rates = rates
-        self._settle(None if problem is None else problem.error())
-
-    def arrived(self, resume_id: str, replay: Replay | None) -> None:
-        """Take its names."""
-        self.resume_id = resume_id
-        self.replay = None if replay is None else replay._replace(seen=self._seen)
 
     def run(self, choice: int) -> RemoteGeneration:
         """The generation of a choice."""
@@ -184,7 +175,7 @@ class RemoteStay:
         else:
             self._answer.set_exception(error)
 
-    def fail(self, error: PdkvError) -> None:
+    def lost(self, error: PdkvError) -> None:
         """End all of it, whatever it awaits now or would await later. Idempotent."""
         self._failure = error
         self._settle(error.anew())
@@ -192,16 +183,47 @@ class RemoteStay:
             if not run.ended:
                 run.put(error.anew())  # each is raised elsewhere
 
-    # --- Stay -----------------------------------------------------------------------------------------------------
+    # --- from the dispatcher --------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Nothing: the dispatcher checks when the request arrives, and when it is admitted."""
+    def on_answer(
+        self, problem: Problem | None, tenant: str | None, rates: RawHeaders, resume_id: str, replay: Replay | None
+    ) -> None:
+        """What became of `arrive` or `admit`, and what is left to its key (None: clients need none); with a new one,
+        its resume id, and what is kept of an answer that it takes up.
+        """
+        if tenant is not None:
+            self.tenant = self.tenant or RemoteTenant(tenant)
+            self.tenant.rates = rates
+        self.resume_id = resume_id or self.resume_id
+        if replay is not None:
+            self.replay = replay._replace(seen=self._seen)
+        self._settle(None if problem is None else problem.error())
+
+    def on_facts(self, choice: int, facts: Facts) -> None:
+        """What is known of a generation: at its begin, with its first and with its last tokens."""
+        run = self.run(choice)
+        run.facts = facts
+        run.wake()
+
+    def on_delta(self, choice: int, delta: Delta) -> None:
+        """New tokens of a generation."""
+        self.run(choice).put(delta)
+
+    def on_failed(self, choice: int, problem: Problem) -> None:
+        """A generation could not begin, or failed."""
+        self.run(choice).put(problem.error())
+
+    def on_taken(self) -> None:
+        """Another front has taken it up."""
+        self.lost(RequestAborted("its client goes on elsewhere", request_id=self.label))
+
+    # --- Stay -----------------------------------------------------------------------------------------------------
 
     async def admit(self, asked: Asked, body: bytes, reply_id: str, created: int, label: str) -> Terms:
         """Have the dispatcher reserve what it asks for; the terms stay there."""
         self._n, self.label = asked.n, label
         if self.replay is None:
-            await self.ask("admit", asked, Replay(body, reply_id, created, label))
+            await self.ask(self._number, "admit", asked, Replay(body, reply_id, created, label))
         return Terms(asked.priority, asked.cache_salt, None, "")
 
     async def start(self, request: GenerateRequest, deliver: Deliver, index: int) -> "Generation":
@@ -214,12 +236,6 @@ class RemoteStay:
             await run.news()
         return generation
 
-    def came(self, num_tokens: int) -> None:
-        """Nothing: the dispatcher counts what it sends."""
-
-    def used(self, num_tokens: int, num_cached: int = 0) -> None:
-        """Nothing, as above."""
-
     def abort(self) -> None:
         """Await nothing more: the client has gone. Idempotent."""
         self._settle(Disconnected())
@@ -229,16 +245,69 @@ class RemoteStay:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         outcome = "ok" if error is None else error.code if isinstance(error, PdkvError) else "internal_error"
-        self._desk.leave(self._number, "disconnected" if isinstance(error, Disconnected) else outcome, self.stalls)
+        self.leave("disconnected" if isinstance(error, Disconnected) else outcome)
+
+    def leave(self, outcome: str) -> None:
+        """Tell the dispatcher how it ended."""
+        self.tell("end", outcome, self.stalls)
+        self._desk.forget(self._number)
 
 
-class _Page:
-    """An exchange of HTTP that the dispatcher serves."""
+class RemotePage:
+    """An exchange of HTTP that the dispatcher serves, by an application that receives and sends here."""
 
-    def __init__(self, receive: Receive) -> None:
-        self.receive = receive
-        self.messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()  # to send; None: there are no more
-        self.tasks: set[asyncio.Task[None]] = set()
+    def __init__(self, desk: "RemoteDesk", number: int, receive: Receive) -> None:
+        self._desk, self._number, self._receive = desk, number, receive
+        self._messages: asyncio.Queue[dict[str, Any] | PdkvError] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self, scope: Scope, send: Send) -> None:
+        """Serve it."""
+        begun = more = False
+        try:
+            self._desk.send(0, "page", self._number, {name: scope[name] for name in PageScope.__annotations__})
+            more = True
+            while more:
+                if isinstance(message := await self._messages.get(), PdkvError):
+                    raise message
+                begun = True
+                await send(message)
+                more = message["type"] != "http.response.body" or message.get("more_body", False)
+                self._desk.send(self._number, "sent")
+        except PdkvError as error:
+            if begun:
+                raise
+            await send_error(error, scope, self._receive, send)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            if more:
+                self._desk.send(self._number, "received", {"type": "http.disconnect"})
+            self._desk.forget(self._number)
+
+    def on_want(self) -> None:
+        """The application wants to receive."""
+        task = asyncio.get_running_loop().create_task(self._pass_on())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _pass_on(self) -> None:
+        self._desk.send(self._number, "received", await self._receive())
+
+    def on_message(self, message: dict[str, Any] | None) -> None:
+        """The application sends; None: it has failed."""
+        failure = EngineUnavailable("the dispatcher could not end its answer")
+        self._messages.put_nowait(failure if message is None else message)
+
+    def lost(self, error: PdkvError) -> None:
+        """End it."""
+        self._messages.put_nowait(error.anew())
+
+
+async def send_error(error: PdkvError, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with an error, and end the connection, whose body may not have been read."""
+    status, said = describe_error(error)
+    await json_response(said, status, {"connection": "close"})(scope, receive, send)
 
 
 class RemoteDesk:
@@ -251,38 +320,36 @@ class RemoteDesk:
         self.welcomed = asyncio.Event()  # set while a dispatcher answers
         self.held: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
         """Bytes of bodies, bodies that wait for room, and bytes of texts in this front."""
-        self._link: Link | None = None
-        self._stays: dict[int, RemoteStay] = {}
-        self._pages: dict[int, _Page] = {}
-        self._numbers = count()
-        self._num_begun = 0
+        self._link = self._new_link()
+        self._last = 0  # number of an object of the connection
 
     async def stay_connected(self, path: Path) -> None:
         """Connect to the dispatcher's socket, and again whenever the connection ends; until cancelled. While none
         runs, the launcher holds the socket, and the connection waits there for the next one.
         """
-        loop = asyncio.get_running_loop()
         while True:
-            lost = asyncio.Event()
-            link = self._link = Link(self, lost.set)
             try:
-                await loop.create_unix_connection(lambda link=link: link, str(path))  # type: ignore[misc]
-                await lost.wait()
+                streams = await asyncio.open_unix_connection(str(path))
+                self._link = self._new_link()
+                await self._link.run(*streams)
             except OSError as error:
                 logger.error("cannot connect to the dispatcher at %s: %s", path, error)
             finally:
-                link.close()
                 self._lost("the dispatcher is gone")
             await MONOTONIC.pause(AGAIN_S)
 
+    def _new_link(self) -> Link:
+        link = Link(RemoteDesk, RemoteStay, RemotePage)
+        link.objects[0] = self
+        return link
+
     def _lost(self, text: str) -> None:
-        if self._stays:
-            logger.warning("%s; %d requests end", text, len(self._stays))
         self.welcomed.clear()
-        for stay in list(self._stays.values()):
-            stay.fail(EngineUnavailable(text))
-        for page in self._pages.values():
-            page.messages.put_nowait(None)
+        self._link.objects.pop(0, None)
+        if requests := list(self._link.objects.values()):
+            logger.warning("%s; %d requests end", text, len(requests))
+        for request in requests:
+            request.lost(EngineUnavailable(text))
 
     def close(self) -> None:
         """End all requests."""
@@ -292,53 +359,31 @@ class RemoteDesk:
         """Take no new requests from now on. Idempotent."""
         self.draining = why
 
-    def send(self, name: str, *arguments: object) -> None:
-        """Tell the dispatcher. Raises UnsendableMessage."""
-        if self._link is not None:
-            self._link.send(name, *arguments)
-
-    def count(self) -> tuple[int, int]:
-        """Requests in progress, and those that have begun since the start."""
-        return len(self._stays), self._num_begun
+    def send(self, to: int, name: str, *arguments: object) -> None:
+        """Call on_`name` of the dispatcher's object `to`. Raises UnsendableMessage."""
+        self._link.send(to, name, *arguments)
 
     def on_welcome(self, max_model_len: int | None) -> None:
         """The dispatcher serves; with this length, as far as it knows."""
         self.max_model_len = max_model_len
         self.welcomed.set()
 
-    def on_answer(
-        self, stay: int, problem: Problem | None, tenant: str | None, rates: RawHeaders, resume_id: str,
-        replay: Replay | None,
-    ) -> None:  # fmt: skip
-        """What became of `arrive` or `admit`, and what is left to its key (None: clients need none); with a new one,
-        its resume id, and what is kept of an answer that it takes up.
-        """
-        if (asking := self._stays.get(stay)) is not None:
-            if resume_id:
-                asking.arrived(resume_id, replay)
-            asking.answered(problem, tenant, rates)
+    def count(self) -> tuple[int, int]:
+        """Requests in progress, and a number that grows with each."""
+        return len(self._link.objects), self._last
 
-    def on_facts(self, stay: int, choice: int, facts: Facts) -> None:
-        """What is known of a generation: at its begin, with its first and with its last tokens."""
-        if (of := self._stays.get(stay)) is not None:
-            run = of.run(choice)
-            run.facts = facts
-            run.wake()
+    def _enter(self, make: Callable[[int], T]) -> T:
+        """A new object of the connection. Raises EngineUnavailable."""
+        if not self.welcomed.is_set():
+            raise EngineUnavailable("the dispatcher is not ready")
+        self._last += 1
+        made = self._link.objects[self._last] = make(self._last)
+        return made
 
-    def on_delta(self, stay: int, choice: int, delta: Delta) -> None:
-        """New tokens of a generation."""
-        if (of := self._stays.get(stay)) is not None:
-            of.run(choice).put(delta)
-
-    def on_failed(self, stay: int, choice: int, problem: Problem) -> None:
-        """A generation could not begin, or failed."""
-        if (of := self._stays.get(stay)) is not None:
-            of.run(choice).put(problem.error())
-
-    def on_taken(self, stay: int) -> None:
-        """Another front has taken the answer up."""
-        if (taken := self._stays.get(stay)) is not None:
-            taken.fail(RequestAborted("its client goes on elsewhere", request_id=taken.label))
+    def forget(self, number: int) -> None:
+        """Note that an object of the connection has ended."""
+        self._link.objects.pop(number, None)
+        self.send(0, "held", *self.held())
 
     async def receive(self, scope: Scope) -> RemoteStay:
         """As `Desk` says; a request with the header x-pd-resume-id or Last-Event-ID takes an answer up."""
@@ -347,19 +392,12 @@ class RemoteDesk:
         resume_id, seen = read_event_id(header, headers.get(header, ""))
         if self.draining and not resume_id:
             raise Draining(f"{self.draining}: try again", retry_after_s=1.0)
-        if not self.welcomed.is_set():
-            raise EngineUnavailable("the dispatcher is not ready")
-        number = next(self._numbers)
-        self._num_begun += 1
-        stay = self._stays[number] = RemoteStay(self, number, seen)
+        stay = self._enter(lambda number: RemoteStay(self, number, seen))
         watching = asyncio.get_running_loop().call_later(WATCH_S, stay.watch, scope.get(PAUSE_BODY))
         try:
-            await stay.ask("arrive", scope["path"], headers.get("authorization"), resume_id)
-        except PdkvError:
-            del self._stays[number]
-            raise
-        except BaseException:
-            self.leave(number, "disconnected", [])
+            await stay.ask(0, "arrive", self._last, scope["path"], headers.get("authorization"), resume_id)
+        except BaseException as error:
+            stay.__exit__(type(error), error, None)
             raise
         finally:
             watching.cancel()
@@ -369,53 +407,11 @@ class RemoteDesk:
                 scope[TENANT] = stay.tenant
         return stay
 
-    def leave(self, number: int, outcome: str, stalls: list[float]) -> None:
-        """Tell the dispatcher how a request ended."""
-        self._stays.pop(number, None)
-        self.send("end", number, outcome, stalls, self.held())
-
-    # --- pages ----------------------------------------------------------------------------------------------------
-
     async def forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the dispatcher serve a request, by an application that receives and sends here."""
-        number, page = next(self._numbers), _Page(receive)
-        self._pages[number] = page
-        begun = more = False
+        """Have the dispatcher serve a request."""
         try:
-            if not self.welcomed.is_set():
-                raise EngineUnavailable("the dispatcher is not ready")
-            self.send("page", number, {name: scope[name] for name in PageScope.__annotations__})
-            more = True
-            while more:
-                if (message := await page.messages.get()) is None:
-                    raise EngineUnavailable("the dispatcher could not end its answer")
-                begun = True
-                await send(message)
-                more = message["type"] != "http.response.body" or message.get("more_body", False)
-                self.send("sent", number)
-        except PdkvError as error:
-            if begun:
-                raise
-            status, said = describe_error(error)
-            await json_response(said, status, {"connection": "close"})(scope, receive, send)
-        finally:
-            del self._pages[number]
-            for task in page.tasks:
-                task.cancel()
-            if more:
-                self.send("received", number, {"type": "http.disconnect"})
-
-    def on_want(self, page: int) -> None:
-        """The dispatcher wants to receive."""
-        if (served := self._pages.get(page)) is not None:
-            task = asyncio.get_running_loop().create_task(self._receive(page, served))
-            served.tasks.add(task)
-            task.add_done_callback(served.tasks.discard)
-
-    async def _receive(self, number: int, page: _Page) -> None:
-        self.send("received", number, await page.receive())
-
-    def on_message(self, page: int, message: dict[str, Any] | None) -> None:
-        """The dispatcher sends; None: it cannot end its answer."""
-        if (served := self._pages.get(page)) is not None:
-            served.messages.put_nowait(message)
+            page = self._enter(lambda number: RemotePage(self, number, receive))
+        except EngineUnavailable as error:
+            await send_error(error, scope, receive, send)
+        else:
+            await page.serve(scope, send)

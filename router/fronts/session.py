@@ -12,7 +12,8 @@ import msgspec
 from pdkv.errors import MalformedMessage, PdkvError, RequestFailed
 from pdkv.router.admission.admission_queue import Visit
 from pdkv.router.admission.desk import Asked, Replay, Terms
-from pdkv.router.fronts.wire import Facts, Problem, as_list, encode
+from pdkv.router.admission.tenants import Tenant
+from pdkv.router.fronts.wire import Facts, Link, Problem, as_list, encode
 from pdkv.router.metrics.requests import RequestMetrics
 from pdkv.router.request import GenerateRequest, PromptKeys
 
@@ -24,14 +25,17 @@ logger = logging.getLogger(__name__)
 _told = msgspec.msgpack.Decoder(list[tuple[str, int, int, msgspec.Raw]])
 
 
-class Front(Protocol):
-    """The connection of a front."""
+class Keeper(Protocol):
+    """What has the sessions that may be taken up again."""
 
-    def put(self, call: bytes) -> None:
-        """Send it with this turn's frame."""
+    def admitted(self, session: "Session") -> None:
+        """Let it be taken up from now on."""
 
-    def has_news(self, run: "Run") -> None:
-        """Take the run's news into the next frame."""
+    def keep(self, session: "Session") -> None:
+        """Take it over: it has no front, or is over."""
+
+    def drop(self, session: "Session") -> None:
+        """End it for good."""
 
 
 class Run:
@@ -47,18 +51,18 @@ class Run:
         self._is_over = False
         self._last_at = 0.0
         self._tell_facts()
-        self.attach(session.front)
+        self.attach(session.link)
 
-    def attach(self, front: Front | None) -> None:
-        """Have what is new, from now on, sent by this front; None: it stays with the generation."""
-        self.generation.on_wake = None if front is None else partial(front.has_news, self)
-        if front is not None:
-            front.has_news(self)
+    def attach(self, link: Link | None) -> None:
+        """Have what is new, from now on, sent by this connection; None: it stays with the generation."""
+        self.generation.on_wake = None if link is None else partial(link.ask_for_news, self)
+        if link is not None:
+            link.ask_for_news(self)
 
     def tell_news(self) -> None:
         """Tell what is new, once."""
         generation, session = self.generation, self.session
-        if self._is_over:
+        if self._is_over or session.link is None:
             return
         try:
             delta = generation.take()
@@ -99,18 +103,20 @@ class Run:
 class Session:
     """A request between its arrival and its end, and for some time after that."""
 
-    def __init__(self, front: Front, number: int, path: str, visit: Visit, metrics: RequestMetrics) -> None:
-        """`number`: the front's for it. The session ends the visit."""
+    def __init__(self, keeper: Keeper, path: str, visit: Visit, metrics: RequestMetrics) -> None:
+        """The session ends the visit."""
         self.id = secrets.token_urlsafe(18)
-        self.front: Front | None = front
-        self.number, self.path, self.visit, self.metrics = number, path, visit, metrics
-        self.keeper = visit.tenant.keeper  # who may take it up again
+        self.path, self.visit, self.metrics = path, visit, metrics
+        self.owner = visit.tenant.keeper  # who may take it up again
+        self.link: Link | None = None  # to its front, and its number there
+        self._number = 0
         self.kept: Replay | None = None  # set: it can be taken up again
-        self.is_over = False
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(visit)
-        self.runs: dict[int, Run] = {}
         self.timer: asyncio.TimerHandle | None = None
+        self._keeper = keeper
+        self._is_over = False
+        self._runs: dict[int, Run] = {}
         self._asked: Asked | None = None
         self._terms: Terms | None = None
         self._requests: dict[int, GenerateRequest] = {}
@@ -120,43 +126,63 @@ class Session:
     @property
     def num_bytes(self) -> int:
         """Memory for what is kept, roughly."""
-        of_tokens = 48 * sum(run.num_sent for run in self.runs.values())
+        of_tokens = 48 * sum(run.num_sent for run in self._runs.values())
         of_prompts = sum(36 * len(request.prompt_token_ids) for request in self._requests.values())
         return 4096 + of_tokens + of_prompts + len(self._told) + (len(self.kept.body) if self.kept is not None else 0)
 
     def tell(self, name: str, choice: int, what: object) -> None:
         """Tell its front something of a choice, and each front that takes it up."""
-        call = encode(name, self.number, choice, what)
+        call = encode(self._number, name, choice, what)
         if self.kept is not None:
             self._told += call
             self._num_told += 1
-        if self.front is not None:
-            self.front.put(call)
+        if self.link is not None:
+            self.link.put(call)
 
-    def move(self, front: Front, number: int) -> None:
-        """Belong to another front, which is told everything again; `number`: its own for it."""
-        self.number = number
+    def join(self, link: Link, number: int) -> None:
+        """Belong to a front, which numbers it, and is told everything that another one was."""
+        if self.link is not None:
+            del self.link.objects[self._number]
+            self.link.send(self._number, "taken")
+        self._number, link.objects[number] = number, self
+        answer(link, number, self.visit.tenant, None, self.id, self.kept)
         for name, _, choice, what in _told.decode(as_list(self._num_told, self._told)):
-            front.put(encode(name, number, choice, what))
-        self.attach(front)
+            link.send(number, name, choice, what)
+        self._attach(link)
 
-    def attach(self, front: Front | None) -> None:
-        """Belong to this front from now on."""
-        self.front = front
-        for run in self.runs.values():
-            run.attach(front)
+    def left(self) -> None:
+        """Note that its front is gone."""
+        self._attach(None)
+        self._keeper.keep(self)
 
-    def admit(self, asked: Asked, replay: Replay) -> None:
-        """Reserve what it asks for; it can be taken up again if it has a body. Raises what `Visit.judge` does."""
-        if self._asked is not None:
-            raise MalformedMessage("a request that asks twice")
-        self._terms = self.visit.judge(asked)
-        self._asked = asked
-        self.metrics.prepared(len(asked.prompt_lengths) * asked.n)
-        self.kept = replay if replay.body else None
+    def _attach(self, link: Link | None) -> None:
+        self.link = link
+        for run in self._runs.values():
+            run.attach(link)
 
-    def start(self, choice: int, request: GenerateRequest) -> None:
-        """Begin a choice when its turn comes, unless it has begun for another front."""
+    def on_admit(self, asked: Asked, replay: Replay) -> None:
+        """What it asks for, and what is kept if it can be taken up again."""
+        problem = None
+        try:
+            if self._asked is not None:
+                raise MalformedMessage("a request that asks twice")
+            self._terms = self.visit.judge(asked)
+            self._asked = asked
+            self.metrics.prepared(len(asked.prompt_lengths) * asked.n)
+            if replay.body:
+                self.kept = replay
+                self._keeper.admitted(self)
+        except MalformedMessage:
+            raise
+        except PdkvError as error:
+            problem = Problem.of(error)
+        assert self.link is not None
+        answer(self.link, self._number, self.visit.tenant, problem)
+
+    def on_start(self, choice: int, request: GenerateRequest) -> None:
+        """Begin a choice when its turn comes, unless it has begun for another front. Its prompt comes with the first
+        choice of the prompt; the terms are the dispatcher's.
+        """
         if choice not in self._requests:
             self._requests[choice] = self._request(choice, request)
             task = asyncio.get_running_loop().create_task(self._start(choice))
@@ -193,27 +219,39 @@ class Session:
 
     def _begun(self, choice: int, generation: "Generation") -> None:
         self.metrics.dispatched()
-        self.runs[choice] = Run(self, choice, generation)
+        self._runs[choice] = Run(self, choice, generation)
 
-    def stop(self, choice: int, num_tokens: int) -> None:
-        """End a choice whose text is over."""
-        if (run := self.runs.get(choice)) is not None and not self.is_over:
+    def on_stop(self, choice: int, num_tokens: int) -> None:
+        """The text of a choice has ended after so many tokens."""
+        if (run := self._runs.get(choice)) is not None and not self._is_over:
             run.stop(num_tokens)
+
+    def on_end(self, outcome: str, stalls: list[float]) -> None:
+        """It is over: "ok", "disconnected" or an error's code. `stalls`: seconds that tokens waited for its client."""
+        for seconds in stalls:
+            self.metrics.client_stall(seconds)
+        assert self.link is not None
+        del self.link.objects[self._number]
+        self.close(outcome[:64])
+        if outcome == "ok":
+            self._keeper.keep(self)
+        else:
+            self._keeper.drop(self)
 
     def close(self, outcome: str) -> None:
         """End it: "ok", "disconnected" or an error's code. Idempotent."""
-        if self.is_over:
+        self._attach(None)
+        if self._is_over:
             return
-        self.is_over = True
-        self.attach(None)
-        for run in self.runs.values():
+        self._is_over = True
+        for run in self._runs.values():
             run.generation.abort()
             if run.finish_reason is not None:
                 self.metrics.choice_ended(run.finish_reason)
         n = self._asked.n if self._asked is not None else 1
-        firsts = [run for choice, run in self.runs.items() if choice % n == 0]
+        firsts = [run for choice, run in self._runs.items() if choice % n == 0]
         num_prompt = sum(len(self._requests[run.choice].prompt_token_ids) for run in firsts)
-        num_completion = sum(run.num_tokens for run in self.runs.values())
+        num_completion = sum(run.num_tokens for run in self._runs.values())
         num_cached = sum(run.generation.num_cached_tokens for run in firsts)
         self.visit.used(num_prompt + num_completion, num_cached)
         if outcome == "ok" and self._asked is not None:
@@ -225,3 +263,13 @@ class Session:
             )
         self.stack.close()
         self.metrics.ended(outcome)
+
+
+def answer(
+    link: Link, number: int, tenant: Tenant | None, problem: Problem | None, resume_id: str = "",
+    replay: Replay | None = None,
+) -> None:  # fmt: skip
+    """Answer a request, with what is now left of its key's limits."""
+    name = tenant.name if tenant is not None and tenant.digest else None
+    rates = list(tenant.rate_headers()) if tenant is not None else []
+    link.send(number, "answer", problem, name, rates, resume_id, replay)

@@ -1,5 +1,8 @@
-"""What fronts and the dispatcher say to each other: calls of the other end's methods `on_NAME`, without results, in
-frames over a unix socket, one frame each way per turn of the event loop.
+"""What fronts and the dispatcher say to each other: calls of methods `on_NAME` of the other end's objects, without
+results, in frames over a unix socket, one frame each way per turn of the event loop.
+
+The front numbers the objects, one on each end for a request (`RemoteStay`, `Session`) or another exchange of HTTP
+(`RemotePage`, `Page`); number 0 are the ends themselves (`RemoteDesk`, `Door`).
 """
 
 import asyncio
@@ -9,11 +12,12 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypedDict, Union, cast, get_type_hints
+from typing import Any, NamedTuple, Protocol, TypedDict, Union, get_type_hints
 
 import msgspec
 
 from pdkv import errors
+from pdkv.base.clock import MONOTONIC
 from pdkv.errors import MalformedMessage, PdkvError, UnsendableMessage
 from pdkv.router.request import PromptKeys
 from pdkv.wire.decoding import decode_total
@@ -85,9 +89,9 @@ class PageScope(TypedDict):
 _encode = msgspec.msgpack.Encoder(enc_hook=lambda keys: None).encode
 
 
-def encode(name: str, *arguments: object) -> bytes:
-    """A call of the other end's on_`name`. Raises UnsendableMessage."""
-    call = _encode((name, *arguments))
+def encode(to: int, name: str, *arguments: object) -> bytes:
+    """A call of on_`name` of the other end's object `to`. Raises UnsendableMessage."""
+    call = _encode((name, to, *arguments))
     if len(call) > MAX_FRAME_BYTES:
         raise UnsendableMessage(f"{len(call)} bytes between front and dispatcher; at most {MAX_FRAME_BYTES} are sent")
     return call
@@ -99,129 +103,124 @@ def as_list(num: int, calls: bytes | bytearray) -> bytes:
 
 
 @functools.cache
-def _calls_of(kind: type) -> tuple[list[type[msgspec.Struct]], "msgspec.msgpack.Decoder[list[msgspec.Struct]]"]:
-    """The calls that objects of a class take: a struct by each method's name and parameters, and what decodes them."""
-    calls = []
-    for name, method in vars(kind).items():
-        if name.startswith("on_"):
-            fields = [field for field in get_type_hints(method).items() if field[0] != "return"]
-            calls.append(msgspec.defstruct(name, fields, tag=name[3:], array_like=True, gc=False))
+def _calls_of(kinds: tuple[type, ...]) -> tuple[dict[type, tuple[type, Callable[..., None]]], Any]:
+    """The calls that objects of these classes take, as structs, each with its class and method; and their decoder."""
+    calls: dict[type, tuple[type, Callable[..., None]]] = {}
+    for kind in kinds:
+        for name, method in vars(kind).items():
+            if name.startswith("on_"):
+                fields = [("to", int), *(field for field in get_type_hints(method).items() if field[0] != "return")]
+                calls[msgspec.defstruct(name, fields, tag=name[3:], array_like=True, gc=False)] = kind, method
     any_of: Any = list[Union[tuple(calls)]]  # type: ignore[misc]  # noqa: UP007
     return calls, msgspec.msgpack.Decoder(any_of, dec_hook=lambda kind, value: PromptKeys())
 
 
-class Link(asyncio.Protocol):
+class Source(Protocol):
+    """What has news at times."""
+
+    def tell_news(self) -> None:
+        """Send them."""
+
+
+class Link:
     """One end of a connection. Whatever is sent in one turn of the event loop leaves in one frame, once the peer has
     read what was sent before.
     """
 
-    def __init__(self, owner: Any, lost: Callable[[], None], fill: Callable[[], None] = lambda: None) -> None:
-        """`owner`: has the methods that the other end calls; what they raise ends the connection. `lost` is called at
-        its end. `fill` sends what is new when a frame is about to leave.
-        """
-        calls, self._decoder = _calls_of(type(owner))
-        self._methods = {call: getattr(owner, call.__name__) for call in calls}
-        self._lost, self._fill = lost, fill
-        self._transport: asyncio.Transport | None = None
-        self._in = bytearray()
+    def __init__(self, *kinds: type) -> None:
+        """`kinds`: classes of objects whose methods the other end may call; what they raise ends the connection."""
+        self.objects: dict[int, Any] = {}
+        """Those objects, by number; a call of another one is ignored: it has ended."""
+        self._calls, self._decoder = _calls_of(kinds)
         self._out: list[bytes] = []
         self._size = 0  # of those
-        self._is_due = self._is_full = False
+        self._sources: dict[Source, None] = {}
+        self._is_due = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
         self._num_silent = 0  # beats since something came
-        self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Refuse processes of other users."""
-        sock: socket.socket = transport.get_extra_info("socket")
-        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if uid != os.geteuid():
-            logger.error("a process of user %d is refused: another one than this process's (%d)", uid, os.geteuid())
-            transport.close()
-            return
-        self._transport = cast(asyncio.Transport, transport)
-        self._beat()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Tell the owner."""
-        self._transport = None
-        if self._timer is not None:
-            self._timer.cancel()
-        self._lost()
-
-    def close(self) -> None:
-        """Disconnect at once; `lost` is called. Idempotent."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def data_received(self, data: bytes) -> None:
-        """Take whole frames."""
-        self._in += data
-        begin = self._num_silent = 0
+    async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Exchange calls until the connection ends, for whatever reason. Refuses processes of other users."""
+        self._writer = writer
         try:
-            while len(self._in) - begin >= 4 and self._transport is not None:
-                end = begin + 4 + int.from_bytes(self._in[begin : begin + 4])
-                if end - begin > MAX_FRAME_BYTES + 9:
-                    raise MalformedMessage(f"a frame of {end - begin} bytes; at most {MAX_FRAME_BYTES} were expected")
-                if len(self._in) < end:
-                    break
-                with memoryview(self._in) as view, view[begin + 4 : end] as frame:
-                    calls = decode_total(self._decoder, frame)
-                begin = end
-                for call in calls:
-                    self._methods[type(call)](*msgspec.structs.astuple(call))
-        except Exception as error:  # one connection ends, and nothing else
+            async with asyncio.TaskGroup() as tasks:
+                _check_user(writer.get_extra_info("socket"))
+                for work in (self._read(reader), self._write(writer), self._beat()):
+                    tasks.create_task(work)
+        except* (OSError, EOFError):
+            pass
+        except* Exception as group:
+            error = group.exceptions[0]
             is_theirs = isinstance(error, MalformedMessage)
             logger.error("a connection between front and dispatcher ends: %s", error, exc_info=not is_theirs)
+        finally:
             self.close()
-        del self._in[:begin]
 
-    def send(self, name: str, *arguments: object) -> None:
-        """Call the other end's on_`name` with this turn's frame. Raises UnsendableMessage."""
-        self.put(encode(name, *arguments))
+    def close(self) -> None:
+        """Disconnect at once. Idempotent."""
+        if self._writer is not None:
+            self._writer.transport.abort()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            size = int.from_bytes(await reader.readexactly(4))
+            if size > MAX_FRAME_BYTES + 5:
+                raise MalformedMessage(f"a frame of {size} bytes; at most {MAX_FRAME_BYTES} were expected")
+            frame = await reader.readexactly(size)
+            self._num_silent = 0
+            for call in decode_total(self._decoder, frame):
+                to, *arguments = msgspec.structs.astuple(call)
+                kind, method = self._calls[type(call)]
+                if (target := self.objects.get(to)) is not None:
+                    if type(target) is not kind:
+                        raise MalformedMessage(f"{type(call).__name__} of a {type(target).__name__}")
+                    method(target, *arguments)
+
+    def send(self, to: int, name: str, *arguments: object) -> None:
+        """Call on_`name` of the other end's object `to` with this turn's frame. Raises UnsendableMessage."""
+        self.put(encode(to, name, *arguments))
 
     def put(self, call: bytes) -> None:
         """Send an encoded call with this turn's frame."""
         if self._size + len(call) > MAX_FRAME_BYTES:
-            self._write()
+            self._send_frame()
         self._out.append(call)
         self._size += len(call)
-        self.wake()
+        self._is_due.set()
 
-    def wake(self) -> None:
-        """Have a frame leave soon."""
-        if not self._is_due and not self._is_full and self._transport is not None:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._flush)
+    def ask_for_news(self, source: Source) -> None:
+        """Have its news sent with the next frame: until the peer reads, they stay where they are."""
+        self._sources[source] = None
+        self._is_due.set()
 
-    def _flush(self) -> None:
-        self._is_due = False
-        if self._transport is not None and not self._is_full:
-            self._fill()
+    async def _write(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await self._is_due.wait()
+            self._is_due.clear()
+            sources, self._sources = self._sources, {}
+            for source in sources:
+                source.tell_news()
             if self._out:
-                self._write()
+                self._send_frame()
+            await writer.drain()
 
-    def _write(self) -> None:
+    def _send_frame(self) -> None:
         """Send a frame; an empty one is a beat."""
-        if self._transport is not None:
+        if self._writer is not None:
             frame = as_list(len(self._out), b"".join(self._out))
-            self._transport.write(len(frame).to_bytes(4) + frame)
+            self._writer.write(len(frame).to_bytes(4) + frame)
         self._out, self._size = [], 0
 
-    def pause_writing(self) -> None:
-        """Keep what is new where it is."""
-        self._is_full = True
-
-    def resume_writing(self) -> None:
-        """Send it."""
-        self._is_full = False
-        self.wake()
-
-    def _beat(self) -> None:
+    async def _beat(self) -> None:
         """Say that this end runs, and give up one that does not."""
-        self._num_silent += 1
-        if self._num_silent > SILENT_BEATS:
-            logger.error("a connection between front and dispatcher ends: the other one is silent")
-            self.close()
-            return
-        self._write()
-        self._timer = asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+        while self._num_silent < SILENT_BEATS:
+            self._num_silent += 1
+            self._send_frame()
+            await MONOTONIC.pause(BEAT_S)
+        raise MalformedMessage("the other one is silent")
+
+
+def _check_user(sock: socket.socket) -> None:
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if uid != os.geteuid():
+        raise MalformedMessage(f"a process of user {uid}; one of {os.geteuid()} was expected")

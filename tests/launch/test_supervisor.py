@@ -66,7 +66,7 @@ class Deck:
             self.rank_fds.append((spec.rank, len(rank_fds)))
             return start(spec.process_name, ack_fd)
 
-        def spawn_router(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
+        def spawn_router(name: str, spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
             self.routers.append(spec)
             return start("router", ack_fd)
 

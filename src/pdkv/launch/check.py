@@ -22,6 +22,7 @@ from pdkv.models.hub import with_local_model
 from pdkv.models.shard import Shard
 from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_keys
+from pdkv.router.fronts.wire import MAX_BODY_BYTES
 from pdkv.router.http.server.certificates import load_context
 from pdkv.router.metrics.tracing import check_tracing
 from pdkv.router.routing.policies import find_policy
@@ -81,6 +82,11 @@ def check_deployment(deployment: Deployment) -> Deployment:
     api = deployment.router.api
     check_parser_names(api.tool_parser, api.reasoning_parser, api.tool_parser_plugin)
     seen = deployment.router.observability
+    body_bytes = deployment.router.http.max_body_bytes
+    if deployment.launch.router_fronts and body_bytes > MAX_BODY_BYTES:
+        raise ConfigError(
+            f"--max-body-bytes is {body_bytes}: with --router-fronts, at most {MAX_BODY_BYTES} are possible"
+        )
     if deployment.launch.router_fronts and (seen.otlp_endpoint is not None or seen.record_trace is not None):
         raise ConfigError("--router-fronts excludes --otlp-endpoint and --record-trace: fronts trace no requests yet")
     if seen.otlp_endpoint is not None:

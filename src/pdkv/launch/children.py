@@ -300,19 +300,10 @@ def spawn_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequ
     return _engine_child(spec.process_name, popen.pid, popen)
 
 
-def spawn_router(
-    spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int, fronts_fd: int | None = None
-) -> Child:
-    """Start the router on the launcher's listening socket, or the dispatcher of fronts, which connect to another."""
-    fds = [listen_fd, ack_fd, lifeline_fd, *([] if fronts_fd is None else [fronts_fd])]
-    popen = _spawn("pdkv.launch.router_process", fds, fds, encode(spec))
-    return Child("router", popen.pid, popen)
-
-
-def spawn_front(name: str, spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
-    """Start a front on the launcher's listening socket."""
+def spawn_router(name: str, spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int) -> Child:
+    """Start the router, or a front, on the launcher's listening socket, or a dispatcher on the one for fronts."""
     fds = [listen_fd, ack_fd, lifeline_fd]
-    popen = _spawn("pdkv.launch.router_process", [*fds, name], fds, encode(spec))
+    popen = _spawn("pdkv.launch.router_process", [name, *fds], fds, encode(spec))
     return Child(name, popen.pid, popen)
 
 

@@ -21,13 +21,10 @@ _HEAP_BYTES = 4 << 20
 logger = logging.getLogger(__name__)
 
 
-def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int, other: str = "") -> int:
-    """Run the router in this process; returns its exit status. It is ready when every engine has answered.
-
-    `other`: the descriptor at which fronts connect to it; or a name: run the front of this name instead.
+def main(spec: RouterSpec, name: str, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int:
+    """Run the router in this process, or the front of this name; returns its exit status. A router is ready when every
+    engine has answered.
     """
-    is_front = bool(other) and not other.isdecimal()
-    name = other if is_front else "router"
     seen = spec.config.observability
     configure_logging(name, spec.log_level, seen.log_format, access_log=seen.access_log)
     set_process_name(f"pd {name}")
@@ -35,22 +32,15 @@ def main(spec: RouterSpec, listen_fd: int, ack_fd: int, lifeline_fd: int, other:
     watch_lifeline(lifeline_fd, lambda: None, grace_s=_LIFELINE_GRACE_S, run_dir=spec.run_dir)  # the loop sees it, too
     ack = Acknowledger(ack_fd)
     try:
-        if is_front:
+        if name != "router":
             assert spec.run_dir is not None
-            return run_front(
-                spec,
-                listen_fd=listen_fd,
-                lifeline_fd=lifeline_fd,
-                dispatcher_socket=spec.run_dir / FRONTS_SOCKET,
-                on_ready=ack.ready,
-            )
+            return run_front(spec, listen_fd, lifeline_fd, spec.run_dir / FRONTS_SOCKET, ack.ready)
         return run_router(
             spec,
             listen_fd=listen_fd,
             lifeline_fd=lifeline_fd,
             admin_socket=spec.run_dir / ADMIN_SOCKET if spec.run_dir is not None else None,
             marks_file=spec.run_dir / MARKS_FILE if spec.run_dir is not None else None,
-            fronts_fd=int(other) if other else None,
             on_ready=ack.ready,
         )
     except StartGivenUp:
@@ -77,4 +67,4 @@ def _bound_heap() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(decode_router_spec(take_spec()), int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]))
+    sys.exit(main(decode_router_spec(take_spec()), sys.argv[1], *map(int, sys.argv[2:5])))

@@ -24,7 +24,6 @@ from pdkv.launch.children import (
     RankLinks,
     describe_exit,
     spawn_engine,
-    spawn_front,
     spawn_router,
 )
 from pdkv.launch.keeper import Care, Keeper
@@ -80,8 +79,7 @@ class Supervisor:
         self._on_ready = on_ready
         self._clock = clock
         self._children: set[Child] = set()
-        self._router: Child | None = None
-        self._fronts: dict[str, Child] = {}
+        self._routers: dict[str, Child] = {}  # the router, or the dispatcher and its fronts, by name
         self._fronts_listener: socket.socket | None = None  # for the dispatcher and its successors
         self._listen_for_hangups: set[Child] = set()  # they handle it: before they are ready, a SIGHUP would end them
         self._forks: ForkServer | None = None
@@ -105,9 +103,8 @@ class Supervisor:
             if router.num_fronts:
                 assert router.run_dir is not None
                 self._fronts_listener = listen_for_fronts(router.run_dir / FRONTS_SOCKET)
-            first_ready.append(self._keep_running(_ROUTER, lambda: self._start_router(router)).ready)
-            for name in (f"{FRONT}{index}" for index in range(router.num_fronts)):
-                first_ready.append(self._keep_running(name, functools.partial(self._start_front, name, router)).ready)
+            for name in (_ROUTER, *(f"{FRONT}{index}" for index in range(router.num_fronts))):
+                first_ready.append(self._keep_running(name, functools.partial(self._start_router, name, router)).ready)
         await asyncio.gather(*first_ready)
 
     def pid_of(self, name: str) -> int | None:
@@ -170,29 +167,21 @@ class Supervisor:
         await _end(children, _ENGINE_GRACE_S)
         self._children.difference_update(children)
 
-    async def _start_router(self, spec: RouterSpec) -> list[Child]:
+    async def _start_router(self, name: str, spec: RouterSpec) -> list[Child]:
+        """Start the router, or the dispatcher or one of its fronts."""
+        listener = self._fronts_listener if name == _ROUTER else None
+        listen_fd = self._listen_fd if listener is None else listener.fileno()
         spec = msgspec.structs.replace(spec, engines=list(self._addresses.values()))
-        if self._router is not None:  # a second one must not wait for an engine that cannot start
+        if name in self._routers:  # a second one must not wait for an engine that cannot start
             spec = msgspec.structs.replace(spec, await_all=False, identity=self._model)
 
         async def spawn(ack: AckSocket) -> Child:
-            listener = self._fronts_listener
-            fronts_fd = [] if listener is None else [listener.fileno()]
-            self._router = spawn_router(spec, self._listen_fd, ack.child_fd, self._lifeline_fd, *fronts_fd)
-            return self._router
+            self._routers[name] = spawn_router(name, spec, listen_fd, ack.child_fd, self._lifeline_fd)
+            return self._routers[name]
 
-        router = await self._start_child(_ROUTER, spawn)
+        router = await self._start_child(name, spawn)
         self._reloads(router)
         return [router]
-
-    async def _start_front(self, name: str, spec: RouterSpec) -> list[Child]:
-        async def spawn(ack: AckSocket) -> Child:
-            self._fronts[name] = spawn_front(name, spec, self._listen_fd, ack.child_fd, self._lifeline_fd)
-            return self._fronts[name]
-
-        front = await self._start_child(name, spawn)
-        self._reloads(front)
-        return [front]
 
     def _reloads(self, child: Child) -> None:
         self._listen_for_hangups.add(child)
@@ -348,15 +337,14 @@ class Supervisor:
         """
         for name in [name for name in self._keepers if name == _ROUTER or name.startswith(FRONT)]:
             await self._keepers.pop(name).cancel()
-        fronts = [front for front in self._fronts.values() if front.alive]
-        if self._router is not None:
-            if drain_s and self._router.alive:
-                await self._drain_router([self._router, *fronts], drain_s, stuck)
-            await _end({self._router, *fronts}, _ROUTER_GRACE_S)
+        routers = [router for router in self._routers.values() if router.alive]
+        if drain_s and routers:
+            await self._drain_router(routers, drain_s, stuck)
+        await _end(routers, _ROUTER_GRACE_S)
         if self._fronts_listener is not None:
             self._fronts_listener.close()
         await asyncio.gather(*(keeper.cancel() for keeper in self._keepers.values()))
-        rest = self._children - {self._router, *fronts}
+        rest = self._children - set(routers)
         if self._forks is not None:
             self._forks.close()
             rest.add(self._forks.child)

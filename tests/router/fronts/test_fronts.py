@@ -250,16 +250,13 @@ def test_a_front_that_lies_loses_its_connection_and_no_other(tmp_path: Path) -> 
             whole, task = begin(honest, "POST", COMPLETIONS, body())
             generation = await hall.dispatcher.next_generation(0)
             link = liar._desk._link
-            assert link is not None
             stay = await liar._desk.receive({"path": COMPLETIONS, "headers": [], "type": "http"})
             request = GenerateRequest(prompt_token_ids=[1], params=SamplingParams(), timeout_s=1.0)
-            link.send("start", stay._number, 0, request)
+            link.send(stay._number, "start", 0, request)
             while liar._desk._link is link or not liar._desk.welcomed.is_set():
                 await asyncio.sleep(0.01)
             link = liar._desk._link
-            assert link is not None
-            assert link._transport is not None
-            link._transport.write(b"\xff\xff\xff\xff")  # a frame of 4 GiB
+            link._writer.write(b"\xff\xff\xff\xff")  # a frame of 4 GiB
             while liar._desk._link is link:
                 await asyncio.sleep(0.01)
             generation.put(tokens(10, end="length"))
@@ -276,17 +273,15 @@ def test_while_a_front_does_not_read_its_tokens_stay_with_the_generations(tmp_pa
             front = await hall.front()
             whole, task = begin(front, "POST", COMPLETIONS, body(logprobs=2))
             generation = await hall.dispatcher.next_generation(0)
-            link = front._desk._link
-            assert link is not None
-            assert link._transport is not None
-            link._transport.pause_reading()
+            transport = front._desk._link._writer.transport
+            transport.pause_reading()
             wide = [logprob(10, *range(20, 120)) for _ in range(100)]
             for _ in range(14):
                 generation.put(tokens(*[10] * 100, logprobs=wide))
             for _ in range(50):
                 await asyncio.sleep(0)
             num_unread = generation.num_unread
-            link._transport.resume_reading()
+            transport.resume_reading()
             generation.put(tokens(11, end="length", logprobs=[logprob(11)]))
             await task
             assert num_unread > 0
@@ -301,11 +296,7 @@ def test_a_silent_dispatcher_is_left_and_found_again(tmp_path: Path, monkeypatch
             front = await hall.front()
             whole, task = begin(front, "POST", COMPLETIONS, body())
             await hall.dispatcher.next_generation(0)
-            link = front._desk._link
-            assert link is not None
-            assert link._transport is not None
-            link._transport.pause_reading()  # nothing comes from it, as while it is stopped
-            link._beat()
+            front._desk._link._writer.transport.pause_reading()  # nothing comes from it, as while it is stopped
             await task
             assert whole.json()["error"]["code"] == "engine_unavailable"
             await asyncio.sleep(0)
@@ -359,7 +350,7 @@ def test_what_ends_a_request_between_two_questions_answers_the_next_one(tmp_path
             desk = (await hall.front())._desk
             with await desk.receive({"type": "http", "path": COMPLETIONS, "headers": []}) as stay:
                 if is_taken:
-                    desk.on_taken(0)
+                    stay.on_taken()
                 else:
                     await hall.end_hall()
                     while desk.welcomed.is_set():
