@@ -64,6 +64,7 @@ class Stay(Protocol):
 
     def check(self) -> None:
         """Raise TooManyRequests if there is no room for it."""
+        return
 
     async def admit(self, asked: Asked, body: bytes, reply_id: str, created: int, label: str) -> Terms:
         """Reserve what it asks for. `body` and the names: kept, if the answer is taken up later.
@@ -77,9 +78,11 @@ class Stay(Protocol):
 
     def came(self, num_tokens: int) -> None:
         """Count output tokens as they arrive."""
+        return
 
     def used(self, num_tokens: int, num_cached: int = 0) -> None:
         """Record the final number of prompt and output tokens, and those of them that were cached."""
+        return
 
     def abort(self) -> None:
         """Remove everything of this request from the queue. Idempotent."""

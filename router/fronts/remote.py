@@ -15,7 +15,7 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.errors import Draining, EngineUnavailable, PdkvError, RequestAborted
 from pdkv.router.admission.desk import Asked, Deliver, Replay, Stay, Terms
 from pdkv.router.admission.tenants import TENANT
-from pdkv.router.fronts.wire import Facts, Link, PageScope, Problem, RawHeaders
+from pdkv.router.fronts.wire import Facts, Link, News, PageScope, Problem, RawHeaders
 from pdkv.router.http.answer.event_ids import read_event_id
 from pdkv.router.http.answer.fanout import STALL_S
 from pdkv.router.http.server.errors import describe_error, json_response
@@ -205,9 +205,9 @@ class RemoteStay(Stay):
         run.facts = facts
         run.wake()
 
-    def on_delta(self, choice: int, delta: Delta) -> None:
+    def on_delta(self, choice: int, delta: News) -> None:
         """New tokens of a generation."""
-        self.run(choice).put(delta)
+        (self._runs.get(choice) or self.run(choice)).put(delta)
 
     def on_failed(self, choice: int, problem: Problem) -> None:
         """A generation could not begin, or failed."""

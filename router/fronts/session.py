@@ -132,12 +132,12 @@ class Session:
 
     def tell(self, name: str, choice: int, what: object) -> None:
         """Tell its front something of a choice, and each front that takes it up."""
-        call = encode(self._number, name, choice, what)
+        call = encode((name, self._number, choice, what))
+        if self.link is not None:
+            self.link.put(call)
         if self.kept is not None:
             self._told += call
             self._num_told += 1
-        if self.link is not None:
-            self.link.put(call)
 
     def join(self, link: Link, number: int) -> None:
         """Belong to a front, which numbers it, and is told everything that another one was."""

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypedDict, Union, get_type_hints
 
 import msgspec
+from msgspec.structs import astuple
 
 from pdkv import errors
 from pdkv.base.clock import MONOTONIC
 from pdkv.errors import MalformedMessage, PdkvError, UnsendableMessage
-from pdkv.router.request import PromptKeys
+from pdkv.router.request import Delta, PromptKeys
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.reports import SourceCounts
 
@@ -61,6 +62,10 @@ class Problem(NamedTuple):
         return error
 
 
+News: Any = msgspec.defstruct("News", list(get_type_hints(Delta).items()), array_like=True, gc=False)
+"""A Delta as a front has it: one that the garbage collector need not follow."""
+
+
 class Facts(NamedTuple):
     """What is known of a generation, by the names of its properties."""
 
@@ -86,15 +91,8 @@ class PageScope(TypedDict):
     scheme: str
 
 
-_encode = msgspec.msgpack.Encoder(enc_hook=lambda keys: None).encode
-
-
-def encode(to: int, name: str, *arguments: object) -> bytes:
-    """A call of on_`name` of the other end's object `to`. Raises UnsendableMessage."""
-    call = _encode((name, to, *arguments))
-    if len(call) > MAX_FRAME_BYTES:
-        raise UnsendableMessage(f"{len(call)} bytes between front and dispatcher; at most {MAX_FRAME_BYTES} are sent")
-    return call
+encode = msgspec.msgpack.Encoder(enc_hook=lambda keys: None).encode
+"""Encodes a call: the method's name without `on_`, the number of its object, and its arguments."""
 
 
 def as_list(num: int, calls: bytes | bytearray) -> bytes:
@@ -169,29 +167,33 @@ class Link:
             frame = await reader.readexactly(size)
             self._num_silent = 0
             for call in decode_total(self._decoder, frame):
-                to, *arguments = msgspec.structs.astuple(call)
+                to_and_arguments = astuple(call)
                 kind, method = self._calls[type(call)]
-                if (target := self.objects.get(to)) is not None:
+                if (target := self.objects.get(to_and_arguments[0])) is not None:
                     if type(target) is not kind:
                         raise MalformedMessage(f"{type(call).__name__} of a {type(target).__name__}")
-                    method(target, *arguments)
+                    method(target, *to_and_arguments[1:])
 
     def send(self, to: int, name: str, *arguments: object) -> None:
         """Call on_`name` of the other end's object `to` with this turn's frame. Raises UnsendableMessage."""
-        self.put(encode(to, name, *arguments))
+        self.put(encode((name, to, *arguments)))
 
     def put(self, call: bytes) -> None:
-        """Send an encoded call with this turn's frame."""
+        """Send an encoded call with this turn's frame. Raises UnsendableMessage."""
         if self._size + len(call) > MAX_FRAME_BYTES:
+            if len(call) > MAX_FRAME_BYTES:
+                raise UnsendableMessage(f"{len(call)} bytes for a frame; at most {MAX_FRAME_BYTES} were expected")
             self._send_frame()
+        if not self._out:
+            self._is_due.set()
         self._out.append(call)
         self._size += len(call)
-        self._is_due.set()
 
     def ask_for_news(self, source: Source) -> None:
         """Have its news sent with the next frame: until the peer reads, they stay where they are."""
+        if not self._sources:
+            self._is_due.set()
         self._sources[source] = None
-        self._is_due.set()
 
     async def _write(self, writer: asyncio.StreamWriter) -> None:
         while True:

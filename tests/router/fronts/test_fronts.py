@@ -2,8 +2,9 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,11 +16,13 @@ from pdkv.config import RouterConfig
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.launch.listening import listen_for_fronts
 from pdkv.router.admission.api_keys import KeyRing, make_key
-from pdkv.router.fronts import wire
+from pdkv.router.fronts import remote, wire
 from pdkv.router.fronts.front_app import FrontApp
 from pdkv.router.fronts.hall import Hall
 from pdkv.router.fronts.remote import RemoteDesk
+from pdkv.router.fronts.wire import encode
 from pdkv.router.http.app import body_budget
+from pdkv.router.http.server.paused_body import PAUSE_BODY
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.sampling.params import SamplingParams
 
@@ -243,27 +246,100 @@ def test_other_paths_and_refusals_are_the_dispatchers(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_front_that_lies_loses_its_connection_and_no_other(tmp_path: Path) -> None:
+SCOPE = {"type": "http", "path": COMPLETIONS, "headers": []}
+START = GenerateRequest(prompt_token_ids=[1], params=SamplingParams(), timeout_s=1.0)
+LIES = {
+    "not admitted": lambda stay: encode(("start", stay, 0, START)),
+    "arrives twice": lambda stay: encode(("arrive", stay, COMPLETIONS, None, "")),
+    "the front's own number": lambda stay: encode(("page", 0, 0, {})),
+    "a number of another kind": lambda stay: encode(("sent", stay)),
+    "no such call": lambda stay: encode(("kill", stay)),
+    "wrong types": lambda stay: encode(("stop", stay, "0", -1)),
+    "too few arguments": lambda stay: encode(("stop", stay)),
+    "a number of 65 bits": lambda stay: b"\xcf" + b"\xff" * 8,
+    "garbage": lambda stay: b"\xc1",
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_front_that_lies_loses_its_connection_and_no_other(tmp_path: Path, lie: Callable[[int], bytes]) -> None:
     async def main() -> None:
         async with rig(tmp_path) as hall:
             liar, honest = await hall.front(), await hall.front()
             whole, task = begin(honest, "POST", COMPLETIONS, body())
             generation = await hall.dispatcher.next_generation(0)
             link = liar._desk._link
-            stay = await liar._desk.receive({"path": COMPLETIONS, "headers": [], "type": "http"})
-            request = GenerateRequest(prompt_token_ids=[1], params=SamplingParams(), timeout_s=1.0)
-            link.send(stay._number, "start", 0, request)
+            stay = await liar._desk.receive(dict(SCOPE))
+            link.send(1 << 40, "stop", 0, 1)  # a request that is not there: it may have been taken up elsewhere
+            link.put(lie(stay._number))
             while liar._desk._link is link or not liar._desk.welcomed.is_set():
-                await asyncio.sleep(0.01)
-            link = liar._desk._link
-            link._writer.write(b"\xff\xff\xff\xff")  # a frame of 4 GiB
-            while liar._desk._link is link:
                 await asyncio.sleep(0.01)
             generation.put(tokens(10, end="length"))
             await task
             assert whole.status == 200
             assert len(hall.dispatcher.generations) == 1
+            while hall.app.state.drain.num_requests:
+                await asyncio.sleep(0)
 
+    run(main())
+
+
+@pytest.mark.parametrize("frame", [b"\xff\xff\xff\xff", b"\0\0\0\5\xdd\xff\xff\xff\xff"], ids=["4 GiB", "4 G calls"])
+def test_a_frame_of_a_huge_size_ends_its_connection(tmp_path: Path, frame: bytes) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            desk = (await hall.front())._desk
+            link = desk._link
+            link._writer.write(frame)
+            while desk._link is link or not desk.welcomed.is_set():
+                await asyncio.sleep(0.01)
+
+    run(main())
+
+
+def test_what_fits_no_frame_fails_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            front = await hall.front()
+            whole, task = begin(front, "POST", COMPLETIONS, body())
+            generation = await hall.dispatcher.next_generation(0)
+            assert (await call(front, "POST", COMPLETIONS, body(user="x" * 5000))).status == 500
+            generation.put(tokens(10, end="length"))
+            await task
+            assert events(whole)[-1][1] == "data: [DONE]"
+
+    monkeypatch.setattr(wire, "MAX_FRAME_BYTES", 4096)
+    run(main())
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["arrives", "is admitted"])
+def test_a_client_that_leaves_a_dispatcher_that_is_stopped_is_withdrawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool
+) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            front = await hall.front()
+            [door] = hall.hall._fronts
+            if not is_read:
+                door.link._writer.transport.pause_reading()
+            exchange, task = begin(front, "POST", COMPLETIONS, body())
+            left: list[Callable[[], None]] = []
+            exchange.scope[PAUSE_BODY] = lambda on_left: left.append(on_left) or SimpleNamespace(end=left.clear)
+            while is_read and len(door.link.objects) == 1:
+                await asyncio.sleep(0)
+            door.link._writer.transport.pause_reading()
+            await asyncio.sleep(0.05)
+            exchange.disconnect()
+            for on_left in left:
+                on_left()
+            await task
+            assert not exchange.status
+            door.link._writer.transport.resume_reading()
+            while hall.app.state.drain.num_requests or len(door.link.objects) > 1:
+                await asyncio.sleep(0)
+            assert hall.dispatcher.generations == []
+
+    monkeypatch.setattr(remote, "WATCH_S", 0.0)
     run(main())
 
 
