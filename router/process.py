@@ -168,7 +168,9 @@ def run_router(
         serving = HttpServer(server_config(app, limits, app.state.bodies, room, tls))
     else:
         state = app.state
-        serving = Hall(dispatcher, state.admission, state.metrics, state.drain, keys, app, limits.max_answer_memory)
+        serving = Hall(
+            dispatcher, state.admission, state.metrics, state.drain, keys, app, limits.max_answer_memory, recorder
+        )
     launchers = LauncherPages(dispatcher, operations, app.state.caches, app.state.scaler).app(app.state.figures)
     admin = _serving(launchers, admin_socket) if admin_socket is not None else contextlib.nullcontext()
     reloads = [source.reload for source in (keys, tls) if source is not None]

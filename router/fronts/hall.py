@@ -16,9 +16,11 @@ from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.admission.tenants import Tenant
 from pdkv.router.fronts.session import Session, answer
 from pdkv.router.fronts.wire import Link, PageScope, Problem
+from pdkv.router.http.answer.request_report import record
 from pdkv.router.http.app import HasLength
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.metrics.exposition import gauge
+from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import ENDPOINTS, Metrics, RequestMetrics, Totals
 
 HOLD_S = 30.0
@@ -37,11 +39,11 @@ class Hall:
 
     def __init__(
         self, dispatcher: HasLength, admission: Admission, metrics: Metrics, drain: Drain, keys: KeyRing | None,
-        pages: ASGIApp, max_kept_bytes: int,
+        pages: ASGIApp, max_kept_bytes: int, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         """`pages` serves what fronts do not; `max_kept_bytes`: of answers without a front, oldest dropped first."""
         self.dispatcher, self.drain, self.pages = dispatcher, drain, pages
-        self._admission, self._metrics, self._keys = admission, metrics, keys
+        self._admission, self._metrics, self._keys, self._recorder = admission, metrics, keys, recorder
         self._no_totals = Totals()  # of what is not counted
         self._max_kept_bytes = max_kept_bytes
         self._fronts: set[Door] = set()
@@ -85,16 +87,20 @@ class Hall:
         """A new session. Raises what `Admission.arrive` and, for one that is to generate, `Visit.check` do."""
         endpoint = ENDPOINTS.get(path)
         metrics = RequestMetrics(self._metrics if endpoint else self._no_totals, endpoint or "completions")
-        session = None
+        recorder, session = self._recorder if endpoint else None, None
         try:
-            session = Session(self, path, self._admission.arrive(tenant), metrics)
+            session = Session(self, path, self._admission.arrive(tenant), metrics, recorder)
             session.stack.enter_context(self.drain.counted())
             if endpoint:
                 session.visit.check()
             return session
         except PdkvError as error:
-            end = metrics.ended if session is None else session.close
-            end(error.code)
+            if session is not None:
+                session.close(error.code)
+            else:
+                metrics.ended(error.code)
+                if recorder is not None:
+                    record(recorder, None, None, metrics, error.code, tenant.digest)
             raise
 
     def keep(self, session: Session) -> None:

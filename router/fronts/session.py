@@ -5,7 +5,7 @@ import contextlib
 import logging
 import secrets
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -14,6 +14,10 @@ from pdkv.router.admission.admission_queue import Visit
 from pdkv.router.admission.desk import Asked, Replay, Terms
 from pdkv.router.admission.tenants import Tenant
 from pdkv.router.fronts.wire import Facts, Link, Problem, as_list, encode
+from pdkv.router.http.answer.request_report import record
+from pdkv.router.http.read.job import Job
+from pdkv.router.http.read.prompts import Prompt
+from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import RequestMetrics
 from pdkv.router.request import GenerateRequest, PromptKeys
 
@@ -103,7 +107,9 @@ class Run:
 class Session:
     """A request between its arrival and its end, and for some time after that."""
 
-    def __init__(self, keeper: Keeper, path: str, visit: Visit, metrics: RequestMetrics) -> None:
+    def __init__(
+        self, keeper: Keeper, path: str, visit: Visit, metrics: RequestMetrics, recorder: Recorder | None
+    ) -> None:
         """The session ends the visit."""
         self.id = secrets.token_urlsafe(18)
         self.path, self.visit, self.metrics = path, visit, metrics
@@ -114,7 +120,7 @@ class Session:
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(visit)
         self.timer: asyncio.TimerHandle | None = None
-        self._keeper = keeper
+        self._keeper, self._recorder = keeper, recorder
         self._is_over = False
         self._runs: dict[int, Run] = {}
         self._asked: Asked | None = None
@@ -263,6 +269,23 @@ class Session:
             )
         self.stack.close()
         self.metrics.ended(outcome)
+        if self._recorder is not None:
+            record(self._recorder, self._job(), self, self.metrics, outcome, self.visit.tenant.digest)
+
+    def _job(self) -> Job | None:
+        """What is recorded of it; None: no choice was to begin."""
+        asked, first = self._asked, next(iter(self._requests.values()), None)
+        if asked is None or first is None:
+            return None
+        firsts = (self._requests.get(index * asked.n) for index in range(len(asked.prompt_lengths)))
+        prompts = [Prompt(request.prompt_token_ids if request is not None else [], None) for request in firsts]
+        same = "params", "cache_salt", "priority", "slo_ttft_s", "slo_tpot_s", "affinity"
+        fields: dict[str, Any] = {name: getattr(first, name) for name in same}
+        return Job(chat=False, prompts=prompts, n=asked.n, stream=asked.stream, include_usage=False, **fields)
+
+    def generation_of(self, index: int) -> "Generation | None":
+        """The generation of a choice; None: it has not begun."""
+        return run.generation if (run := self._runs.get(index)) is not None else None
 
 
 def answer(

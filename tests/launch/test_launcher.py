@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from small_models import make_hf_config
 
-from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig, TiersConfig
+from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig, HttpLimits, RouterConfig, TiersConfig
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError
 from pdkv.launch.check import check_deployment
@@ -131,6 +131,22 @@ def test_lengths_that_give_prefill_and_decode_other_rope_frequencies_are_refused
     check(100, 128, num_prefill=0)
     with pytest.raises(ConfigError, match=r"dynamic.*prefill engines \(100\).*decode engines \(the default\)"):
         check(100, None)
+
+
+def test_a_body_that_fits_no_frame_between_front_and_dispatcher_is_refused(tmp_path: Path) -> None:
+    config, most = EngineConfig(model=make_hf_config(tmp_path)), 63 << 20
+
+    def check(num_fronts: int, max_body_bytes: int) -> None:
+        launch = LaunchConfig(router_fronts=num_fronts)
+        router = RouterConfig(http=HttpLimits(max_body_bytes=max_body_bytes, max_body_memory=1 << 28))
+        check_deployment(
+            Deployment(launch=launch, router=router, handoff=HandoffConfig(), prefill=config, decode=config)
+        )
+
+    check(0, most + 1)
+    check(2, most)
+    with pytest.raises(ConfigError, match=f"--max-body-bytes is {most + 1}.*at most {most}"):
+        check(2, most + 1)
 
 
 def test_sampling_defaults_are_checked_before_anything_starts_and_are_the_routers(

@@ -1,6 +1,6 @@
 """Reports on a request that has ended: its access line, its spans, and its lines in a recording."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.types import Scope
 
@@ -103,8 +103,15 @@ def _work(fanout: Fanout, metrics: RequestMetrics) -> dict[str, Any]:
     }
 
 
+class Begun(Protocol):
+    """What knows the generations of a request."""
+
+    def generation_of(self, index: int) -> Generation | None:
+        """The generation of a choice; None: it has not begun."""
+
+
 def record(
-    recorder: Recorder, job: Job | None, fanout: Fanout | None, metrics: RequestMetrics, outcome: str, tenant: str
+    recorder: Recorder, job: Job | None, fanout: Begun | None, metrics: RequestMetrics, outcome: str, tenant: str
 ) -> None:
     """Record each choice of a request. `job` is None if it was refused before it was read."""
     began = metrics.began

@@ -9,9 +9,11 @@ from typing import Any, cast
 
 import pytest
 from asgi_client import Exchange, begin, call, run
+from dispatch_rig import System, live
 from fake_dispatcher import FakeDispatcher, logprob, tokens
 from small_app import MODEL, make_app, served, tokenizer
 
+from pdkv.bench.trace import read_trace
 from pdkv.config import RouterConfig
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.launch.listening import listen_for_fronts
@@ -23,6 +25,7 @@ from pdkv.router.fronts.remote import RemoteDesk
 from pdkv.router.fronts.wire import encode
 from pdkv.router.http.app import body_budget
 from pdkv.router.http.server.paused_body import PAUSE_BODY
+from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.sampling.params import SamplingParams
 
@@ -33,9 +36,10 @@ class Rig:
     """A hall, and as many fronts as asked for."""
 
     def __init__(
-        self, path: Path, dispatcher: FakeDispatcher, keys: KeyRing | None = None, kept: int = 1 << 20
-    ) -> None:
-        self.dispatcher, self._keys, self._kept = dispatcher, keys, kept
+        self, path: Path, dispatcher: FakeDispatcher, keys: KeyRing | None = None, kept: int = 1 << 20,
+        recorder: Recorder | None = None,
+    ) -> None:  # fmt: skip
+        self.dispatcher, self._keys, self._kept, self._recorder = dispatcher, keys, kept, recorder
         self._path = path / "fronts.sock"
         self._listener = listen_for_fronts(self._path)
         self._tasks: dict[object, asyncio.Task[None]] = {}
@@ -46,8 +50,9 @@ class Rig:
         self.app = make_app(self.dispatcher, keys=self._keys)
         state = self.app.state
         self.hall = Hall(
-            cast(Any, self.dispatcher), state.admission, state.metrics, state.drain, self._keys, self.app, self._kept
-        )
+            cast(Any, self.dispatcher), state.admission, state.metrics, state.drain, self._keys, self.app, self._kept,
+            self._recorder,
+        )  # fmt: skip
         self._tasks[self.hall] = asyncio.create_task(self.hall.serve_on(self._listener.dup()))
 
     async def end_hall(self) -> None:
@@ -435,6 +440,31 @@ def test_what_ends_a_request_between_two_questions_answers_the_next_one(tmp_path
                 generation = await asyncio.wait_for(stay.start(request, lambda _: None, 0), timeout=5)
                 with pytest.raises(RequestAborted if is_taken else EngineUnavailable):
                     generation.take()
+
+    run(main())
+
+
+def test_the_dispatcher_records_what_came_through_fronts(tmp_path: Path) -> None:
+    async def main() -> None:
+        recorder = Recorder(tmp_path / "trace.jsonl", 1 << 20, MODEL)
+        system = System(1, 1)
+        async with live(system), rig(tmp_path, cast(Any, system.dispatcher), recorder=recorder) as hall:
+            front, app = await hall.front(), make_app(cast(Any, system.dispatcher), recorder=recorder)
+            for way in (front, app):
+                asked = {"prompt": [5] * 70, "n": 2, "max_tokens": 4, "ignore_eos": True}
+                assert (await call(way, "POST", COMPLETIONS, asked, {"x-slo-ttft-ms": "250"})).status == 200
+                assert (await call(way, "POST", COMPLETIONS, b"{")).status == 400
+                while hall.app.state.drain.num_requests:
+                    await asyncio.sleep(0)
+        recorder.close()
+        lines = read_trace(recorder.path).requests
+        figures = [
+            (line.prompt_tokens, line.output_tokens, line.max_tokens, line.slo_ttft_ms, line.outcome, line.blocks)
+            for line in lines
+        ]
+        assert figures[:3] == figures[3:]
+        assert figures[0][:5] == (70, 4, 4, 250.0, "length")
+        assert all(line.ttft_s is not None for line in lines[:2])
 
     run(main())
 
