@@ -3,11 +3,14 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
+from itertools import count
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.errors import EngineUnavailable, PdkvError, RequestFailed
+
+MAX_EVENT_BYTES = 16 << 20
 
 
 class Streamed(NamedTuple):
@@ -15,11 +18,6 @@ class Streamed(NamedTuple):
 
     events: list[dict[str, Any]]
     num_resumed: int  # how often it went on over another connection
-
-
-class _Event(NamedTuple):
-    id: str
-    data: str
 
 
 async def read_stream(
@@ -37,36 +35,33 @@ async def read_stream(
         RequestFailed: it ended with an error, or broke before its first event.
     """
     events: list[dict[str, Any]] = []
-    last, num_resumed = "", -1
-    while True:
-        num_resumed += 1
-        sent = {"x-pd-event-ids": "1", **(headers or {}), **({"last-event-id": last} if last else {})}
+    asked, sent = json.dumps({**body, "stream": True}), {"x-pd-event-ids": "1", **(headers or {})}
+    for num_resumed in count():
         try:
-            async for event in _events(url, path, b"" if last else json.dumps({**body, "stream": True}).encode(), sent):
-                if event.data == "[DONE]":
+            async for name, data in _events(url, path, asked.encode(), sent):
+                if data == "[DONE]":
                     return Streamed(events, num_resumed)
-                last = event.id
-                events.append(json.loads(event.data))
+                asked, sent["last-event-id"] = "", name
+                events.append(json.loads(data))
                 if "error" in events[-1]:
-                    raise RequestFailed(event.data, request_id="")
+                    raise RequestFailed(data, request_id="")
                 if heard is not None:
                     heard.set()
-        except (OSError, EngineUnavailable) as error:
-            if not last:
+        except (OSError, EOFError, EngineUnavailable) as error:
+            if not events:
                 raise RequestFailed(f"the stream broke before its first event: {error}", request_id="") from None
             await MONOTONIC.pause(0.05)
-        if not last:
-            raise RequestFailed("the stream ended before its first event", request_id="")
+    raise AssertionError
 
 
-async def _events(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[_Event]:
-    """The whole events that arrive before the connection's end; HTTP/1.0, so that nothing is between them.
+async def _events(url: str, path: str, body: bytes, headers: Mapping[str, str]) -> AsyncIterator[tuple[str, str]]:
+    """Id and data of each whole event until the connection ends; HTTP/1.0, so that nothing is between them.
 
     Raises:
-        OSError, EngineUnavailable (503), or PdkvError for another status than 200.
+        OSError or EOFError at that end, EngineUnavailable (503), or PdkvError for another status than 200.
     """
     parts = urlsplit(url)
-    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=MAX_EVENT_BYTES)
     try:
         lines = [f"POST {path} HTTP/1.0", f"host: {parts.netloc}", "content-type: application/json"]
         lines += [f"content-length: {len(body)}", *(f"{name}: {value}" for name, value in headers.items())]
@@ -75,16 +70,9 @@ async def _events(url: str, path: str, body: bytes, headers: Mapping[str, str]) 
         if (status := head.split(b" ")[1:2]) != [b"200"]:
             text = (head + await reader.read()).decode("utf-8", "replace")
             raise EngineUnavailable(text) if status == [b"503"] else PdkvError(text)
-        fields: dict[str, str] = {}
-        while line := await reader.readline():
-            if line.strip():
-                name, _, value = line.decode().rstrip("\n").partition(": ")
-                fields[name] = value
-            else:
-                if "data" in fields:
-                    yield _Event(fields.get("id", ""), fields["data"])
-                fields = {}
-    except asyncio.IncompleteReadError as error:
-        raise ConnectionResetError(f"the connection ended: {error}") from None
+        while True:
+            data, _, name = (await reader.readuntil(b"\n\n")).decode().rstrip("\n").partition("\nid: ")
+            if data.startswith("data: "):
+                yield name, data.removeprefix("data: ")
     finally:
         writer.close()

@@ -406,6 +406,23 @@ def test_streams_end_with_their_dispatcher_and_its_successor_is_found(tmp_path: 
     run(main())
 
 
+def test_a_dispatcher_that_dies_at_any_question_ends_the_request(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            front = await hall.front()
+            for num_turns in range(0, 40, 2):
+                exchanges = [begin(front, "POST", COMPLETIONS, body()), begin(front, "GET", "/metrics")]
+                for _ in range(num_turns):
+                    await asyncio.sleep(0)
+                await hall.end_hall()
+                await asyncio.gather(*(task for _, task in exchanges), return_exceptions=True)
+                assert [exchange.status for exchange, _ in exchanges] in ([503, 503], [503, 200], [200, 200])
+                hall.open_hall()
+                await front._desk.welcomed.wait()
+
+    run(main())
+
+
 def test_a_keys_limits_are_told_with_each_answer_and_keep_its_bodies_unread(tmp_path: Path) -> None:
     async def main() -> None:
         keys, headers = write_keys(tmp_path, "poor", limits="tokens_per_minute = 20\nrequests_per_minute = 3\n")
