@@ -19,7 +19,7 @@ from pdkv.router.fronts.wire import Facts, Link, News, PageScope, Problem, RawHe
 from pdkv.router.http.answer.event_ids import read_event_id
 from pdkv.router.http.answer.fanout import STALL_S
 from pdkv.router.http.server.errors import describe_error, json_response
-from pdkv.router.http.server.paused_body import PAUSE_BODY, PauseBody, PausedBody
+from pdkv.router.http.server.paused_body import PAUSE_BODY, PausedBody
 from pdkv.router.http.server.request_body import Disconnected
 from pdkv.router.request import Delta, GenerateRequest
 
@@ -155,9 +155,12 @@ class RemoteStay(Stay):
         self._answer = asyncio.get_running_loop().create_future()
         await self._answer
 
-    def watch(self, pause: PauseBody | None) -> None:
-        """Notice from now on that its client leaves, before its body is read."""
-        self.paused = pause(self.abort) if pause is not None else None
+    def watch(self, scope: Scope) -> None:
+        """Notice from now on that its client leaves, or has left, before its body is read."""
+        if (pause := scope.get(PAUSE_BODY)) is not None:
+            self.paused = pause(self.abort)
+        else:  # its connection has taken it back
+            self.abort()
 
     def run(self, choice: int) -> RemoteGeneration:
         """The generation of a choice."""
@@ -393,14 +396,15 @@ class RemoteDesk:
         if self.draining and not resume_id:
             raise Draining(f"{self.draining}: try again", retry_after_s=1.0)
         stay = self._enter(lambda number: RemoteStay(self, number, seen))
-        watching = asyncio.get_running_loop().call_later(WATCH_S, stay.watch, scope.get(PAUSE_BODY))
+        watching = asyncio.get_running_loop().call_later(WATCH_S, stay.watch, scope) if PAUSE_BODY in scope else None
         try:
             await stay.ask(0, "arrive", self._last, scope["path"], headers.get("authorization"), resume_id)
         except BaseException as error:
             stay.__exit__(type(error), error, None)
             raise
         finally:
-            watching.cancel()
+            if watching is not None:
+                watching.cancel()
             if stay.paused is not None:
                 stay.paused.end()
             if stay.tenant is not None:

@@ -317,22 +317,25 @@ def test_what_fits_no_frame_fails_alone(tmp_path: Path, monkeypatch: pytest.Monk
     run(main())
 
 
-@pytest.mark.parametrize("is_read", [False, True], ids=["arrives", "is admitted"])
+@pytest.mark.parametrize("when", ["it arrives", "it is not watched yet", "it is admitted"])
 def test_a_client_that_leaves_a_dispatcher_that_is_stopped_is_withdrawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_read: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     async def main() -> None:
         async with rig(tmp_path) as hall:
             front = await hall.front()
             [door] = hall.hall._fronts
-            if not is_read:
+            if when != "it is admitted":
                 door.link._writer.transport.pause_reading()
             exchange, task = begin(front, "POST", COMPLETIONS, body())
             left: list[Callable[[], None]] = []
             exchange.scope[PAUSE_BODY] = lambda on_left: left.append(on_left) or SimpleNamespace(end=left.clear)
-            while is_read and len(door.link.objects) == 1:
+            while when == "it is admitted" and len(door.link.objects) == 1:
                 await asyncio.sleep(0)
             door.link._writer.transport.pause_reading()
+            if when == "it is not watched yet":
+                await asyncio.sleep(0)
+                del exchange.scope[PAUSE_BODY]  # as when its connection ends
             await asyncio.sleep(0.05)
             exchange.disconnect()
             for on_left in left:
@@ -344,7 +347,7 @@ def test_a_client_that_leaves_a_dispatcher_that_is_stopped_is_withdrawn(
                 await asyncio.sleep(0)
             assert hall.dispatcher.generations == []
 
-    monkeypatch.setattr(remote, "WATCH_S", 0.0)
+    monkeypatch.setattr(remote, "WATCH_S", 0.02)
     run(main())
 
 
