@@ -46,7 +46,7 @@ class Hall:
         self._admission, self._metrics, self._keys, self._recorder = admission, metrics, keys, recorder
         self._no_totals = Totals()  # of what is not counted
         self._max_kept_bytes = max_kept_bytes
-        self._fronts: set[Door] = set()
+        self._fronts: dict[Door, asyncio.Task[None]] = {}
         self._kept: dict[str, Session] = {}  # that may be taken up, by id
         self._alone: dict[Session, int] = {}  # those without a front or over, and their bytes; oldest first
         self._num_bytes = 0  # of those
@@ -55,7 +55,7 @@ class Hall:
 
     async def serve_on(self, listener: socket.socket) -> None:
         """Serve fronts until `stop`."""
-        server = await asyncio.start_unix_server(self._serve, sock=listener)
+        server = await asyncio.get_running_loop().create_unix_server(self._door, sock=listener)
         try:
             await self._over.wait()
         finally:
@@ -67,13 +67,16 @@ class Hall:
         """End that. Idempotent."""
         self._over.set()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _door(self) -> Link:
         front = Door(self)
-        self._fronts.add(front)
+        self._fronts[front] = asyncio.get_running_loop().create_task(self._serve(front))
+        return front.link
+
+    async def _serve(self, front: "Door") -> None:
         try:
-            await front.link.run(reader, writer)
+            await front.link.run()
         finally:
-            self._fronts.discard(front)
+            del self._fronts[front]
             front.lost()
             if not self._fronts and self.drain.draining:
                 for session in list(self._alone):

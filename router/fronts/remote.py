@@ -330,11 +330,12 @@ class RemoteDesk:
         """Connect to the dispatcher's socket, and again whenever the connection ends; until cancelled. While none
         runs, the launcher holds the socket, and the connection waits there for the next one.
         """
+        loop = asyncio.get_running_loop()
         while True:
             try:
-                streams = await asyncio.open_unix_connection(str(path))
-                self._link = self._new_link()
-                await self._link.run(*streams)
+                link = self._link = self._new_link()
+                await loop.create_unix_connection(lambda link=link: link, str(path))  # type: ignore[misc]
+                await link.run()
             except OSError as error:
                 logger.error("cannot connect to the dispatcher at %s: %s", path, error)
             finally:

@@ -6,19 +6,19 @@ The front numbers the objects, one on each end for a request (`RemoteStay`, `Ses
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import os
 import socket
 import struct
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypedDict, Union, get_type_hints
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol, TypedDict, Union, cast, get_type_hints
 
 import msgspec
 from msgspec.structs import astuple
 
 from pdkv import errors
-from pdkv.base.clock import MONOTONIC
 from pdkv.errors import MalformedMessage, PdkvError, UnsendableMessage
 from pdkv.router.request import Delta, PromptKeys
 from pdkv.wire.decoding import decode_total
@@ -120,7 +120,7 @@ class Source(Protocol):
         """Send them."""
 
 
-class Link:
+class Link(asyncio.Protocol):
     """One end of a connection. Whatever is sent in one turn of the event loop leaves in one frame, once the peer has
     read what was sent before.
     """
@@ -130,49 +130,79 @@ class Link:
         self.objects: dict[int, Any] = {}
         """Those objects, by number; a call of another one is ignored: it has ended."""
         self._calls, self._decoder = _calls_of(kinds)
+        self._in = bytearray()
         self._out: list[bytes] = []
         self._size = 0  # of those
         self._sources: dict[Source, None] = {}
-        self._is_due = asyncio.Event()
-        self._writer: asyncio.StreamWriter | None = None
+        self._is_due = self._is_full = False
+        self._transport: asyncio.Transport | None = None
         self._num_silent = 0  # beats since something came
+        self._over = asyncio.Event()
 
-    async def run(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Exchange calls until the connection ends, for whatever reason. Refuses processes of other users."""
-        self._writer = writer
+    async def run(self) -> None:
+        """Say that this end runs until the connection ends, and end it if the other one does not."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                _check_user(writer.get_extra_info("socket"))
-                for work in (self._read(reader), self._write(writer), self._beat()):
-                    tasks.create_task(work)
-        except* (OSError, EOFError):
-            pass
-        except* Exception as group:
-            error = group.exceptions[0]
-            is_theirs = isinstance(error, MalformedMessage)
-            logger.error("a connection between front and dispatcher ends: %s", error, exc_info=not is_theirs)
+            while not self._over.is_set() and self._num_silent < SILENT_BEATS:
+                self._num_silent += 1
+                self._send_frame()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(BEAT_S):
+                        await self._over.wait()
+            if not self._over.is_set():
+                logger.error("a connection between front and dispatcher ends: the other one is silent")
         finally:
             self.close()
 
     def close(self) -> None:
         """Disconnect at once. Idempotent."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+        if self._transport is not None:
+            self._transport.abort()
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        while True:
-            size = int.from_bytes(await reader.readexactly(4))
-            if size > MAX_FRAME_BYTES + 5:
-                raise MalformedMessage(f"a frame of {size} bytes; at most {MAX_FRAME_BYTES} were expected")
-            frame = await reader.readexactly(size)
-            self._num_silent = 0
-            for call in decode_total(self._decoder, frame):
-                to_and_arguments = astuple(call)
-                kind, method = self._calls[type(call)]
-                if (target := self.objects.get(to_and_arguments[0])) is not None:
-                    if type(target) is not kind:
-                        raise MalformedMessage(f"{type(call).__name__} of a {type(target).__name__}")
-                    method(target, *to_and_arguments[1:])
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Refuse processes of other users."""
+        self._transport = cast(asyncio.Transport, transport)
+        sock: socket.socket = transport.get_extra_info("socket")
+        _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.geteuid():
+            logger.error("a process of user %d is refused: another one than this process's (%d)", uid, os.geteuid())
+            self.close()
+        self._wake()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Have `run` end."""
+        self._transport = None
+        self._over.set()
+
+    def data_received(self, data: bytes) -> None:
+        """Take whole frames."""
+        self._in += data
+        begin = self._num_silent = 0
+        try:
+            while len(self._in) - begin >= 4 and self._transport is not None:
+                end = begin + 4 + int.from_bytes(self._in[begin : begin + 4])
+                if end - begin > MAX_FRAME_BYTES + 9:
+                    raise MalformedMessage(f"a frame of {end - begin} bytes; at most {MAX_FRAME_BYTES} were expected")
+                if len(self._in) < end:
+                    break
+                with memoryview(self._in) as view, view[begin + 4 : end] as frame:
+                    calls = decode_total(self._decoder, frame)
+                begin = end
+                self._take(calls)
+        except Exception as error:  # one connection ends, and nothing else
+            is_theirs = isinstance(error, MalformedMessage)
+            logger.error("a connection between front and dispatcher ends: %s", error, exc_info=not is_theirs)
+            self.close()
+        del self._in[:begin]
+
+    def _take(self, calls: Iterable[msgspec.Struct]) -> None:
+        objects = self.objects
+        for call in calls:
+            to_and_arguments = astuple(call)
+            kind, method = self._calls[type(call)]
+            if (target := objects.get(to_and_arguments[0])) is not None:
+                if type(target) is not kind:
+                    raise MalformedMessage(f"{type(call).__name__} of a {type(target).__name__}")
+                method(target, *to_and_arguments[1:])
 
     def send(self, to: int, name: str, *arguments: object) -> None:
         """Call on_`name` of the other end's object `to` with this turn's frame. Raises UnsendableMessage."""
@@ -185,44 +215,44 @@ class Link:
                 raise UnsendableMessage(f"{len(call)} bytes for a frame; at most {MAX_FRAME_BYTES} were expected")
             self._send_frame()
         if not self._out:
-            self._is_due.set()
+            self._wake()
         self._out.append(call)
         self._size += len(call)
 
     def ask_for_news(self, source: Source) -> None:
         """Have its news sent with the next frame: until the peer reads, they stay where they are."""
         if not self._sources:
-            self._is_due.set()
+            self._wake()
         self._sources[source] = None
 
-    async def _write(self, writer: asyncio.StreamWriter) -> None:
-        while True:
-            await self._is_due.wait()
-            self._is_due.clear()
-            sources, self._sources = self._sources, {}
-            for source in sources:
-                source.tell_news()
-            if self._out:
-                self._send_frame()
-            await writer.drain()
+    def _wake(self) -> None:
+        """Have a frame leave soon."""
+        if not self._is_due and not self._is_full and self._transport is not None:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._is_due = False
+        if self._transport is None or self._is_full:
+            return
+        sources, self._sources = self._sources, {}
+        for source in sources:
+            source.tell_news()
+        if self._out:
+            self._send_frame()
 
     def _send_frame(self) -> None:
         """Send a frame; an empty one is a beat."""
-        if self._writer is not None:
+        if self._transport is not None:
             frame = as_list(len(self._out), b"".join(self._out))
-            self._writer.write(len(frame).to_bytes(4) + frame)
-        self._out, self._size = [], 0
+            self._transport.write(len(frame).to_bytes(4) + frame)
+            self._out, self._size = [], 0
 
-    async def _beat(self) -> None:
-        """Say that this end runs, and give up one that does not."""
-        while self._num_silent < SILENT_BEATS:
-            self._num_silent += 1
-            self._send_frame()
-            await MONOTONIC.pause(BEAT_S)
-        raise MalformedMessage("the other one is silent")
+    def pause_writing(self) -> None:
+        """Keep what is new where it is."""
+        self._is_full = True
 
-
-def _check_user(sock: socket.socket) -> None:
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if uid != os.geteuid():
-        raise MalformedMessage(f"a process of user {uid}; one of {os.geteuid()} was expected")
+    def resume_writing(self) -> None:
+        """Send it."""
+        self._is_full = False
+        self._wake()

@@ -295,7 +295,7 @@ def test_a_frame_of_a_huge_size_ends_its_connection(tmp_path: Path, frame: bytes
         async with rig(tmp_path) as hall:
             desk = (await hall.front())._desk
             link = desk._link
-            link._writer.write(frame)
+            link._transport.write(frame)
             while desk._link is link or not desk.welcomed.is_set():
                 await asyncio.sleep(0.01)
 
@@ -326,13 +326,13 @@ def test_a_client_that_leaves_a_dispatcher_that_is_stopped_is_withdrawn(
             front = await hall.front()
             [door] = hall.hall._fronts
             if when != "it is admitted":
-                door.link._writer.transport.pause_reading()
+                door.link._transport.pause_reading()
             exchange, task = begin(front, "POST", COMPLETIONS, body())
             left: list[Callable[[], None]] = []
             exchange.scope[PAUSE_BODY] = lambda on_left: left.append(on_left) or SimpleNamespace(end=left.clear)
             while when == "it is admitted" and len(door.link.objects) == 1:
                 await asyncio.sleep(0)
-            door.link._writer.transport.pause_reading()
+            door.link._transport.pause_reading()
             if when == "it is not watched yet":
                 await asyncio.sleep(0)
                 del exchange.scope[PAUSE_BODY]  # as when its connection ends
@@ -342,7 +342,7 @@ def test_a_client_that_leaves_a_dispatcher_that_is_stopped_is_withdrawn(
                 on_left()
             await task
             assert not exchange.status
-            door.link._writer.transport.resume_reading()
+            door.link._transport.resume_reading()
             while hall.app.state.drain.num_requests or len(door.link.objects) > 1:
                 await asyncio.sleep(0)
             assert hall.dispatcher.generations == []
@@ -357,7 +357,7 @@ def test_while_a_front_does_not_read_its_tokens_stay_with_the_generations(tmp_pa
             front = await hall.front()
             whole, task = begin(front, "POST", COMPLETIONS, body(logprobs=2))
             generation = await hall.dispatcher.next_generation(0)
-            transport = front._desk._link._writer.transport
+            transport = front._desk._link._transport
             transport.pause_reading()
             wide = [logprob(10, *range(20, 120)) for _ in range(100)]
             for _ in range(14):
@@ -380,7 +380,7 @@ def test_a_silent_dispatcher_is_left_and_found_again(tmp_path: Path, monkeypatch
             front = await hall.front()
             whole, task = begin(front, "POST", COMPLETIONS, body())
             await hall.dispatcher.next_generation(0)
-            front._desk._link._writer.transport.pause_reading()  # nothing comes from it, as while it is stopped
+            front._desk._link._transport.pause_reading()  # nothing comes from it, as while it is stopped
             await task
             assert whole.json()["error"]["code"] == "engine_unavailable"
             await asyncio.sleep(0)
