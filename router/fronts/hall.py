@@ -83,7 +83,7 @@ class Hall:
                     self.drop(session)
 
     def tenant(self, authorization: str | None) -> Tenant:
-        """Whose a request is. Raises Unauthorized."""
+        """The tenant of a request. Raises Unauthorized."""
         return self._admission.anonymous if self._keys is None else self._keys.authenticate(authorization)
 
     def begin(self, path: str, tenant: Tenant) -> Session:

@@ -233,7 +233,7 @@ class Session:
             run.stop(num_tokens)
 
     def on_end(self, outcome: str, stalls: list[float]) -> None:
-        """It is over: "ok", "disconnected" or an error's code. `stalls`: seconds that tokens waited for its client."""
+        """End a request: "ok", "disconnected" or an error's code. `stalls`: seconds that tokens waited to be read."""
         for seconds in stalls:
             self.metrics.client_stall(seconds)
         assert self.link is not None

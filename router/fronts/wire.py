@@ -128,7 +128,7 @@ class Link(asyncio.Protocol):
     def __init__(self, *kinds: type) -> None:
         """`kinds`: classes of objects whose methods the other end may call; what they raise ends the connection."""
         self.objects: dict[int, Any] = {}
-        """Those objects, by number; a call of another one is ignored: it has ended."""
+        """Objects that the other end may call, by number; a call of one that has ended is ignored."""
         self._calls, self._decoder = _calls_of(kinds)
         self._in = bytearray()
         self._out: list[bytes] = []
