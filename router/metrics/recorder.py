@@ -200,6 +200,14 @@ def begin_recording(options: ObservabilityConfig, model: str, *, is_restart: boo
         return None
 
 
+def check_recording(options: ObservabilityConfig) -> None:
+    """Begin a recording that is asked for, and remove it again. Raises ConfigError as `begin_recording`."""
+    if options.record_trace is not None:
+        name, file = _create(options.record_trace)
+        os.close(file)
+        name.unlink()
+
+
 def shown_code(code: str) -> str:
     """An error's code as a recording may have it; engines of other versions may have sent anything."""
     return code if _CODE.fullmatch(code) else "other"

@@ -78,6 +78,22 @@ def test_a_bad_file_is_refused_by_its_line_and_field(lines: list[str], message: 
         read(tmp_path, *lines)
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "message"),
+    [
+        ("MAX_BYTES", 300, "at most 300 bytes"),
+        ("MAX_REQUESTS", 1, "at most 1 requests"),
+        ("MAX_TOKENS", 15, "at most 15 prompt tokens"),
+    ],
+)
+def test_a_recording_has_limits_in_all(
+    limit: str, value: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"pdkv.bench.trace.{limit}", value)
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path, HEAD, FIRST, SECOND)
+
+
 def test_no_file_is_refused_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none: No such file or directory"):
         read_trace(tmp_path / "none")

@@ -164,6 +164,10 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
             "the KV pool of 1 MiB holds 256 tokens, but a request may have 512 (max_model_len), which need 2 MiB",
         ),
         (["launch", "--check", "--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000"),
+        (
+            ["launch", "--check", "--record-trace", "/no/folder/t"],
+            "--record-trace: /no/folder/t: No such file or direc",
+        ),
         (["launch", "--check", "--chat-template", "no-such.jinja"], "no-such.jinja: no such file"),
         (["launch", "--revision", "main"], "--revision main is not supported: a revision is part of the model's name"),
         (["launch", "--kv-transfer-config", "{}", "--hf-overrides", "{}", "--tp", "3"], "cannot be divided among 3"),

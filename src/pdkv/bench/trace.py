@@ -21,6 +21,9 @@ __all__ = ["Trace", "TraceRequest", "prompts", "read_trace"]
 MAX_LINE_BYTES = 8 << 20
 """More than the blocks of the longest prompt."""
 
+MAX_BYTES, MAX_REQUESTS, MAX_TOKENS = 1 << 30, 1 << 20, 1 << 28
+"""Of a whole recording; tokens: of its prompts, all of which are held in memory."""
+
 T = TypeVar("T")
 
 
@@ -36,7 +39,8 @@ def read_trace(path: Path) -> Trace:
     """Read a recording.
 
     Raises:
-        ConfigError: the file cannot be read, or is no recording of this version; names the line and the field.
+        ConfigError: the file cannot be read, is no recording of this version, or is too large; names the line and the
+            field, or the limit.
     """
     try:
         with path.open("rb") as file:
@@ -44,7 +48,7 @@ def read_trace(path: Path) -> Trace:
             head = _decode(next(lines, (f"{path}: line 1", b"{}")), Head)
             if head.pdkv_trace != VERSION:
                 raise ConfigError(f"{path}: line 1: pdkv_trace: version {VERSION} was expected, got {head.pdkv_trace}")
-            found = [_request(line, head) for line in lines]
+            found = list(_within_limits(path, (_request(line, head) for line in lines)))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     return Trace(head.model, head.block_size, tuple(sorted(found, key=lambda request: request.t)))
@@ -70,10 +74,23 @@ def _tokens(seed: str, length: int, vocab: int) -> list[int]:
     return [FIRST_ID + value % (vocab - FIRST_ID) for value in drawn]
 
 
+def _within_limits(path: Path, requests: Iterator[TraceRequest]) -> Iterator[TraceRequest]:
+    num_tokens = 0
+    for number, request in enumerate(requests, 1):
+        num_tokens += request.prompt_tokens
+        if number > MAX_REQUESTS:
+            raise ConfigError(f"{path}: a recording of at most {MAX_REQUESTS} requests was expected, it has more")
+        if num_tokens > MAX_TOKENS:
+            raise ConfigError(f"{path}: at most {MAX_TOKENS} prompt tokens in all were expected, it has more")
+        yield request
+
+
 def _lines(path: Path, file: BinaryIO) -> Iterator[tuple[str, bytes]]:
     number = 0
     while (line := file.readline(MAX_LINE_BYTES + 1)).endswith(b"\n"):
         number += 1
+        if file.tell() > MAX_BYTES:
+            raise ConfigError(f"{path}: a recording of at most {MAX_BYTES} bytes was expected, it has more")
         yield f"{path}: line {number}", line
     if len(line) > MAX_LINE_BYTES:
         raise ConfigError(f"{path}: line {number + 1} has more than {MAX_LINE_BYTES} bytes")

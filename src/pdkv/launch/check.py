@@ -24,6 +24,7 @@ from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_keys
 from pdkv.router.fronts.wire import MAX_BODY_BYTES
 from pdkv.router.http.server.certificates import load_context
+from pdkv.router.metrics.recorder import check_recording
 from pdkv.router.metrics.tracing import check_tracing
 from pdkv.router.routing.policies import find_policy
 from pdkv.sampling.logits_processors import LOGITS_PROCESSORS
@@ -91,6 +92,7 @@ def check_deployment(deployment: Deployment) -> Deployment:
         raise ConfigError("--router-fronts excludes --otlp-endpoint: no process has all that a request's spans tell")
     if seen.otlp_endpoint is not None:
         check_tracing()
+    check_recording(seen)
     check_processors(deployment)
     read_keys(deployment.router.access.api_key_file)
     if deployment.launch.cluster_key_file is not None:

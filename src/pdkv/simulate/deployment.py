@@ -2,14 +2,14 @@
 
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from pdkv.bench.client import Reply
 from pdkv.bench.report import Run, Sent
 from pdkv.bench.serve import Conversation, Pace, send_by
 from pdkv.bench.workload import Session, Turn
-from pdkv.config import AutoscaleConfig
+from pdkv.config import AutoscaleConfig, ReuseConfig
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.engines.fleet import ORDERS
@@ -43,6 +43,8 @@ class Topology(NamedTuple):
     failures: Sequence[Failure] = ()
     autoscale: AutoscaleConfig | None = None  # None: engines are as many as they are
     start_s: float = 20.0  # of an engine that the autoscaler starts
+    reuse: ReuseConfig = ReuseConfig()
+    others: Mapping[str, EngineOptions] = {}  # of engines that are not like the rest, by name
 
     @property
     def roles(self) -> Sequence[tuple[str, str]]:
@@ -73,14 +75,15 @@ class Simulation:
         self._stamps: dict[str, array[float]] = {}  # of each generation's tokens, by request_id
         self._hop_s = topology.engine.hop_s
         self.dispatcher = Dispatcher(
-            policy=topology.policy, orders=topology.orders, clock=loop.clock.now, rng=random.Random(seed)
-        )
+            policy=topology.policy, orders=topology.orders, reuse=topology.reuse,
+            clock=loop.clock.now, rng=random.Random(seed),
+        )  # fmt: skip
         self._admission = Admission(self.dispatcher, clock=loop.clock.now)
         peers: dict[str, SimulatedEngine] = {}
 
         def make(name: str, role: str) -> SimulatedEngine:
-            connected = topology.prefill > 0
-            return SimulatedEngine(loop, name, role, topology.engine, peers, self._stamped, connected=connected)
+            options, connected = topology.others.get(name, topology.engine), topology.prefill > 0
+            return SimulatedEngine(loop, name, role, options, peers, self._stamped, connected=connected)
 
         self.engines = {name: make(name, role) for name, role in topology.roles}
         for failure in topology.failures:

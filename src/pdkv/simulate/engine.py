@@ -333,7 +333,7 @@ class SimulatedEngine:
         self._epoch += 1
         self.card = EngineCard(
             engine=self.name, epoch=f"{self.name}.{self._epoch}", role=self.role, pid=0, **plan.on_card(),
-            model=profile.identity, layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks,
+            model="simulated", layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens,
             peer_changes=True,
