@@ -74,6 +74,8 @@ class Simulation:
         self._timeout_s, self._on_event, self._failures = timeout_s, on_event, topology.failures
         self._stamps: dict[str, array[float]] = {}  # of each generation's tokens, by request_id
         self._hop_s = topology.engine.hop_s
+        # Measured from outside, what a request takes has the four messages on the way to its first token in it.
+        self._arrival_s = max(topology.engine.profile.request_s - 3 * self._hop_s, self._hop_s)
         self.dispatcher = Dispatcher(
             policy=topology.policy, orders=topology.orders, reuse=topology.reuse,
             clock=loop.clock.now, rng=random.Random(seed),
@@ -138,7 +140,7 @@ class Simulation:
         request = GenerateRequest(
             prompt_token_ids=prompt, params=params, timeout_s=self._timeout_s, priority=turn.priority
         )
-        await loop.clock.pause(self._hop_s)
+        await loop.clock.pause(self._arrival_s)
         try:
             generation = await self._answer(request, reply)
         except PdkvError as error:

@@ -229,7 +229,7 @@ class Device(StepQueue, Executor):
         now = self._loop.clock.now()
         if not plan.scheduled:
             return [now]
-        decodes = rest = context = 0
+        decodes = rest = context = prompts = 0
         count = MAX_RUN_STEPS
         for share in plan.scheduled:
             num_own = share.num_scheduled - share.num_drafts
@@ -238,8 +238,10 @@ class Device(StepQueue, Executor):
                 decodes += 1
                 count = min(count, share.num_drafts + 1)
             else:
-                rest, count = rest + num_own, 1
-        first, more = self._profile.seconds(decodes, rest, context), self._profile.context_token_s * decodes
+                rest, count, prompts = rest + num_own, 1, prompts + share.samples
+        profile = self._profile
+        first = profile.seconds(decodes, rest, context) + profile.prompt_s * prompts
+        more = profile.context_token_s * decodes
         return list(accumulate((first + i * more for i in range(count)), initial=now))[1:]
 
     def _end(self) -> None:
@@ -265,7 +267,8 @@ class Steps(Ahead):
         super().__init__(engine.core, engine.device, max(options.max_steps_ahead, 1), options.in_turn_below_s or inf)
         self._limits = engine.core.scheduler.limits
         self._step_s = options.profile.step_s
-        self._runs = options.runs
+        # Behind longer ones others are planned, whatever arrives meanwhile.
+        self._runs = options.runs and self._step_s < (options.in_turn_below_s or inf)
 
     def plan(self, now: float) -> bool:
         count = self._num_steps(now) if self._runs else 1

@@ -16,8 +16,10 @@ from pdkv.bench.workload import one_turn
 from pdkv.errors import StartupError
 from pdkv.testing.paced import Profile
 
-ROWS, CONTEXTS, PROMPTS = (1, 4, 16, 32), (32, 512, 1024), (16, 128, 512, 1024, 1536)
-"""Requests that decode together, tokens that each of them has, and tokens of prompts that are alone."""
+ROWS, CONTEXTS, PROMPTS, BURST = (1, 4, 16, 32), (32, 512, 1024), (16, 128, 512, 1024, 1536), 8
+"""Requests that decode together, tokens that each of them has, tokens of prompts that are alone, and of these the
+shortest that come together.
+"""
 
 NUM_TOKENS, REPEATS = 24, 3
 """Tokens of an answer to a prompt that is alone, and measurements of each."""
@@ -27,6 +29,7 @@ class Times(NamedTuple):
     """Seconds of requests that were sent together."""
 
     first_s: float  # to the first token of the first that had one
+    last_s: float  # to that of the last
     second_s: float  # from there to its second
     step_s: float | None  # between two tokens while all decode; None: they never did
 
@@ -54,14 +57,18 @@ def _times(replies: Sequence[Reply]) -> Times:
     first = min(replies, key=lambda reply: reply.stamps[0])
     begin, end = max(r.stamps[0] for r in replies), min(r.stamps[-1] for r in replies)
     gaps = [b - a for r in replies for a, b in zip(r.stamps, r.stamps[1:], strict=False) if a >= begin and b <= end]
-    return Times(first.ttft, first.stamps[1] - first.stamps[0], median(gaps) if gaps else None)
+    return Times(
+        first.ttft,
+        max(reply.ttft for reply in replies),
+        first.stamps[1] - first.stamps[0],
+        median(gaps) if gaps else None,
+    )
 
 
 class Fit(NamedTuple):
     """A profile, and how far it is from what it was fitted to."""
 
     profile: Profile
-    overhead_s: float  # of a request, beside its steps
     errors: Sequence[float]  # of each measurement, as shares of it
 
 
@@ -78,6 +85,7 @@ def fit(ask: Ask, like: Profile, *, seed: int = 0, say: Callable[[str], None] = 
         firsts.append((length, first_s))
         handoffs.append(((1.0, length), median(t.second_s for t in tries) - alone_s))
     (_, token_s), _ = solve([((1.0, length), first_s) for length, first_s in firsts])
+    bursts = [ask([make.units(PROMPTS[0]) for _ in range(BURST)], NUM_TOKENS).last_s for _ in range(REPEATS)]
     rows: list[tuple[Sequence[float], float]] = []
     for count in ROWS:
         for length in CONTEXTS:
@@ -90,12 +98,16 @@ def fit(ask: Ask, like: Profile, *, seed: int = 0, say: Callable[[str], None] = 
                     rows.append(((1.0, count, count * (length + num_tokens / 2)), found.step_s))
     (step_s, row_s, context_s), errors = solve(rows)
     (constant_s, token_s), more = solve([((1.0, n), max(first_s - context_s * n, 1e-6)) for n, first_s in firsts])
+    # One of a burst has a step, and all others the next one.
+    each_s = (median(bursts) - firsts[0][1] - step_s) / (BURST - 1) - PROMPTS[0] * token_s
+    prompt_s = min(max(each_s, 0.0), max(constant_s - step_s, 0.0))
     transfer_s, transfer_token_s = transfers(handoffs)
     made = replace(
         like, step_s=max(step_s, 1e-6), row_s=row_s, context_token_s=context_s, prompt_token_s=token_s,
         transfer_s=transfer_s, transfer_token_s=transfer_token_s,
+        prompt_s=prompt_s, request_s=max(constant_s - step_s - prompt_s, 0.0),
     )  # fmt: skip
-    return Fit(made, max(constant_s - step_s, 0.0), [*errors, *more])
+    return Fit(made, [*errors, *more])
 
 
 Measured = Sequence[tuple[Sequence[float], float]]
@@ -132,7 +144,6 @@ def as_toml(found: Fit, source: str) -> Iterator[str]:
     errors = sorted(map(abs, found.errors))
     yield f"# Fitted by `pd profile` to {len(errors)} measurements of {source}: half of them within"
     yield f"# {median(errors):.1%}, the worst {errors[-1]:.1%} off."
-    yield f"# A request takes {1e3 * found.overhead_s:.2f} ms beside its steps."
     for name, item in options_of(Profile).items():
         value = getattr(found.profile, name)
         yield f"{name} = {value:.4g}  # {item.help}" if isinstance(value, float) else f"{name} = {value}  # {item.help}"

@@ -54,6 +54,12 @@ class Profile(Options):
     transfer_token_s: Annotated[float, Meta(ge=0, le=60)] = option(
         0.0, "for each token of a hand-off, on the links of both engines (simulator)"
     )
+    request_s: Annotated[float, Meta(ge=0, le=60)] = option(
+        0.0, "of a request beside its steps: HTTP, routing, messages (simulator)"
+    )
+    prompt_s: Annotated[float, Meta(ge=0, le=60)] = option(
+        0.0, "for each prompt, in which its engine computes nothing else (simulator)"
+    )
     kv_tokens: Annotated[int, Meta(ge=16, le=1 << 30)] = option(131_072, "that an engine's pool holds (simulator)")
 
     def seconds(self, num_rows: int, num_prompt_tokens: int, num_context_tokens: int) -> float:
