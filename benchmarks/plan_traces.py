@@ -117,7 +117,7 @@ class Trial(NamedTuple):
         return float(report["slo_attainment"])
 
     def measured(self, division: Division, asked: Load) -> float:
-        """The same, on paced engines."""
+        """The share of requests within the SLO on paced engines."""
         options = ["--threads", "1", "--kv-cache-memory", "400MiB", "--local-turns", "auto"]
         options += ["--order", "decode_first"] if division.conditional else []
         with pdkv(Path("paced:h100"), prefill=division.prefill, decode=division.decode, options=options) as server:

@@ -22,7 +22,7 @@ MAX_LINE_BYTES = 8 << 20
 """More than the blocks of the longest prompt."""
 
 MAX_BYTES, MAX_REQUESTS, MAX_TOKENS = 1 << 30, 1 << 20, 1 << 28
-"""Of a whole recording; tokens: of its prompts, all of which are held in memory."""
+"""Limits of a whole recording; tokens are those of its prompts, all of which are held in memory."""
 
 T = TypeVar("T")
 

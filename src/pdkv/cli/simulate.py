@@ -102,7 +102,7 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     check_folder(arguments.save_requests, "--save-requests")
     check_numbers(arguments, "decode")
     check_numbers(arguments, "prefill", zero=True)
-    orders = {} if arguments.order == "auto" else {"orders": [arguments.order]}
+    orders: dict[str, Any] = {} if arguments.order == "auto" else {"orders": [arguments.order]}
     topology = Topology(
         _engine(arguments), arguments.prefill, arguments.decode, arguments.policy,
         failures=[_failure(text) for text in arguments.kill], **orders,
