@@ -198,7 +198,7 @@ class EngineCore:
         self._book.fail_rejected()
         if result.computed:
             self.scheduler.compute_on()
-        self.watch.end(now)
+        self.scheduler.note_step(result, self.watch.end(now), output.drafting_s)
 
     def settle(self, ended: Ended) -> None:
         """Settle what ended between two steps."""

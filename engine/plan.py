@@ -1,5 +1,7 @@
 """Plain data between scheduler and workers: what a step computes, and its results."""
 
+from typing import NamedTuple
+
 import msgspec
 
 from pdkv.connectors.base import Cancel, KVConnectorMetadata, Stats, TransferResults
@@ -20,6 +22,8 @@ class NewRequest(msgspec.Struct, frozen=True):
         list[int]
     ]  # one block table per KV group, all equally long; -1: a block that no token sees any more
     grammar: int | None = None  # the grammar's number; only rank 0 has it
+    prediction_token_ids: list[int] = []  # what the client expects as the output, for proposers
+    tenant: str = ""  # a digest of its API key and cache salt: proposers keep what they learn apart by it
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
@@ -36,6 +40,7 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     new_block_ids: list[list[int]]  # appended since the last step, per KV group; empty: none, or a NewRequest
     samples: bool  # the range reaches the request's last token: a token is drawn there, and after each draft
     num_drafts: int = 0
+    num_guesses: int = 0  # the most tokens to guess after the draw, for later steps
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -60,11 +65,21 @@ class StepPlan(msgspec.Struct, frozen=True):
         return sum(s.num_scheduled for s in self.scheduled)
 
 
+class DraftResult(NamedTuple):
+    """How the guesses at one request's tokens did in a step. One guess beyond those verified is compared, too."""
+
+    num_verified: int  # rows of the step after guesses
+    num_right: int  # of those compared, before the first wrong one
+    is_wrong: bool  # whether the next of those compared is wrong
+    num_guesses: int  # at the tokens after those drawn
+
+
 class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     """The tokens that a step drew for one request."""
 
     token_ids: list[int]  # 0, if none can be chosen, to 1 + the share's drafts
     logprobs: list[TokenLogprob] | None  # one per token, if requested
+    drafts: "DraftResult | None" = None  # None: nothing was guessed, or it is not known
 
 
 class StepFailure(msgspec.Struct, frozen=True):
@@ -90,3 +105,4 @@ class StepOutput(msgspec.Struct, frozen=True):
     late: list[RequestKey] = []  # those for which no mask was ready in time: nothing is drawn
     connector_stats: Stats | None = None  # of the workers since start; None: as in the step before
     digest: int = 0  # of what was drawn and is proposed: the same on every rank
+    drafting_s: float = 0.0  # the part of the step in which tokens were guessed

@@ -148,6 +148,7 @@ class Reports:
             non_finite_requests=counters.non_finite,
             connectors=scheduler.external.get_stats(self._card.connector),
             connector_problem=scheduler.external.problem,
+            drafts=scheduler.draft_counts.counts(),
         )
 
     def report_load(self) -> None:

@@ -1,7 +1,9 @@
 """One request on one engine: its progress is kept in counters, never phases."""
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from sys import maxsize
+from typing import Final
 
 import msgspec
 
@@ -13,6 +15,9 @@ from pdkv.wire.messages import Submit
 from pdkv.wire.reports import SourceCounts
 from pdkv.wire.types import RequestKey
 
+FIRST_RATE: Final = 0.5
+"""How likely a guess is right while none has been compared."""
+
 
 class Request:
     """The state of a Submit. Tokens [0, num_computed) are computed or being computed, [0, num_confirmed) are confirmed.
@@ -21,10 +26,11 @@ class Request:
     """
 
     __slots__ = (
-        *("arrival", "awaits_mask", "block_tables", "computed_before", "deadline", "due_at", "end_at"),
+        *("arrival", "awaits_mask", "block_tables", "computed_before", "deadline", "draft_rate", "due_at", "end_at"),
         *("grammar", "handoff", "hash_keys", "hash_root", "in_worker", "key", "kv", "kv_ready", "last_step_id"),
         *("load_failed", "num_committed_blocks", "num_computed", "num_confirmed", "num_drafts", "num_external"),
-        *("num_full_blocks", "num_given_up", "num_handed_over", "num_in_flight", "num_local_hit", "num_reported"),
+        *("num_accepted", "num_full_blocks", "num_given_up", "num_guesses", "num_handed_over", "num_in_flight"),
+        *("num_local_hit", "num_rejected", "num_reported"),
         *("num_worker_blocks", "output_token_ids", "preempted", "prompt_token_ids", "restarts", "router_id"),
         *("source_is_peer", "started", "submit", "ticket", "ticket_number", "transfer_key", "trial_tokens"),
     )
@@ -57,6 +63,8 @@ class Request:
         self.restarts = 0  # number of resets; results of a step planned under another value are dropped
         self.preempted = False  # tokens computed from now on are computed again
         self.computed_before: list[tuple[int, int, bool]] = []  # prompt ranges computed in earlier lives
+        self.draft_rate = FIRST_RATE  # how likely each guess at its tokens is right, by those before
+        self.num_accepted = self.num_rejected = 0  # verified guesses
         self._reset()
 
     def _reset(self) -> None:
@@ -76,6 +84,7 @@ class Request:
         self.last_step_id = -1  # last step that names this request's blocks
         self.num_in_flight = 0  # the most tokens that steps in flight will draw: known with their updates
         self.num_drafts = 0  # the part of these after drafts, which may not come
+        self.num_guesses = 0  # the most guesses that the workers have for its next step
         self.awaits_mask = False  # nothing is computed for it until the mask of its next token is ready
 
     def restart(self) -> None:
@@ -96,7 +105,7 @@ class Request:
         self.num_external = num_tokens - self.num_local_hit
         self.num_computed = self.num_confirmed = num_tokens
         self.num_reported = self.num_worker_blocks = self.due_at = self.num_in_flight = 0
-        self.num_drafts = 0
+        self.num_drafts = self.num_guesses = 0
 
     def leave_out(self) -> None:
         """Note that a step drew nothing for the request, and later ones in flight will not either: it continues after
@@ -105,7 +114,7 @@ class Request:
         self.restarts += 1
         self.awaits_mask = True
         self.num_computed = self.num_tokens - 1  # computed again: drawing the next token needs its logits
-        self.num_in_flight = self.num_drafts = 0
+        self.num_in_flight = self.num_drafts = self.num_guesses = 0
 
     @property
     def borrows(self) -> bool:
@@ -200,8 +209,9 @@ class Request:
             params = msgspec.structs.replace(params, grammar=None)
         output_token_ids, tables = list(self.output_token_ids), [list(table) for table in self.block_tables]
         return NewRequest(
-            self.key, submit.choice, self.prompt_token_ids, output_token_ids, params, tables, self.grammar
-        )
+            self.key, submit.choice, self.prompt_token_ids, output_token_ids, params, tables, self.grammar,
+            submit.prediction_token_ids, tenant_of(submit),
+        )  # fmt: skip
 
     def view(self) -> RequestView:
         """The part that a connector may see."""
@@ -252,6 +262,12 @@ def _end_at(submit: Submit) -> int:
     num_prompt, most = len(submit.prompt_token_ids), submit.params.max_tokens
     end_at = maxsize if most is None else num_prompt + most
     return end_at if submit.until == "end" else min(end_at, num_prompt + len(submit.output_token_ids) + 1)
+
+
+def tenant_of(submit: Submit) -> str:
+    """A digest of what must be equal for two requests to learn from one another: API key and cache salt."""
+    text = f"{len(submit.tenant)} {submit.tenant}{submit.cache_salt}"
+    return blake2b(text.encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 def name_of(submit: Submit) -> RequestName:

@@ -221,8 +221,10 @@ class RequestBook:
             self._scheduler.external.finished(request)
             if request.ticket is not None:  # the KV is no longer needed
                 self._scheduler.external.aborted(request.transfer_key, cancel_sending=True)
+            guesses = request.num_accepted, request.num_rejected
             self._outbox(
-                request.router_id, Finished(*key, reason, request.sources(), drawn.stop_token_id, *request.times(now))
+                request.router_id,
+                Finished(*key, reason, request.sources(), drawn.stop_token_id, *request.times(now), *guesses),
             )
             self.end(request)
         elif request.submit.until == "first_token":

@@ -12,11 +12,12 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from pdkv.connectors.base import MatchedTokens, TransferResults
+from pdkv.engine.drafting import Drafting, DraftTally
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager, PrefixHit
 from pdkv.engine.outside.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
 from pdkv.engine.outside.loads import Loads
-from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
+from pdkv.engine.plan import DraftResult, NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.queues import LANES, Lane, Queues
 from pdkv.engine.request import Request
 from pdkv.engine.stopping import StopRules
@@ -43,6 +44,7 @@ class _Share(msgspec.Struct, frozen=True, gc=False):
     restarts: int
     stop: int  # tokens [.., stop) are computed when the step is confirmed
     num_drawn: int  # the most tokens drawn
+    is_decode: bool  # it is a single token with its drafts
 
 
 class Drawn(msgspec.Struct, frozen=True, gc=False):
@@ -63,6 +65,7 @@ class StepResult(NamedTuple):
     late: list[Request]  # they drew nothing, and are left out until they can
     sends: list[EndedSend]
     computed: bool  # the step had requests
+    num_rows: int  # if all of them decoded: their tokens and guesses; else 0
 
 
 _NO_DRAFTS: Mapping[RequestKey, int] = {}
@@ -84,7 +87,9 @@ class Scheduler:
         decode: DecodeHooks,
         limits: SchedulerLimits,
         stop_rules: StopRules,
+        drafting: Drafting | None = None,
     ) -> None:
+        """`drafting`: None: as many drafts as the limits allow, which are made with each draw."""
         self.kv = kv
         self.external = external
         self.limits = limits
@@ -98,9 +103,11 @@ class Scheduler:
         self._prefill = prefill
         self._decode = decode
         self._stop_rules = stop_rules
+        self._drafting = drafting
         self._in_flight: dict[int, list[_Share]] = {}
         self._settled = -1  # the last step passed to `update`
         self._next_step_id = 0
+        self.draft_counts = DraftTally()
 
     # --- one step -------------------------------------------------------------------------------------------------
 
@@ -145,7 +152,7 @@ class Scheduler:
         sends = self.settle(output.transfers)
         self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())
-        result = StepResult([], [], [], sends, bool(shares))
+        result = StepResult([], [], [], sends, bool(shares), self._num_rows(shares, output))
         for share in shares:
             request, stop = share.request, share.stop
             if share.restarts != request.restarts:
@@ -176,12 +183,39 @@ class Scheduler:
         request.num_in_flight -= num_drawn
         request.num_drafts -= num_drawn - 1
         request.num_computed -= num_drawn - count
+        if sampled.drafts is not None:
+            self._learn(request, sampled.drafts)
         position = len(request.output_token_ids)
         request.output_token_ids += sampled.token_ids
         reason, stop_token_id = self._stop_rules.apply(request, count)
         if request.trial_tokens:
             self.trials.drew(request, len(request.output_token_ids) - position)
+        if sampled.drafts is not None:  # what lies behind a stop does not count
+            accepted = min(count - 1, len(request.output_token_ids) - position)
+            request.num_accepted += accepted
+            request.num_rejected += sampled.drafts.num_verified - accepted
+            self.draft_counts.add(sampled.drafts.num_verified, accepted)
         return Drawn(request, sampled, position, reason, stop_token_id)
+
+    def _learn(self, request: Request, drafts: DraftResult) -> None:
+        """Note how guesses did; how many there are now is known only if no step in flight draws for the request."""
+        if self._drafting is not None:
+            self._drafting.learn(request, drafts)
+        if not request.num_in_flight:
+            request.num_guesses = drafts.num_guesses
+
+    def note_step(self, result: StepResult, seconds: float, drafting_s: float) -> None:
+        """Note how long a confirmed step took, and the part of it in which tokens were guessed."""
+        self.draft_counts.seconds += drafting_s
+        if self._drafting is not None and result.num_rows:
+            self._drafting.note_step(result.num_rows, seconds, drafting_s)
+
+    def _num_rows(self, shares: Sequence[_Share], output: StepOutput) -> int:
+        """The rows of a step of single tokens and their guesses; 0: it was another one, or it does not matter."""
+        if self._drafting is None or not all(share.is_decode for share in shares):
+            return 0
+        drafts = (sampled.drafts for sampled in output.sampled.values())
+        return len(shares) + sum(each.num_verified for each in drafts if each is not None)
 
     def go_on(self) -> None:
         """Note that freed resources or new knowledge may let a request continue."""
@@ -267,17 +301,33 @@ class Scheduler:
 
     def _add_drafts(self, batch: Sequence[tuple[Request, int]], budget: int) -> dict[RequestKey, int]:
         """Drafts for decoding requests of the batch, as far as the budget and the blocks allow. By request."""
+        decodes = [
+            (request, request.num_computed + 1)
+            for request, num_tokens in batch
+            if num_tokens == 1 and request.num_computed + 1 == request.num_planned and request.num_worker_blocks > 0
+        ]
         drafts: dict[RequestKey, int] = {}
-        for request, num_tokens in batch:
-            stop = request.num_computed + num_tokens
-            decodes = num_tokens == 1 and stop == request.num_planned and request.num_worker_blocks > 0
-            count = min(self.limits.num_draft_tokens, request.end_at - stop - 1, budget) if decodes else 0
+        for request, stop, count in self._wanted_drafts(decodes):
+            count = min(count, budget)
             if count > 0 and not self.kv.grow(request, stop + count):
                 count = min(count, self.kv.num_slots(request) - stop)
             if count > 0:
                 drafts[request.key] = count
                 budget -= count
         return drafts
+
+    def _wanted_drafts(self, decodes: Sequence[tuple[Request, int]]) -> list[tuple[Request, int, int]]:
+        """The requests of those with their last token's end that should have drafts, and how many."""
+        most, drafting = self.limits.num_draft_tokens, self._drafting
+        wanted = [
+            (request, stop, min(most if drafting is None else request.num_guesses, request.end_at - stop - 1))
+            for request, stop in decodes
+        ]
+        wanted = [each for each in wanted if each[2] > 0]
+        if drafting is None or not wanted:
+            return wanted
+        requests, stops, counts = zip(*wanted, strict=True)
+        return list(zip(requests, stops, drafting.choose(requests, counts, len(decodes)), strict=True))
 
     def _select_certain(self, batch: Sequence[tuple[Request, int]]) -> Sequence[tuple[Request, int]]:
         """The requests whose tokens in this step are certain (no drafts)."""
@@ -433,6 +483,8 @@ class Scheduler:
         new: list[NewRequest] = []
         scheduled: list[ScheduledRequest] = []
         shares: list[_Share] = []
+        drafting = self._drafting
+        most_guesses = self.limits.num_draft_tokens if drafting is None else drafting.num_to_guess(step_id)
         for request, num_tokens in batch:
             start, stop = request.num_computed, request.num_computed + num_tokens
             samples = stop == request.num_planned
@@ -445,8 +497,14 @@ class Scheduler:
             request.num_worker_blocks = num_blocks
             num_drafts = drafts.get(key, 0)
             num_drawn = samples + num_drafts
-            scheduled.append(ScheduledRequest(key, start, num_tokens + num_drafts, new_block_ids, samples, num_drafts))
-            shares.append(_Share(request, request.restarts, stop, num_drawn))
+            if samples and most_guesses:
+                request.num_guesses = max(min(most_guesses, request.end_at - stop - 2), 0)
+            scheduled.append(
+                ScheduledRequest(
+                    key, start, num_tokens + num_drafts, new_block_ids, samples, num_drafts, request.num_guesses
+                )
+            )
+            shares.append(_Share(request, request.restarts, stop, num_drawn, samples and num_tokens == 1))
             request.num_computed = stop + num_drafts
             request.last_step_id = step_id
             request.num_in_flight += num_drawn

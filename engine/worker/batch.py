@@ -25,13 +25,14 @@ class StepInputs(NamedTuple):
     num_prompt: IntArray  # (r,) tokens of each request's prompt
     sampling: IntArray  # (m,) the requests that draw
     num_drafts: IntArray  # (r,) number of guesses at the end of each request's tokens
+    num_guesses: IntArray  # (r,) the most tokens to guess after the draw
 
     @classmethod
     def of_nobody(cls, num_groups: int) -> "StepInputs":
         """A step without requests."""
         none = np.zeros(0, np.int64)
         blocks = np.zeros((num_groups, 0), np.int64)
-        return cls(none, np.zeros(1, np.int64), none, none, none, blocks, none, none, none, none)
+        return cls(none, np.zeros(1, np.int64), none, none, none, blocks, none, none, none, none, none)
 
     def slot_mapping(self, block_size: int) -> IntArray:
         """(groups, n) index of each token's KV as block * block_size + offset. No entry is padding."""
@@ -111,17 +112,30 @@ class PersistentBatch:
         self.num_tokens[slots] = positions + 1
         self.num_drafts[slots] = 0
 
-    def propose(self, slot: int, token_ids: Sequence[int]) -> None:
-        """Record guesses at the tokens after the known ones; guesses for which there is no room are left out."""
-        start = int(self.num_tokens[slot])
-        count = self.num_drafts[slot] = max(min(len(token_ids), self.token_ids.shape[1] - start), 0)
-        self.token_ids[slot, start : start + count] = token_ids[:count]
+    def propose(self, slots: IntArray, counts: IntArray, token_ids: IntArray) -> IntArray:
+        """Record guesses at the tokens after the known ones: the first counts[i] of row i of `token_ids` (m, width).
+
+        Returns:
+            The number recorded of each, (m,): those for which there is no room are left out.
+        """
+        starts = self.num_tokens[slots]
+        counts = np.clip(counts, 0, np.minimum(self.token_ids.shape[1] - starts, token_ids.shape[1]))
+        self.num_drafts[slots] = counts
+        if len(counts) and (total := int(counts.sum())):
+            within = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
+            self.token_ids[slots.repeat(counts), starts.repeat(counts) + within] = token_ids[
+                np.arange(len(counts)).repeat(counts), within
+            ]
+        return counts
 
     def prepare(self, scheduled: Sequence[ScheduledRequest]) -> StepInputs:
         """Flatten a step; takes in new blocks. The cost in Python is a few lookups per request, the rest is numpy."""
         count = len(scheduled)
-        rows = [(self._slots[s.key], s.num_computed, s.num_scheduled, s.samples, s.num_drafts) for s in scheduled]
-        slots, num_computed, num_scheduled, samples, most = np.array(rows, np.int64).reshape(count, 5).T.copy()
+        rows = [
+            (self._slots[s.key], s.num_computed, s.num_scheduled, s.samples, s.num_drafts, s.num_guesses)
+            for s in scheduled
+        ]
+        slots, num_computed, num_scheduled, samples, most, guesses = np.array(rows, np.int64).reshape(count, 6).T.copy()
         for s in scheduled:
             if s.new_block_ids:
                 self.append_blocks(self._slots[s.key], s.new_block_ids)
@@ -151,4 +165,5 @@ class PersistentBatch:
             num_prompt=self.num_prompt[slots],
             sampling=samples.nonzero()[0],
             num_drafts=num_drafts,
+            num_guesses=guesses,
         )

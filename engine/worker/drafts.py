@@ -5,35 +5,37 @@ have drawn there anyway, since draws depend only on seed and position. The drawn
 guesses before them were right, so a proposer changes the number of steps that an output takes, but none of its tokens.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+import logging
+import zlib
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from pdkv.engine.plan import NewRequest
+from pdkv.base.clock import Clock
+from pdkv.base.log_limit import LogLimit
+from pdkv.engine.plan import DraftResult, NewRequest
+from pdkv.engine.proposers.base import Asked, Guesses, Proposer
 from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
 
+logger = logging.getLogger(__name__)
 
-class Proposer(Protocol):
-    """Runs after the draw on every rank; all ranks must propose the same tokens.
+T = TypeVar("T")
 
-    A proposer that samples should use the target's random numbers: `draw` in `engine/worker/sampling/draw.py` with the
-    same (seed, choice, position). Then its guesses are right nearly as often as possible.
-    """
 
-    @property
-    def num_tokens(self) -> int:
-        """The most tokens that the proposer proposes for a request in one step."""
-        ...
+class Compared(NamedTuple):
+    """Fields of `DraftResult` for each of m requests, (m,)."""
 
-    def propose(self, requests: Sequence[NewRequest], token_ids: Sequence[IntArray]) -> Sequence[Sequence[int]]:
-        """Tokens of the vocabulary that may follow, for each of the requests that a step drew for.
+    num_verified: IntArray
+    num_right: IntArray
+    is_wrong: npt.NDArray[np.bool_]
 
-        Args:
-            token_ids: all of each request's prompt and output; not to be changed or kept.
-        """
-        ...
+    def results(self, num_guesses: IntArray) -> list[DraftResult]:
+        """One for each request, with the number of its new guesses."""
+        columns = (column.tolist() for column in (*self, num_guesses))
+        return [DraftResult(*row) for row in zip(*columns, strict=True)]
 
 
 class DrawRows(NamedTuple):
@@ -78,9 +80,86 @@ class DrawRows(NamedTuple):
         first_wrong = np.minimum.reduceat(np.where(wrong, np.arange(len(tokens)), len(tokens)), self.starts)
         return first_wrong - self.starts + (tokens[first_wrong] >= 0)
 
+    def compare(self, tokens: IntArray, counts: IntArray, batch: PersistentBatch) -> "Compared":
+        """How the guesses did, before the batch is given the first counts[i] draws of each request."""
+        stops = np.append(self.starts[1:], len(self.rows))
+        last = np.maximum(self.starts + counts - 1, self.starts)
+        slots = self.slots[last]
+        has_guess = (counts > 0) & (counts - 1 < batch.num_drafts[slots])
+        is_right = tokens[last] == batch.token_ids[slots, self.num_tokens[last]]
+        right = np.maximum(counts - 1, 0) + (has_guess & is_right)
+        return Compared(stops - self.starts - 1, right, has_guess & ~is_right)
+
     def kept(self, counts: IntArray) -> npt.NDArray[np.bool_]:
         """(n,) bool: the first counts[i] rows of request i."""
         if len(self.rows) == len(self.starts):
             return counts > 0
         stops = np.append(self.starts[1:], len(self.rows))
         return np.arange(len(self.rows)) < np.repeat(self.starts + counts, stops - self.starts)
+
+
+class Guesser:
+    """Asks a proposer, and survives it: after an error, or from a token out of range on, there are no guesses."""
+
+    def __init__(self, proposer: Proposer, vocab_size: int, clock: Clock) -> None:
+        self.proposer = proposer
+        self.seconds = 0.0  # that the last call of `guess` took
+        self._vocab_size = vocab_size
+        self._clock = clock
+        self._log_limit = LogLimit()
+
+    def add(self, slot: int, request: NewRequest) -> None:
+        """Note a request that joins the batch."""
+        self._try(lambda: self.proposer.add(slot, request))
+
+    def remove(self, slot: int, batch: PersistentBatch) -> None:
+        """Note that the batch has no request in that slot any more."""
+        self._try(lambda: self.proposer.remove(slot, batch.token_ids[slot, : batch.num_tokens[slot]]))
+
+    def guess(
+        self, slots: IntArray, most: IntArray, batch: PersistentBatch, hidden: torch.Tensor, rows: IntArray
+    ) -> IntArray:
+        """Let the batch have up to most[i] guesses for the request in each slot. Returns how many there are.
+
+        Args:
+            rows: those of the step's hidden states that the last tokens were drawn from.
+        """
+        begin, counts = self._clock.now(), np.zeros(len(slots), np.int64)
+        asked = np.flatnonzero(most > 0)
+        if asked.size:
+            some = slots[asked]
+            known = batch.num_tokens[some]
+            shown = hidden[rows[asked].tolist()] if self.proposer.wants_hidden else None
+            given = Asked(batch.requests_in(some), some, batch.token_ids, known, most[asked], shown)
+            found = self._try(lambda: self._checked(given))
+            if found is not None:
+                counts[asked] = batch.propose(some, *found)
+        self.seconds = self._clock.now() - begin
+        return counts
+
+    def _checked(self, asked: Asked) -> Guesses:
+        counts, token_ids = self.proposer.propose(asked)
+        if token_ids.shape != (len(asked.slots), token_ids.shape[1]) or counts.shape != (len(asked.slots),):
+            raise ValueError(f"guesses for {len(asked.slots)} requests were expected, got {token_ids.shape}")
+        width = token_ids.shape[1]
+        is_wrong = (token_ids < 0) | (token_ids >= self._vocab_size) | (np.arange(width) >= counts[:, None])
+        first_wrong = np.where(is_wrong.any(axis=1), is_wrong.argmax(axis=1), width) if width else counts * 0
+        return Guesses(np.minimum(first_wrong, asked.most), token_ids)
+
+    def _try(self, call: Callable[[], T]) -> T | None:
+        try:
+            return call()
+        except Exception:
+            if self._log_limit.passes(self._clock.now()):
+                logger.exception("the proposer %s failed: a step has no guesses", type(self.proposer).__name__)
+            return None
+
+
+def digest_of(digest: int, slots: IntArray, counts: IntArray, batch: PersistentBatch) -> int:
+    """The digest, continued by the guesses in those slots."""
+    if not counts.any():
+        return digest
+    width = int(counts.max())
+    known = batch.num_tokens[slots][:, None] + np.arange(width)
+    some = batch.token_ids[slots[:, None], np.minimum(known, batch.token_ids.shape[1] - 1)]
+    return zlib.crc32(np.where(np.arange(width) < counts[:, None], some, -1).data, digest)

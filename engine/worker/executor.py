@@ -11,7 +11,7 @@ from pdkv.config import DEFAULT_GPU_MEMORY_UTILIZATION, EngineConfig
 from pdkv.connectors.base import NO_TRANSFERS, Stats, TransferResults, WorkerConnector
 from pdkv.engine.kv.kv_groups import num_held_at_once
 from pdkv.engine.plan import StepOutput, StepPlan
-from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.proposers.base import Place, Proposer
 from pdkv.engine.worker.dtype import resolve_dtype, resolve_kv_dtype
 from pdkv.engine.worker.graphs import decode_sizes, make_recorder
 from pdkv.engine.worker.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
@@ -310,6 +310,8 @@ class InProcessExecutor(ModelExecutor):
         if worker is not None:
             worker.register_kv_caches(kv_pool)
         config, self._worker = self._config, worker
+        if self._proposer is not None:
+            self._proposer.attach(self._place())
         self._runner = self._runner_type(
             self._model,
             kv_pool,
@@ -334,6 +336,11 @@ class InProcessExecutor(ModelExecutor):
         self._runner.set_timeout(config.rank_timeout_s)
         self._parallel.set_timeout(config.rank_timeout_s)
         return [RankInfo(os.getpid(), worker.handshake() if worker is not None else b"")]
+
+    def _place(self) -> Place:
+        config = self._config
+        sizes = self._model.config.vocab_size, config.max_num_seqs, self.max_model_len
+        return Place(config.model, *sizes, config, self._parallel)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         return self.launch(plan).finish()

@@ -4,6 +4,7 @@ step's end.
 
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import msgspec
@@ -13,7 +14,7 @@ from numpy.typing import NDArray
 
 from pdkv.base.clock import Clock
 from pdkv.connectors.base import NO_TRANSFERS, TransferResults
-from pdkv.engine.plan import NewRequest, SampledTokens, StepFailure, StepOutput
+from pdkv.engine.plan import DraftResult, NewRequest, SampledTokens, StepFailure, StepOutput
 from pdkv.engine.worker.batch import IntArray, PersistentBatch
 from pdkv.engine.worker.device_tokens import DeviceTokens
 from pdkv.engine.worker.drafts import DrawRows
@@ -46,6 +47,7 @@ def tokens_of(
     counts: IntArray,
     logprobs: Mapping[int, TokenLogprob],
     failures: Mapping[int, StepFailure],
+    drafts: Sequence[DraftResult] | None = None,
 ) -> Tokens:
     """The tokens of each of the m requests that drew: those of the first counts[i] of its rows.
 
@@ -53,11 +55,13 @@ def tokens_of(
         requests, counts: (m,).
         tokens: (n,) drawn after each row.
         logprobs, failures: by row; why there is no choice, if known.
+        drafts: (m,).
     """
     token_ids, found = tokens.tolist(), Tokens({}, {})
-    for request, start, count in zip(requests, drawn.starts.tolist(), counts.tolist(), strict=True):
+    each = zip(requests, drawn.starts.tolist(), counts.tolist(), drafts or repeat(None))
+    for request, start, count, result in each:
         own = [logprobs[row] for row in range(start, start + count)] if start in logprobs else None
-        found.sampled[request.key] = SampledTokens(token_ids[start : start + count], own)
+        found.sampled[request.key] = SampledTokens(token_ids[start : start + count], own, result)
         if not count:
             found.stuck[request.key] = failures.get(start, _NO_CHOICE)
     return found

@@ -1,7 +1,6 @@
 """The model runner of one rank: a step plan in, sampled tokens out, with the connector's hooks around each layer."""
 
 import zlib
-from array import array
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,10 +12,11 @@ from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnector
 from pdkv.connectors.step_done import StepsDone, make_step_done
 from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
+from pdkv.engine.proposers.base import Proposer
 from pdkv.engine.worker.attention.backend import Layer, pad
 from pdkv.engine.worker.attention.select import AttentionName, make_backend
 from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
-from pdkv.engine.worker.drafts import DrawRows, Proposer
+from pdkv.engine.worker.drafts import DrawRows, Guesser, digest_of
 from pdkv.engine.worker.finite_check import FiniteCheck
 from pdkv.engine.worker.graphs import DecodeSteps, Recorder
 from pdkv.engine.worker.masks import GrammarMasks, Masks
@@ -96,7 +96,7 @@ class ModelRunner:
         self._model = model
         self._kv_pool = kv_pool
         self._worker = worker
-        self._proposer = proposer
+        self._guesser = None if proposer is None else Guesser(proposer, model.config.vocab_size, clock)
         self._batch = PersistentBatch(
             max_num_seqs, max_model_len, layout.block_size, layout.num_groups, has_drafts=proposer is not None
         )
@@ -130,14 +130,14 @@ class ModelRunner:
             max_num_tokens: of one step; only on a device.
         """
         worker, self._worker = self._worker, None
-        proposer, self._proposer = self._proposer, None
+        guesser, self._guesser = self._guesser, None
         num_groups, num_seqs, _ = self._batch.block_tables.shape
         num_blocks, block_size = self._kv_pool.shape[0], self._kv_pool.shape[4]
         limits = WarmUp(num_seqs, self._batch.token_ids.shape[1] - 1, num_groups, num_blocks, block_size)
         for plan in limits.on_device(max_num_tokens) if max_num_tokens else limits.on_host():
             self.execute(plan)
         self.warm_up_decodes(self._recorder)
-        self._worker, self._proposer = worker, proposer
+        self._worker, self._guesser = worker, guesser
 
     @torch.inference_mode()
     def warm_up_decodes(self, recorder: Recorder | None) -> None:
@@ -173,12 +173,17 @@ class ModelRunner:
             rest = StepOutput(plan.step_id, {}, {}, transfers, connector_stats=stats)
             return QueuedStep(rest, computed, self._batch)
         sampled, prompt_logprobs, failed, late, digest = computed
-        return DoneStep(StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, late, stats, digest))
+        drafting_s = self._guesser.seconds if self._guesser is not None and sampled else 0.0
+        return DoneStep(
+            StepOutput(plan.step_id, sampled, prompt_logprobs, transfers, failed, late, stats, digest, drafting_s)
+        )
 
     def _update_batch(self, plan: StepPlan) -> None:
         for key in plan.ended:
             slot = self._batch.remove(key)
             if slot is not None:
+                if self._guesser is not None:
+                    self._guesser.remove(slot, self._batch)
                 self._sampling.remove(slot)
                 self._prompt_logprobs.remove(slot)
                 self._masks.remove(slot)
@@ -189,6 +194,8 @@ class ModelRunner:
             self._sampling.add(slot, request)
             self._prompt_logprobs.add(slot, request)
             self._masks.add(slot, request)
+            if self._guesser is not None:
+                self._guesser.add(slot, request)
         if plan.resumed:
             self._masks.resume(self._batch.slot(key) for key in plan.resumed if key in self._batch)
 
@@ -227,7 +234,7 @@ class ModelRunner:
         """
         drawing = inputs.slots[inputs.sampling]
         return (
-            self._proposer is not None
+            bool(inputs.num_guesses.any() or inputs.num_drafts.any())
             or self._check_finite
             or self._sampling.looks_back(drawing)
             or self._masks.masks_in(drawing)
@@ -259,9 +266,16 @@ class ModelRunner:
             wanted = pad(np.searchsorted(rows, drawn.rows), self._attention.padded(len(drawn.rows)))
             hidden = hidden.index_select(0, to_tensor(wanted, hidden.device))
         logits = self._model.logits(hidden)[: len(drawn.rows)]
-        return self._draw(inputs, logits, drawn, check)
+        return self._draw(inputs, logits, drawn, check, hidden)
 
-    def _draw(self, inputs: StepInputs, logits: torch.Tensor, drawn: DrawRows, check: FiniteCheck | None) -> Computed:
+    def _draw(
+        self,
+        inputs: StepInputs,
+        logits: torch.Tensor,
+        drawn: DrawRows,
+        check: FiniteCheck | None,
+        hidden: torch.Tensor,
+    ) -> Computed:
         """Draw after every row of logits (n, vocab), keep the draws after right guesses, and guess the next tokens."""
         batch, sampling = self._batch, self._sampling
         masks, late = self._masks.take(drawn, batch)  # meanwhile a device computes the logits
@@ -275,20 +289,27 @@ class ModelRunner:
         kept = drawn.kept(counts)
         if check is not None:
             check.look_at_logits(logits, drawn, counts)
-        batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
+        digest = zlib.crc32(tokens[kept].data)
+        if self._guesser is None:
+            batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
+            drafts = None
+        else:
+            compared = drawn.compare(tokens, counts, batch)
+            batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
+            slots, most = inputs.slots[drawn.requests], np.where(counts > 0, inputs.num_guesses[drawn.requests], 0)
+            num_guesses = self._guesser.guess(slots, most, batch, hidden, drawn.starts + counts - 1)
+            digest = digest_of(digest, slots, num_guesses, batch)
+            drafts = compared.results(num_guesses)
         if self._queue is not None:
             self._queue.tokens.forget(drawn.slots)
         if logprobs is None:
             logprobs = sampling.logprobs(logits, drawn.slots, np.where(kept, tokens, -1)) if self._reports else {}
         requests = batch.requests_in(drawn.slots[drawn.starts])
-        sampled, stuck = tokens_of(requests, drawn, tokens, counts, logprobs, sampling.failures)
+        sampled, stuck = tokens_of(requests, drawn, tokens, counts, logprobs, sampling.failures, drafts)
         left_out = [requests[i].key for i in late]
         for key in left_out:
             del sampled[key], stuck[key]
         slots = np.delete(inputs.slots[drawn.requests], late)
-        digest = zlib.crc32(tokens[kept].data)
-        if self._proposer is not None:
-            digest = self._propose(self._proposer, slots.tolist(), digest)
         self._masks.accept(drawn, tokens, counts, batch)
         return Computed(sampled, self._prompt_logprobs.take(slots), stuck, left_out, digest)
 
@@ -302,16 +323,6 @@ class ModelRunner:
         chosen, *found = queue.read([], drawn, tokens, logprobs).results.read()
         chosen[[*sampling.failures, *drawn.starts[late]]] = -1
         return chosen, {} if logprobs is None else logprobs.entries(chosen, found)
-
-    def _propose(self, proposer: Proposer, slots: list[int], digest: int) -> int:
-        """Note guesses for the tokens after those in the slots. Returns the digest including them."""
-        batch = self._batch
-        requests = [request for slot in slots if (request := batch.requests[slot]) is not None]
-        known = [batch.token_ids[slot, : batch.num_tokens[slot]] for slot in slots]
-        for slot, guesses in zip(slots, proposer.propose(requests, known), strict=True):
-            batch.propose(slot, guesses)
-            digest = zlib.crc32(array("q", guesses), digest)
-        return digest
 
     def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:
         """Normalised hidden states (len(rows) padded, hidden) of those tokens of the step."""

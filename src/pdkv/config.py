@@ -189,6 +189,12 @@ class EngineConfig(ModelFiles):
         '"pdkv.logits_processors", or "module:Class"',
         metavar="NAME",
     )
+    speculative_config: Mapping[str, str] = option(
+        {},
+        "guess tokens to come and verify them several at a time, which changes no token: a JSON object or KEY=VALUE, "
+        "with the method (ngram, suffix, prediction, or one that is plugged in) and its keys",
+        metavar="JSON",
+    )
     cpu_bind: str | None = option(
         None, "CPUs to pin engines to, such as 0-1 or 0,2; sets for several engines are separated by |", metavar="CPUS"
     )

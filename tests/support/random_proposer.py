@@ -4,20 +4,20 @@ import random
 from collections.abc import Callable, Sequence
 
 from pdkv.engine.plan import NewRequest
-from pdkv.engine.worker.batch import IntArray
+from pdkv.engine.proposers.base import IntArray, ProposerOptions, TokenProposer
 
 Foresight = Callable[[NewRequest], Sequence[int]]
 """The whole output that a request will have, as far as it is known."""
 
 
-class RandomProposer:
+class RandomProposer(TokenProposer):
     """Proposes 0 to `num_tokens` tokens. Two of the same seed that are asked the same propose the same."""
 
     def __init__(
         self, num_tokens: int, foresee: Foresight, *, vocab_size: int, seed: int = 0, chance: float = 0.7
     ) -> None:
         """`chance`: of each token to be right."""
-        self.num_tokens = num_tokens
+        super().__init__(ProposerOptions(num_speculative_tokens=num_tokens, adaptive=False))
         self.num_right = 0  # guesses, those behind a wrong one included
         self.num_wrong = 0
         self._foresee = foresee
@@ -25,10 +25,7 @@ class RandomProposer:
         self._chance = chance
         self._random = random.Random(seed)
 
-    def propose(self, requests: Sequence[NewRequest], token_ids: Sequence[IntArray]) -> list[list[int]]:
-        return [self._guess(*both) for both in zip(requests, token_ids, strict=True)]
-
-    def _guess(self, request: NewRequest, known: IntArray) -> list[int]:
+    def guess(self, request: NewRequest, known: IntArray, most: int) -> list[int]:
         start = len(known) - len(request.prompt_token_ids)
         coming = self._foresee(request)[start : start + self._random.randint(0, self.num_tokens)]
         guesses = []

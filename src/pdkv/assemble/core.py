@@ -8,6 +8,7 @@ from pdkv.connectors.base import SchedulerConnector
 from pdkv.connectors.block_table import BlockTable
 from pdkv.decode.role import DecodeRole
 from pdkv.engine.core import EngineCore
+from pdkv.engine.drafting import Drafting
 from pdkv.engine.grammar_wait import GrammarStore, GrammarWait
 from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager
@@ -42,6 +43,7 @@ def build_core(
     local_prefill_tokens: int = LOCAL_PREFILL_TOKENS,
     grammars: GrammarStore | None = None,
     processors: ProcessorSet = NO_PROCESSORS,
+    drafting: Drafting | None = None,
     preemption: Preemption = "swap",
     prefix_caching: bool = True,
 ) -> EngineCore:
@@ -54,6 +56,7 @@ def build_core(
         hit_tokens: the connector's hits end at multiples of this many tokens; 0: it finds nothing by content.
         processors: logits processors that requests may name.
         grammars: prepares the grammars of requests; None: requests that have one are refused. The caller owns it.
+        drafting: decides how many guesses a step verifies; None: all.
         preemption: what happens to the KV of preempted requests.
         prefix_caching: whether the pool's content can be found again.
     """
@@ -100,7 +103,7 @@ def build_core(
     stop_rules = StopRules(
         eos_token_ids=eos_token_ids, max_model_len=card.max_model_len, vocab_size=vocab_size, processors=processors
     )
-    scheduler = Scheduler(kv, external, prefill, decode, limits, stop_rules)
+    scheduler = Scheduler(kv, external, prefill, decode, limits, stop_rules, drafting)
     return EngineCore(
         card=card,
         scheduler=scheduler,

@@ -19,8 +19,10 @@ from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.plan import NO_PLAN, ConnectorPlan
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
+from pdkv.engine.drafting import Drafting
+from pdkv.engine.proposers.base import Proposer
+from pdkv.engine.proposers.registry import make_proposer
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.engine.worker.drafts import Proposer
 from pdkv.engine.worker.dtype import resolve_quantization
 from pdkv.engine.worker.executor import Executor, InProcessExecutor, ModelExecutor, resolve_device
 from pdkv.engine.worker.masks import GrammarMasks, Masks
@@ -103,6 +105,7 @@ class _Plan(NamedTuple):
         if handoff is not None and connector is None:
             connector = plan_connector(handoff.connector, handoff.connector_config)
         handoff = handoff or HandoffConfig()
+        proposer = proposer or make_proposer(config.speculative_config)
         limits = _limits(config, handoff, proposer)
         info = ModelInfo(model.vocab_size, tuple(model.eos_token_ids), config.model)
         processors = ProcessorSet.load(config.logits_processors, info)
@@ -119,6 +122,14 @@ class _Plan(NamedTuple):
         """
         codec = "" if self.connector is None else self.connector.codec
         return msgspec.structs.replace(executor.layout, codec=codec)
+
+    def make_drafting(self) -> Drafting | None:
+        """What decides how many guesses are verified; None: nothing is guessed."""
+        if self.proposer is None:
+            return None
+        on_device = resolve_device(self.config).type != "cpu"  # where a step with guesses waits for its tokens
+        adapts = self.proposer.options.adaptive
+        return Drafting(self.proposer.num_tokens, adapts=adapts, pauses=on_device or self.proposer.is_costly)
 
     def open_model(self) -> ModelSource:
         """The weights; their identity is computed while they are loaded. Raises ModelError."""
@@ -166,7 +177,8 @@ def build_engine(
         notify: thread-safe; the connector and the grammar matcher call it to wake the engine's loop.
         on_progress: called with descriptions of slow steps.
         on_identity: called with the model's identity once, as soon as it is known: before the load, or after it.
-        proposer: guesses tokens of requests that decode; the same on every rank.
+        proposer: guesses tokens of requests that decode, instead of that of config.speculative_config; the same on
+            every rank.
 
     Raises:
         ConfigError: a wrong value, model directory or connector.
@@ -424,6 +436,7 @@ def _connect(
         hit_tokens=plan.hit_tokens,
         grammars=grammars,
         processors=plan.processors,
+        drafting=plan.make_drafting(),
         preemption=plan.config.preemption,
         prefix_caching=plan.config.enable_prefix_caching,
         shutdown=shutdown,

@@ -269,12 +269,15 @@ _known_options: dict[type, Mapping[str, Option]] = {}
 
 
 def parse_pairs(value: Any) -> dict[str, str]:
-    """KEY=VALUE texts, or a file's table of scalars; for KEY=@FILE the value is the file's content.
+    """KEY=VALUE texts, a JSON object of scalars, or a file's table of them; for KEY=@FILE the value is the file's content.
 
     Raises:
         ConfigError: it is neither, or such a file cannot be read.
     """
-    if isinstance(value, str):
+    text = value[0] if isinstance(value, list) and len(value) == 1 else value
+    if isinstance(text, str) and text.lstrip().startswith("{"):
+        value = _read_json(text)
+    elif isinstance(value, str):
         value = value.split(",")
     if isinstance(value, Mapping):
         if not all(isinstance(v, str | int | float) for v in value.values()):
@@ -291,6 +294,13 @@ def parse_pairs(value: Any) -> dict[str, str]:
         if pairs.setdefault(key, read_option(setting, key)) != read_option(setting, key):
             raise ConfigError(f"{key} is given twice")
     return pairs
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"a JSON object was expected, got {without_secrets(text)!r}: {error}") from None
 
 
 def read_values(

@@ -110,8 +110,8 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("kv_offloading_size kv_offloading_backend", _NONE,
      "{kv_host_memory} SIZE keeps KV in host memory, {kv_store} URL in a store"),
     ("num_gpu_blocks_override", _NONE, "{kv_cache_memory} SIZE sets the pool"),
-    ("speculative_config speculative_model num_speculative_tokens spec_method spec_model spec_tokens", _NONE,
-     "speculative decoding is not supported: leave it out"),
+    ("speculative_model num_speculative_tokens spec_method spec_model spec_tokens", _NONE,
+     "it is a key of {speculative_config} JSON"),
     ("compilation_config cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size max_seq_len_to_capture "
      "optimization_level", _NONE, "decode steps are CUDA graphs unless {enforce_eager} is given: leave it out"),
     ("lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras",

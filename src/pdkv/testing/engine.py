@@ -18,7 +18,7 @@ from pdkv.connectors.plan import NO_PLAN
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
-from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.proposers.base import TokenProposer
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.clock import REAL_LIMIT_S, VirtualClock
 from pdkv.testing.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
@@ -57,7 +57,7 @@ def make_core(
     max_model_len: int | None = None,
     groups: tuple[KVGroup, ...] = (),
     hit_tokens: int = 0,
-    proposer: Proposer | None = None,
+    proposer: TokenProposer | None = None,
     grammars: Any = None,
     notify: Callable[[], None] = lambda: None,
 ) -> EngineCore:

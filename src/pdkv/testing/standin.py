@@ -15,7 +15,7 @@ import numpy.typing as npt
 from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
 from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepOutput, StepPlan
-from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.proposers.base import TokenProposer
 from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.wire.kv import EngineCard, KVLayout
 from pdkv.wire.types import RequestKey
@@ -86,7 +86,7 @@ class StandInExecutor(Executor):
         worker: WorkerConnector | None,
         *,
         max_num_seqs: int | None = None,
-        proposer: Proposer | None = None,
+        proposer: TokenProposer | None = None,
         grammars: Any = None,
     ) -> None:
         self.max_num_seqs = max_num_seqs
@@ -166,9 +166,9 @@ class StandInExecutor(Executor):
         drawing = [share for share in plan.scheduled if share.samples and share.key not in self._held]
         sampled = {share.key: SampledTokens(self._draw(share), None) for share in drawing}
         if self.proposer is not None:
-            known = [np.array(self._tokens[key]) for key in sampled]
-            guesses = self.proposer.propose([self._requests[key] for key in sampled], known)
-            self._drafts.update(zip(sampled, guesses, strict=True))
+            for key in sampled:
+                known = np.array(self._tokens[key], np.int32)
+                self._drafts[key] = self.proposer.guess(self._requests[key], known, self.proposer.num_tokens)
         return sampled
 
     def _share(self, share: ScheduledRequest) -> tuple[RequestKey, int, list[int]]:

@@ -140,6 +140,7 @@ class Submit(Message, frozen=True, kw_only=True):
     load_timeout_s: Seconds = 0.0  # deadline of loading a loan, after which it is computed; 0: as for any load
     kv_terms: KVTerms | None = None  # terms of its stored KV; None: it has none
     tenant: Id = ""  # a digest of its tenant: the grammars of different tenants are matched separately
+    prediction_token_ids: TokenIds = []  # what the client expects as the output, for proposers
 
 
 class Abort(Message, frozen=True):
@@ -249,6 +250,8 @@ class Finished(Message, frozen=True):
     stop_token_id: TokenId | None = None
     queued_s: Seconds = 0.0  # from its arrival in the engine to its first step; a load of its KV is part of it
     ran_s: Seconds = 0.0  # from that step to the end
+    accepted_guesses: Count = 0  # output tokens that this engine guessed and verified
+    rejected_guesses: Count = 0
 
 
 class HandedOff(Message, frozen=True):

@@ -12,6 +12,9 @@ from pdkv.wire.types import MAX_CARDS, MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, C
 MAX_KV_OWNERS = 1024
 """The most owners with separately counted KV in one tier of an engine."""
 
+MAX_DRAFTS = 64
+"""The most guesses of a request in one step."""
+
 
 class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prompt tokens of one choice on one engine by the source of their KV; they sum to the prompt's length."""
@@ -97,6 +100,16 @@ class ConnectorStats(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(total, paths=paths, held=held)
 
 
+class DraftCounts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Guesses at tokens to come that an engine verified."""
+
+    drafts: Count = 0  # requests in steps with guesses
+    tokens: Count = 0
+    accepted: Count = 0
+    accepted_at: Annotated[list[Count], Meta(max_length=MAX_DRAFTS)] = []  # by position behind the last token
+    seconds: Seconds = 0.0  # in which tokens were guessed
+
+
 class LoadReport(Message, frozen=True):
     """The engine's load, and its counters since the start."""
 
@@ -115,4 +128,5 @@ class LoadReport(Message, frozen=True):
     non_finite_requests: Count = 0
     connectors: Annotated[dict[Id, ConnectorStats], Meta(max_length=MAX_CONNECTOR_PARTS)] = {}  # by name, as NAME/PART
     connector_problem: Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)] = ""  # why it cannot be used now
+    drafts: DraftCounts = DraftCounts()
     answers: Count = 0  # the number of the latest answered AskReport of the router; 0: none

@@ -103,15 +103,20 @@ class StepWatch:
         if self._step is None:
             self._step = work
 
-    def end(self, now: float) -> None:
+    def end(self, now: float) -> float:
         """Note that the oldest step has ended; from then on the next one has had the engine to itself.
 
         Harmless if none has begun.
+
+        Returns:
+            Seconds for which it has had the engine to itself.
         """
         if not self._steps:
-            return
+            return 0.0
         work, num_tokens = self._steps.popleft()
-        self.times.note(num_tokens, now - max(work.since, self._last_end))
+        seconds = now - max(work.since, self._last_end)
+        self.times.note(num_tokens, seconds)
         self._last_end = now
         self._turn = Work(now, OTHER_WORK_S) if self._turn is not None else None
         self._step = Work(now, self._steps[0][0].predicted_s) if self._steps else None
+        return seconds

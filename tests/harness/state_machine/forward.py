@@ -11,7 +11,7 @@ from random_proposer import RandomProposer
 from pdkv.connectors.base import WorkerConnector
 from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.plan import NewRequest
-from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.proposers.base import TokenProposer
 from pdkv.engine.worker.executor import Executor
 from pdkv.wire.kv import KVLayout
 
@@ -41,7 +41,7 @@ class Forward(ABC):
         *,
         max_num_seqs: int,
         worker: WorkerConnector,
-        proposer: Proposer | None = None,
+        proposer: TokenProposer | None = None,
         grammars: HeldStore | None = None,
     ) -> Executor:
         """The executor of a new engine, with its pool registered at `worker`. `grammars` makes its masks."""

@@ -9,7 +9,7 @@ from oracle import oracle
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import WorkerConnector
-from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.proposers.base import TokenProposer
 from pdkv.engine.worker.executor import InProcessExecutor
 from pdkv.engine.worker.kv_cache import make_layout
 from pdkv.engine.worker.masks import GrammarMasks
@@ -44,7 +44,7 @@ class RealModel(Forward):
         *,
         max_num_seqs: int,
         worker: WorkerConnector,
-        proposer: Proposer | None = None,
+        proposer: TokenProposer | None = None,
         grammars: HeldStore | None = None,
     ) -> InProcessExecutor:
         config = EngineConfig(

@@ -7,7 +7,7 @@ from held_grammars import HeldStore
 
 from pdkv.connectors.base import WorkerConnector
 from pdkv.engine.kv.block_pool import BlockPool
-from pdkv.engine.worker.drafts import Proposer
+from pdkv.engine.proposers.base import TokenProposer
 from pdkv.engine.worker.executor import Executor
 from pdkv.testing.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor, chain_value, expected_tokens
 from pdkv.wire.kv import KVGroup, KVLayout
@@ -39,7 +39,7 @@ class StandIn(Forward):
         *,
         max_num_seqs: int,
         worker: WorkerConnector,
-        proposer: Proposer | None = None,
+        proposer: TokenProposer | None = None,
         grammars: HeldStore | None = None,
     ) -> StandInExecutor:
         fields = {"max_num_seqs": max_num_seqs, "proposer": proposer, "grammars": grammars}

@@ -1,0 +1,134 @@
+"""Decides how many guesses of each request a step verifies: as many as bring the most tokens a second.
+
+It knows how often each request's guesses were right, and how long steps of some number of rows took. Both come with
+steps' outputs, so the plan alone says how many rows there are, and no rank decides by its own clock.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.engine.plan import DraftResult
+from pdkv.engine.request import Request
+from pdkv.wire.reports import MAX_DRAFTS, DraftCounts
+
+LEAST_GAIN: Final = 1.02
+"""Tokens a second with guesses, as a multiple of those without, from which on they are verified."""
+
+_WEIGHT = 0.2
+_PAUSE, _TRY = 64, 4
+"""A costly proposer whose guesses do not pay guesses in 4 of 64 steps, the same for all requests."""
+
+_TIME_WEIGHT, _FADE = 0.1, 0.002
+
+
+class Drafting:
+    """The guesses of one engine. Not thread-safe."""
+
+    def __init__(self, num_tokens: int, *, adapts: bool, pauses: bool) -> None:
+        """Args:
+        num_tokens: the most guesses of a request.
+        adapts: False: all of them are verified.
+        pauses: whether guessing itself costs so much that it pauses while it does not pay.
+        """
+        self.num_tokens = num_tokens
+        self._adapts = adapts
+        self._pauses = pauses
+        self._pays = True
+        self._times = StepCosts()
+        self._guessing_s = 0.0  # of a step
+
+    def num_to_guess(self, step_id: int) -> int:
+        """The most tokens to guess for each request after that step's draws."""
+        return self.num_tokens if self._pays or not self._pauses or step_id % _PAUSE < _TRY else 0
+
+    def choose(self, requests: Sequence[Request], counts: Sequence[int], num_rows: int) -> list[int]:
+        """How many of their guesses, at most counts[i] of each, a step should verify that has `num_rows` without."""
+        if not self._adapts or not requests:
+            return list(counts)
+        rates = np.array([request.draft_rate for request in requests])
+        depth = np.arange(1, max(counts) + 1)
+        gains = np.where(depth <= np.array(counts)[:, None], rates[:, None] ** depth, 0.0).ravel()
+        best = np.argsort(-gains, kind="stable")  # those of one request in their order
+        tokens = num_rows + np.concatenate([[0.0], np.cumsum(gains[best])])
+        seconds = self._times.of(num_rows + np.arange(len(tokens)))
+        seconds[1:] += self._guessing_s if self._pauses else 0.0
+        speeds = tokens / seconds
+        num_verified = int(speeds.argmax())
+        self._pays = bool(speeds[num_verified] >= LEAST_GAIN * speeds[0])
+        if not self._pays:
+            return [0] * len(requests)
+        return np.bincount(best[:num_verified] // len(depth), minlength=len(requests)).tolist()
+
+    def learn(self, request: Request, result: DraftResult) -> None:
+        """Note how a request's guesses did."""
+        miss = (1.0 - _WEIGHT) ** result.num_right
+        request.draft_rate = 1.0 - (1.0 - request.draft_rate) * miss
+        if result.is_wrong:
+            request.draft_rate *= 1.0 - _WEIGHT
+
+    def note_step(self, num_rows: int, seconds: float, guessing_s: float) -> None:
+        """Note how long a step of single tokens and their guesses took, the guessing included."""
+        self._times.note(num_rows, max(seconds - guessing_s, 1e-9))
+        if guessing_s:
+            self._guessing_s += (guessing_s - self._guessing_s) * _TIME_WEIGHT
+
+
+class DraftTally:
+    """Counts of an engine's guesses since its start."""
+
+    def __init__(self) -> None:
+        self.drafts = 0  # requests in steps with guesses
+        self.tokens = 0
+        self.accepted = 0
+        self.accepted_at = [0] * MAX_DRAFTS  # by position behind the last token
+        self.seconds = 0.0  # in which tokens were guessed
+
+    def counts(self) -> DraftCounts:
+        """The counts, for a report."""
+        at = self.accepted_at
+        most = next((i for i in range(MAX_DRAFTS, 0, -1) if at[i - 1]), 0)
+        return DraftCounts(self.drafts, self.tokens, self.accepted, at[:most], self.seconds)
+
+    def add(self, num_verified: int, num_accepted: int) -> None:
+        """Count one request's guesses in a step."""
+        if num_verified:
+            self.drafts += 1
+            self.tokens += num_verified
+            self.accepted += num_accepted
+            for i in range(num_accepted):
+                self.accepted_at[i] += 1
+
+
+class StepCosts:
+    """Seconds of a step by its number of rows, without its guessing. What is not known is hoped to cost nothing more,
+    so it is tried, and what has not been seen for long becomes cheaper.
+    """
+
+    def __init__(self) -> None:
+        self._rows = np.zeros(0, np.int64)
+        self._means = np.zeros(0)
+        self._counts = np.zeros(0, np.int64)
+
+    def note(self, num_rows: int, seconds: float) -> None:
+        """Record a step's time."""
+        shift = max(num_rows.bit_length() - 4, 0)
+        size = num_rows >> shift << shift
+        at = int(np.searchsorted(self._rows, size))
+        if at == len(self._rows) or self._rows[at] != size:
+            self._rows = np.insert(self._rows, at, size)
+            self._means, self._counts = np.insert(self._means, at, seconds), np.insert(self._counts, at, 0)
+        self._counts[at] += 1
+        mean = self._means[at]
+        is_new = self._counts[at] <= 3  # kernels may be compiled, or memory taken
+        self._means[at] = min(mean, seconds) if is_new else mean + (min(seconds, 2 * mean) - mean) * _TIME_WEIGHT
+        self._means[at + 1 :] -= np.maximum(self._means[at + 1 :] - self._means[at], 0.0) * _FADE
+
+    def of(self, num_rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Expected seconds of steps with these numbers of rows; more rows take at least as long."""
+        if not len(self._rows):
+            return np.ones(len(num_rows))
+        least = np.minimum.accumulate(self._means[::-1])[::-1]
+        return np.interp(num_rows, self._rows, least)
