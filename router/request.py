@@ -35,6 +35,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     choice: int = 0
+    prediction_token_ids: list[int] = []  # the output that the client expects
     cache_salt: str = ""
     kv_terms: KVTerms | None = None  # terms of what engines store of its KV
     tenant: str = ""  # a digest of its tenant; empty: clients need no key

@@ -25,14 +25,14 @@ class StepInputs(NamedTuple):
     num_prompt: IntArray  # (r,) tokens of each request's prompt
     sampling: IntArray  # (m,) the requests that draw
     num_drafts: IntArray  # (r,) number of guesses at the end of each request's tokens
-    num_guesses: IntArray  # (r,) the most tokens to guess after the draw
+    num_guesses: IntArray = np.zeros(0, np.int64)  # (r,) the most tokens to guess after the draw
 
     @classmethod
     def of_nobody(cls, num_groups: int) -> "StepInputs":
         """A step without requests."""
         none = np.zeros(0, np.int64)
         blocks = np.zeros((num_groups, 0), np.int64)
-        return cls(none, np.zeros(1, np.int64), none, none, none, blocks, none, none, none, none, none)
+        return cls(none, np.zeros(1, np.int64), none, none, none, blocks, none, none, none, none)
 
     def slot_mapping(self, block_size: int) -> IntArray:
         """(groups, n) index of each token's KV as block * block_size + offset. No entry is padding."""

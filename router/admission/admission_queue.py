@@ -305,7 +305,9 @@ class Visit:
         self._streams = False
         self._closed = False
 
-    def hold(self, prompt_lengths: Sequence[int], n: int, max_tokens: int | None, *, stream: bool) -> None:
+    def hold(
+        self, prompt_lengths: Sequence[int], n: int, max_tokens: int | None, *, stream: bool, num_predicted: int = 0
+    ) -> None:
         """Reserve what the request asks for, once it is known: `n` choices of each prompt.
 
         Raises:
@@ -314,6 +316,7 @@ class Visit:
         """
         num_prompts, num_prompt_tokens = len(prompt_lengths), sum(prompt_lengths)
         num_choices = num_prompts * n
+        num_prompt_tokens += num_choices * num_predicted
         if stream:
             self.tenant.enter_stream()
             self._streams = True
@@ -355,7 +358,8 @@ class Visit:
                 "cache, such as a random text per user",
                 param="cache_salt",
             )
-        self.hold(asked.prompt_lengths, asked.n, asked.max_tokens, stream=asked.stream)
+        n, most, predicted = asked.n, asked.max_tokens, asked.num_predicted
+        self.hold(asked.prompt_lengths, n, most, stream=asked.stream, num_predicted=predicted)
         if not tenant.digest:
             return Terms(priority, asked.cache_salt, None, "", asked.explain)
         return Terms(priority, tenant.salted(asked.cache_salt), tenant.grant.kv_terms, tenant.digest, asked.explain)
@@ -438,8 +442,11 @@ class Visit:
 
 
 def prompt_cost(request: GenerateRequest) -> int:
-    """Prompt tokens that a generation is expected to cost: choices after the first find the prompt in the cache."""
-    return len(request.prompt_token_ids) if request.choice == 0 else HASH_BLOCK_SIZE
+    """Prompt tokens that a generation is expected to cost: choices after the first find the prompt in the cache. Each
+    brings its expected output along.
+    """
+    num_prompt = len(request.prompt_token_ids) if request.choice == 0 else HASH_BLOCK_SIZE
+    return num_prompt + len(request.prediction_token_ids)
 
 
 def cost_of(request: GenerateRequest) -> int:

@@ -29,6 +29,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     max_tokens: int | None
     stream: bool
+    num_predicted: int = 0  # tokens of the expected output, which each choice brings along
 
 
 class Terms(NamedTuple):

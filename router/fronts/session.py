@@ -133,7 +133,8 @@ class Session:
     def num_bytes(self) -> int:
         """Memory for what is kept, roughly."""
         of_tokens = 48 * sum(run.num_sent for run in self._runs.values())
-        of_prompts = sum(36 * len(request.prompt_token_ids) for request in self._requests.values())
+        requests = self._requests.values()
+        of_prompts = 36 * sum(len(each.prompt_token_ids) + len(each.prediction_token_ids) for each in requests)
         return 4096 + of_tokens + of_prompts + len(self._told) + (len(self.kept.body) if self.kept is not None else 0)
 
     def tell(self, name: str, choice: int, what: object) -> None:
@@ -203,6 +204,8 @@ class Session:
         first, prompt = self._requests.get(choice - choice % asked.n), request.prompt_token_ids
         if first is None and len(prompt) != asked.prompt_lengths[choice // asked.n]:
             raise MalformedMessage(f"a prompt of {len(prompt)} tokens, which was not asked for")
+        if len(request.prediction_token_ids) != asked.num_predicted:
+            raise MalformedMessage("a prediction of another length than was asked for")
         return msgspec.structs.replace(
             request,
             prompt_token_ids=prompt if first is None else first.prompt_token_ids,
@@ -259,7 +262,8 @@ class Session:
         num_prompt = sum(len(self._requests[run.choice].prompt_token_ids) for run in firsts)
         num_completion = sum(run.num_tokens for run in self._runs.values())
         num_cached = sum(run.generation.num_cached_tokens for run in firsts)
-        self.visit.used(num_prompt + num_completion, num_cached)
+        num_predicted = sum(len(self._requests[choice].prediction_token_ids) for choice in self._runs)
+        self.visit.used(num_prompt + num_predicted + num_completion, num_cached)
         if outcome == "ok" and self._asked is not None:
             self.metrics.served(
                 num_prompt_tokens=num_prompt,

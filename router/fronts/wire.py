@@ -76,6 +76,7 @@ class Facts(NamedTuple):
     num_lossy_tokens: int | None = None
     num_attempts: int = 1
     stays: str = ""
+    guesses: tuple[int, int] = (0, 0)
 
 
 class PageScope(TypedDict):

@@ -248,6 +248,7 @@ class RequestFlow(FlowState):
             if not self._sources_known:
                 self.prompt_engine, self.sources = engine, message.sources
         self.finish_reason, self.stop_token_id = message.reason, message.stop_token_id
+        self.guesses = message.accepted_guesses, message.rejected_guesses
         return self._close()
 
     def _on_handed_off(self, message: HandedOff, now: float) -> Sends:

@@ -43,6 +43,7 @@ class FlowState:
         self.sources: SourceCounts | None = None  # of that engine, as last reported
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
+        self.guesses = (0, 0)  # right and wrong ones, that the engine verified which ended it
         self.is_cut = False  # its reader finished it: engines may still send messages about it for a moment
         self.trial_tokens = 0  # new tokens that it must produce alone on the engines asked from now on
         self._sources_known = False  # an earlier attempt brought tokens: its prompt sources count

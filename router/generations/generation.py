@@ -86,6 +86,11 @@ class Generation:
         return sources.local_hit + sources.store + sources.remote
 
     @property
+    def guesses(self) -> tuple[int, int]:
+        """Right and wrong guesses at its tokens, by engines that it has ended on."""
+        return self.flow.guesses
+
+    @property
     def num_lossy_tokens(self) -> int | None:
         """Prompt tokens whose KV may have gone through a lossy codec; None: none of its engines has one.
 

@@ -52,4 +52,5 @@ def make_submit(
         load_timeout_s=load_timeout_s,
         kv_terms=request.kv_terms,
         tenant=request.tenant,
+        prediction_token_ids=request.prediction_token_ids if until == "end" else [],
     )

@@ -147,7 +147,8 @@ class GenerateEndpoint:
         finally:
             gone.cancel()
             fanout.abort()
-            visit.used(fanout.num_begun_tokens + fanout.num_completion_tokens, fanout.num_cached_tokens)
+            num_given = fanout.num_begun_tokens + fanout.num_begun_predicted
+            visit.used(num_given + fanout.num_completion_tokens, fanout.num_cached_tokens)
         metrics.served(
             num_prompt_tokens=fanout.num_prompt_tokens,
             num_cached_tokens=fanout.num_cached_tokens,
@@ -178,6 +179,7 @@ class GenerateEndpoint:
             explain=wishes.explain,
             cache_salt=job.cache_salt,
             prompt_lengths=[len(prompt.token_ids) for prompt in job.prompts],
+            num_predicted=len(job.prediction_token_ids),
             n=job.n,
             max_tokens=job.params.max_tokens,
             stream=job.stream,

@@ -111,6 +111,8 @@ def _reported(loads: list[tuple[EngineState, LoadReport]]) -> Iterator[Metric]:
         yield gauges(f"pdkv_engine_{name}", text, _OF_ENGINE, ((names, getattr(load, field)) for names, load in of))
     for field, (name, text) in _LOAD_COUNTERS.items():
         yield totals(f"pdkv_engine_{name}", text, _OF_ENGINE, ((names, getattr(load, field)) for names, load in of))
+    text = "Time in which proposers guessed tokens."
+    yield totals("pdkv_engine_drafting_seconds", text, _OF_ENGINE, ((names, load.drafts.seconds) for names, load in of))
     blocks = (([*names, of_class], getattr(load.blocks, of_class)) for names, load in of for of_class in _BLOCK_CLASSES)
     yield gauges("pdkv_engine_blocks", "KV blocks by class.", [*_OF_ENGINE, "class"], blocks)
     sources = (([*names, source], getattr(load.sources, source)) for names, load in of for source in _SOURCES)
@@ -155,11 +157,22 @@ def _vllm(loads: list[tuple[EngineState, LoadReport]], model_name: str) -> Itera
         (totals, "prefix_cache_queries", f"Local {queries}", _queried),
         (totals, "prefix_cache_hits", f"Local {hits}", lambda load: load.sources.local_hit),
         (totals, f"{external}_queries", f"External {queries}", lambda load: _queried(load) - load.sources.local_hit),
+        (totals, "spec_decode_num_drafts", "Number of spec decoding drafts.", lambda load: load.drafts.drafts),
+        (totals, "spec_decode_num_draft_tokens", "Number of draft tokens.", lambda load: load.drafts.tokens),
+        (totals, "spec_decode_num_accepted_tokens", "Number of accepted tokens.", lambda load: load.drafts.accepted),
         (totals, f"{external}_hits", f"External {hits}", lambda load: load.sources.remote + load.sources.store),
     ]
+    labels = ["model_name", "engine"]
     for family, name, text, value in table:
         rows = (([model_name, engine.name], value(load)) for engine, load in loads)
-        yield family(f"vllm:{name}", text, ["model_name", "engine"], rows)
+        yield family(f"vllm:{name}", text, labels, rows)
+    positions = (
+        ([model_name, engine.name, str(i)], count)
+        for engine, load in loads
+        for i, count in enumerate(load.drafts.accepted_at)
+    )
+    text = "Accepted tokens per draft position."
+    yield totals("vllm:spec_decode_num_accepted_tokens_per_pos", text, [*labels, "position"], positions)
 
 
 def _judgement(dispatcher: "Dispatcher", engines: list[EngineState]) -> Iterator[Metric]:

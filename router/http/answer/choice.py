@@ -37,6 +37,7 @@ class TokenCounts(NamedTuple):
     reasoning: int | None  # of the completions; None: reasoning is not told apart from answers
     # of the prompts, whose KV may have gone through a lossy codec; None: there is no such codec
     lossy: int | None = None
+    guesses: tuple[int, int] | None = None  # those verified, right and wrong ones; None: it does not matter
 
     @property
     def of_prompt(self) -> dict[str, int]:
@@ -52,8 +53,11 @@ def usage(counts: TokenCounts) -> dict[str, Any]:
         "total_tokens": counts.prompt + counts.completion,
         "prompt_tokens_details": counts.of_prompt,
     }
-    if counts.reasoning is not None:
-        shown["completion_tokens_details"] = {"reasoning_tokens": counts.reasoning}
+    details = {} if counts.reasoning is None else {"reasoning_tokens": counts.reasoning}
+    if counts.guesses is not None:
+        details["accepted_prediction_tokens"], details["rejected_prediction_tokens"] = counts.guesses
+    if details:
+        shown["completion_tokens_details"] = details
     return shown
 
 
@@ -155,6 +159,7 @@ class Choice:
             prompt_token_ids=self.prompt.token_ids,
             params=self._params,
             choice=self.index % self._job.n,
+            prediction_token_ids=self._job.prediction_token_ids,
             cache_salt=self._job.cache_salt,
             kv_terms=self._job.kv_terms,
             tenant=self._job.tenant,

@@ -136,6 +136,17 @@ class Fanout:
         return sum(choice.num_reasoning_tokens for choice in self.choices)
 
     @property
+    def guesses(self) -> tuple[int, int]:
+        """Right and wrong guesses that engines verified, over all choices that they have ended."""
+        each = [g.guesses for g in self._generations.values()]
+        return sum(right for right, _ in each), sum(wrong for _, wrong in each)
+
+    @property
+    def num_begun_predicted(self) -> int:
+        """Tokens of predictions that engines were given, once for each choice."""
+        return len(self._generations) * len(self.job.prediction_token_ids)
+
+    @property
     def counts(self) -> TokenCounts:
         """The token counts of the reply's usage."""
         return TokenCounts(
@@ -144,6 +155,7 @@ class Fanout:
             self.num_cached_tokens,
             self.num_reasoning_tokens,
             self.num_lossy_tokens,
+            self.guesses if any(self.guesses) or self.job.prediction_token_ids else None,
         )
 
     def abort(self) -> None:

@@ -18,7 +18,10 @@ class PromptTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
 class CompletionTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
     """Details of the generated tokens."""
 
-    reasoning_tokens: int  # tokens of reasoning, if the server tells it apart from answers
+    reasoning_tokens: int | None = None  # tokens of reasoning, if the server tells it apart from answers
+    # guesses of a proposer that were verified, if there were any, or the request has a prediction
+    accepted_prediction_tokens: int | None = None
+    rejected_prediction_tokens: int | None = None
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):

@@ -87,7 +87,7 @@ class RequestReport:
 def _work(fanout: Fanout, metrics: RequestMetrics) -> dict[str, Any]:
     """The work done for it; a field whose value is unknown is None."""
     prefill, decode = fanout.engines
-    sources = fanout.sources
+    sources, (accepted, rejected) = fanout.sources, fanout.guesses
     return {
         "stream": fanout.job.stream,
         "choices": len(fanout.choices),
@@ -98,6 +98,8 @@ def _work(fanout: Fanout, metrics: RequestMetrics) -> dict[str, Any]:
         "prompt_tokens": fanout.num_prompt_tokens,
         **{name: getattr(sources, name) for name in sources.__struct_fields__},
         "completion_tokens": fanout.num_completion_tokens,
+        "accepted_guesses": accepted or None,
+        "rejected_guesses": rejected or None,
         "queue_s": metrics.queue_s,
         "ttft_s": metrics.ttft_s,
     }

@@ -207,6 +207,18 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     provider_specific_fields: dict[str, Any] | None = None  # litellm's notes on a reply that is sent back
 
 
+class Prediction(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The expected answer, such as a file of which only some lines change: guesses, which change no token."""
+
+    type: Literal["content"]
+    content: str | Sequence[TextPart]
+
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
 class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/chat/completions."""
 
@@ -231,7 +243,7 @@ class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     functions: Empty | None = None
     include_reasoning: bool | None = None
     modalities: list[Literal["text"]] | None = None
-    prediction: None = None
+    prediction: Prediction | None = None
     verbosity: Literal["medium"] | None = None
     web_search_options: None = None
 

@@ -24,7 +24,7 @@ from pdkv.parsers.answer import AnswerFormat
 from pdkv.parsers.answer_grammar import AnswerRules
 from pdkv.router.http.read.bodies import ChatBody, CompletionBody
 from pdkv.router.http.read.chat import read_conversation
-from pdkv.router.http.read.prompts import Prompt, check_length, longest, read_prompts, read_truncation
+from pdkv.router.http.read.prompts import Prompt, check_length, encode, longest, read_prompts, read_truncation
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.shapes import read_shape
 from pdkv.router.http.read.tools import answer_format, call_rules, check_tools
@@ -56,6 +56,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     num_prompt_logprobs: int | None = None  # requested by name; echo has its own way to show them
+    prediction_token_ids: list[int] = []  # of the expected answer
     cache_salt: str = ""
     tenant: str = ""  # the key's digest; "": clients need no key
     kv_terms: KVTerms | None = None  # from its tenant; no client can ask for terms
@@ -141,6 +142,8 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
     num_tokens = len(prompt.token_ids)
     check_length(num_tokens, max_tokens, model, "messages")
     _check_total(num_tokens, params.n, "messages")
+    predicted = _read_prediction(body, model, cancelled)
+    _check_total(num_tokens + len(predicted), params.n, "prediction")
     _check_prompt_logprobs(num_tokens, body.prompt_logprobs, 1, "prompt_logprobs")
     _check_shown(num_tokens, params.n, body.return_token_ids or False, "return_token_ids")
     answer = answer_format(body, prompt, tools, model)
@@ -150,7 +153,9 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
         reasoning_parser=model.reasoning_parser,
         prompt="closed" if answer is None else answer.prompt,
     )
-    return _job(body, [prompt], params, rules, _grammar(rules, model, params.n, cancelled), answer=answer)
+    grammar = _grammar(rules, model, params.n, cancelled)
+    job = _job(body, [prompt], params, rules, grammar, answer=answer)
+    return msgspec.structs.replace(job, prediction_token_ids=predicted) if predicted else job
 
 
 def _job(
@@ -190,6 +195,21 @@ def _job(
         affinity=body.prompt_cache_key or body.session_id or "",
         answer=answer,
     )
+
+
+def _read_prediction(body: ChatBody, model: ServedModel, cancelled: Cancelled) -> list[int]:
+    """The tokens of the expected answer. Raises InvalidRequest for one that is longer than any answer."""
+    if body.prediction is None:
+        return []
+    text, limit = body.prediction.text, model.max_model_len
+    if len(text) > limit * model.tokenizer.max_token_chars:
+        raise InvalidRequest(f"prediction has {len(text)} characters, more than {limit} tokens", param="prediction")
+    token_ids = encode(text, model, "prediction", cancelled, add_special_tokens=False)
+    if len(token_ids) > limit:
+        raise InvalidRequest(
+            f"prediction must have at most {limit} tokens, the model's length, got {len(token_ids)}", param="prediction"
+        )
+    return token_ids
 
 
 # --- checks -------------------------------------------------------------------------------------------------------
