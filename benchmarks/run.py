@@ -31,6 +31,7 @@ from benchmarks import (
     peers,
     policies,
     sampler,
+    speculation,
     startup,
     step_thread,
     ttft,
@@ -77,6 +78,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "sampler": sampler.run,
     "linears": linears.run,
     "kv_codecs": kv_codecs.run,
+    "speculation": speculation.run,
 }
 NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny", "kv_inside_vllm")
 

@@ -48,6 +48,9 @@ def read_metrics(load: LoadReport, num_tokens: int, num_ended: int) -> list[Metr
         "prefix_cache_queries": queried,
         "prefix_cache_hits": sources.local_hit,
         "num_preemptions": load.preemptions,
+        "spec_decode_num_drafts": load.drafts.drafts,
+        "spec_decode_num_draft_tokens": load.drafts.tokens,
+        "spec_decode_num_accepted_tokens": load.drafts.accepted,
     }
     return [
         *(Gauge(name=f"vllm:{name}", value=value) for name, value in gauges.items()),

@@ -1,0 +1,63 @@
+"""How many guesses are verified: what brings the most tokens a second, by acceptance and measured times."""
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from pdkv.engine.drafting import Drafting
+from pdkv.engine.plan import DraftResult
+
+FLAT, STEEP = (lambda rows: 1.0), (lambda rows: float(rows))
+
+
+def drafting(seconds: Any, **fields: Any) -> Drafting:
+    """With steps of up to 32 rows measured."""
+    made = Drafting(8, **{"adapts": True, "pauses": False, **fields})
+    for rows in range(1, 33):
+        made.note_step(rows, seconds(rows), 0.0)
+    return made
+
+
+def request(rate: float) -> Any:
+    return Mock(draft_rate=rate)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "rates", "expected"),
+    [
+        (FLAT, [0.9], [8]),
+        (STEEP, [0.9], [0]),
+        (lambda rows: 1.0 + 0.3 * rows, [0.9, 0.01], [5, 0]),
+        (lambda rows: 1.0 if rows <= 4 else 4.0, [0.9], [3]),  # a size from which on steps take longer
+        (lambda rows: 1.0 + 0.5 * rows, [0.1, 0.1, 0.1], [0, 0, 0]),
+    ],
+)
+def test_the_most_tokens_a_second_decide(seconds: Any, rates: list[float], expected: list[int]) -> None:
+    chosen = drafting(seconds).choose([request(rate) for rate in rates], [8] * len(rates), len(rates))
+    assert chosen == expected
+
+
+def test_rates_follow_what_was_compared() -> None:
+    made, guessed = drafting(FLAT), request(0.5)
+    made.learn(guessed, DraftResult(4, 4, False, 0))
+    assert guessed.draft_rate > 0.75
+    for _ in range(10):
+        made.learn(guessed, DraftResult(0, 0, True, 0))
+    assert guessed.draft_rate < 0.1
+
+
+def test_a_size_that_was_slow_once_is_tried_again() -> None:
+    made = drafting(lambda rows: 1.0 if rows == 1 else 50.0)
+    assert made.choose([request(0.9)], [8], 1) == [0]
+    for _ in range(5000):
+        made.note_step(1, 1.0, 0.0)
+    assert made.choose([request(0.9)], [8], 1) != [0]
+
+
+def test_a_costly_proposer_pauses_while_its_guesses_do_not_pay() -> None:
+    made = drafting(STEEP, pauses=True)
+    assert made.num_to_guess(70) == 8
+    made.choose([request(0.5)], [8], 1)
+    assert [made.num_to_guess(step) for step in (63, 64, 67, 68, 127)] == [0, 8, 8, 0, 0]
+    assert drafting(STEEP).num_to_guess(70) == 8
