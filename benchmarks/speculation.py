@@ -5,7 +5,7 @@ python -m benchmarks.run speculation
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -52,21 +52,21 @@ class Load(NamedTuple):
     params: Sequence[SamplingParams]
 
     @classmethod
-    def recital(cls, llm: LLM, at_once: int) -> "Load":
+    def recital(cls, llm: LLM, at_once: int, turn: int) -> "Load":
         """Prompts that say a text twice and begin it again."""
         prompts = []
         for i in range(at_once):
-            words = random.Random(i).choices(_WORDS, k=RECITED)
+            words = random.Random(1000 * turn + i).choices(_WORDS, k=RECITED)
             ids = llm.get_tokenizer().encode(" ".join(words))[:RECITED]
             prompts.append([*ids, *ids, *ids[:20]])
         return cls(prompts, _params(at_once, RECITED - 20, temperature=0.0))
 
     @classmethod
-    def noise(cls, at_once: int, num_tokens: int) -> "Load":
+    def noise(cls, at_once: int, num_tokens: int, turn: int) -> "Load":
         """Random prompts, and outputs drawn from a flat distribution."""
-        draw = random.Random(1)
+        draw = random.Random(turn)
         prompts = [[draw.randrange(260, 500) for _ in range(64)] for _ in range(at_once)]
-        return cls(prompts, _params(at_once, num_tokens, temperature=2.0))
+        return cls(prompts, _params(at_once, num_tokens, temperature=2.0, seed=1000 * turn))
 
 
 def run(context: Context) -> list[Claim]:
@@ -86,18 +86,23 @@ def run(context: Context) -> list[Claim]:
 
 def _compare(name: str, config: Mapping[str, Any], at_once: int, least: float, rounds: int) -> Claim:
     without, with_guesses = _llm(None), _llm(config)
-    load = Load.noise(at_once, 64) if "cannot" in name else Load.recital(without, at_once)
-    ratios = _in_turns(without, with_guesses, load, rounds)
+    ratios = _in_turns(
+        without,
+        with_guesses,
+        lambda i: Load.noise(at_once, 64, i) if "cannot" in name else Load.recital(without, at_once, i),
+        rounds,
+    )
     counts = {metric.name.rpartition("spec_decode_num_")[2]: metric.value for metric in with_guesses.get_metrics()}
     figures = {name: float(counts[name]) for name in ("draft_tokens", "accepted_tokens")}
     _end(without, with_guesses)
     return Claim(name, median(ratios), least, "higher", figures)
 
 
-def _in_turns(without: LLM, with_guesses: LLM, load: Load, rounds: int) -> list[float]:
+def _in_turns(without: LLM, with_guesses: LLM, make: Callable[[int], Load], rounds: int) -> list[float]:
     """Tokens a second with guesses / without, after a turn of each to warm up."""
     ratios = []
-    for _ in range(rounds + 1):
+    for i in range(rounds + 1):
+        load = make(i)
         (outputs, slow), (same, fast) = _time(without, load), _time(with_guesses, load)
         if outputs != same:
             raise AssertionError("guesses changed tokens")
@@ -106,7 +111,7 @@ def _in_turns(without: LLM, with_guesses: LLM, load: Load, rounds: int) -> list[
 
 
 def _oracle(context: Context) -> list[Claim]:
-    path, load = find_model(context.models, "mid"), Load.noise(1, 96)
+    path, load = find_model(context.models, "mid"), Load.noise(1, 96, 0)
     load = load._replace(params=_params(1, 96, temperature=0.0))
     without = _llm(None, path)
     Oracle.known = {tuple(load.prompts[0]): _time(without, load)[0][0]}
@@ -116,7 +121,7 @@ def _oracle(context: Context) -> list[Claim]:
     for acceptance in (0.6, 0.8, 0.9):
         allowed = max(_tokens(acceptance, k) * seconds / step_s for k, step_s in forced.items())
         with_guesses = _llm({"method": f"{__name__}:Oracle", "acceptance": acceptance}, path)
-        ratio = median(_in_turns(without, with_guesses, load, 3))
+        ratio = median(_in_turns(without, with_guesses, lambda _: load, 3))
         _end(with_guesses)
         figures = {"speedup": ratio, "allowed": allowed, "step ms": seconds * 1e3}
         claims.append(Claim(f"mid, oracle of {acceptance} / allowed", ratio / max(allowed, 1), 0.9, "higher", figures))
@@ -137,9 +142,9 @@ def _tokens(acceptance: float, k: int) -> float:
     return sum(acceptance**i for i in range(k + 1))
 
 
-def _params(count: int, num_tokens: int, *, temperature: float) -> list[SamplingParams]:
+def _params(count: int, num_tokens: int, *, temperature: float, seed: int = 0) -> list[SamplingParams]:
     fields: dict[str, Any] = {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
-    return [SamplingParams(**fields, seed=i, detokenize=False) for i in range(count)]
+    return [SamplingParams(**fields, seed=seed + i, detokenize=False) for i in range(count)]
 
 
 def _llm(config: Mapping[str, Any] | None, model: Any = DEFAULT_MODEL) -> LLM:

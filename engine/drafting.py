@@ -14,12 +14,15 @@ from pdkv.engine.plan import DraftResult
 from pdkv.engine.request import Request
 from pdkv.wire.reports import MAX_DRAFTS, DraftCounts
 
-LEAST_GAIN: Final = 1.02
+LEAST_GAIN: Final = 1.05
 """Tokens a second with guesses, as a multiple of those without, from which on they are verified."""
 
-_WEIGHT = 0.2
-_PAUSE, _TRY = 64, 4
-"""A costly proposer whose guesses do not pay guesses in 4 of 64 steps, the same for all requests."""
+_FIRST_RATE, _WEIGHT, _COMMON_WEIGHT = 0.3, 0.2, 0.02
+_PATIENCE = 8
+"""Steps without a guess worth verifying after which guessing itself pauses."""
+
+_CHEAP, _COSTLY = (16, 2), (64, 4)
+"""A pause ends for 2 of 16 steps, the same for all requests; for 4 of 64 where guessing costs much."""
 
 _TIME_WEIGHT, _FADE = 0.1, 0.002
 
@@ -27,53 +30,62 @@ _TIME_WEIGHT, _FADE = 0.1, 0.002
 class Drafting:
     """The guesses of one engine. Not thread-safe."""
 
-    def __init__(self, num_tokens: int, *, adapts: bool, pauses: bool) -> None:
+    def __init__(self, num_tokens: int, *, adapts: bool, is_costly: bool) -> None:
         """Args:
         num_tokens: the most guesses of a request.
         adapts: False: all of them are verified.
-        pauses: whether guessing itself costs so much that it pauses while it does not pay.
+        is_costly: whether guessing takes much of a step's time, or makes it wait.
         """
         self.num_tokens = num_tokens
         self._adapts = adapts
-        self._pauses = pauses
-        self._pays = True
+        self._is_costly = is_costly
+        self._num_idle = 0  # decode steps since one had guesses
+        self._rate = _FIRST_RATE  # of new requests: as of all others lately
         self._times = StepCosts()
         self._guessing_s = 0.0  # of a step
 
     def num_to_guess(self, step_id: int) -> int:
         """The most tokens to guess for each request after that step's draws."""
-        return self.num_tokens if self._pays or not self._pauses or step_id % _PAUSE < _TRY else 0
+        every, tries = _COSTLY if self._is_costly else _CHEAP
+        is_active = self._num_idle < _PATIENCE or not self._adapts or step_id % every < tries
+        return self.num_tokens if is_active else 0
 
     def choose(self, requests: Sequence[Request], counts: Sequence[int], num_rows: int) -> list[int]:
         """How many of their guesses, at most counts[i] of each, a step should verify that has `num_rows` without."""
         if not self._adapts or not requests:
             return list(counts)
-        rates = np.array([request.draft_rate for request in requests])
+        rates = np.array([self._rate if request.draft_rate is None else request.draft_rate for request in requests])
         depth = np.arange(1, max(counts) + 1)
         gains = np.where(depth <= np.array(counts)[:, None], rates[:, None] ** depth, 0.0).ravel()
         best = np.argsort(-gains, kind="stable")  # those of one request in their order
         tokens = num_rows + np.concatenate([[0.0], np.cumsum(gains[best])])
         seconds = self._times.of(num_rows + np.arange(len(tokens)))
-        seconds[1:] += self._guessing_s if self._pauses else 0.0
+        seconds[1:] += self._guessing_s
         speeds = tokens / seconds
         num_verified = int(speeds.argmax())
-        self._pays = bool(speeds[num_verified] >= LEAST_GAIN * speeds[0])
-        if not self._pays:
+        if speeds[num_verified] < LEAST_GAIN * speeds[0]:
             return [0] * len(requests)
+        self._num_idle = 0
         return np.bincount(best[:num_verified] // len(depth), minlength=len(requests)).tolist()
 
     def learn(self, request: Request, result: DraftResult) -> None:
         """Note how a request's guesses did."""
-        miss = (1.0 - _WEIGHT) ** result.num_right
-        request.draft_rate = 1.0 - (1.0 - request.draft_rate) * miss
-        if result.is_wrong:
-            request.draft_rate *= 1.0 - _WEIGHT
+        if result.num_right or result.is_wrong:
+            request.draft_rate = _moved(self._rate if request.draft_rate is None else request.draft_rate, result, _WEIGHT)
+            self._rate = _moved(self._rate, result, _COMMON_WEIGHT)
 
     def note_step(self, num_rows: int, seconds: float, guessing_s: float) -> None:
         """Note how long a step of single tokens and their guesses took, the guessing included."""
+        self._num_idle += 1
         self._times.note(num_rows, max(seconds - guessing_s, 1e-9))
         if guessing_s:
             self._guessing_s += (guessing_s - self._guessing_s) * _TIME_WEIGHT
+
+
+def _moved(rate: float, result: DraftResult, weight: float) -> float:
+    """The rate after some right guesses and perhaps a wrong one."""
+    rate = 1.0 - (1.0 - rate) * (1.0 - weight) ** result.num_right
+    return rate * (1.0 - weight) if result.is_wrong else rate
 
 
 class DraftTally:

@@ -74,6 +74,10 @@ class DraftResult(NamedTuple):
     num_guesses: int  # at the tokens after those drawn
 
 
+NO_DRAFTS = DraftResult(0, 0, False, 0)
+"""There were no guesses, and there are none."""
+
+
 class SampledTokens(msgspec.Struct, frozen=True, gc=False):
     """The tokens that a step drew for one request."""
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from hashlib import blake2b
 from sys import maxsize
-from typing import Final
 
 import msgspec
 
@@ -14,10 +13,6 @@ from pdkv.kernels.block_keys import keys_behind
 from pdkv.wire.messages import Submit
 from pdkv.wire.reports import SourceCounts
 from pdkv.wire.types import RequestKey
-
-FIRST_RATE: Final = 0.5
-"""How likely a guess is right while none has been compared."""
-
 
 class Request:
     """The state of a Submit. Tokens [0, num_computed) are computed or being computed, [0, num_confirmed) are confirmed.
@@ -63,7 +58,7 @@ class Request:
         self.restarts = 0  # number of resets; results of a step planned under another value are dropped
         self.preempted = False  # tokens computed from now on are computed again
         self.computed_before: list[tuple[int, int, bool]] = []  # prompt ranges computed in earlier lives
-        self.draft_rate = FIRST_RATE  # how likely each guess at its tokens is right, by those before
+        self.draft_rate: float | None = None  # how likely each guess is right; None: none has been compared
         self.num_accepted = self.num_rejected = 0  # verified guesses
         self._reset()
 

@@ -17,7 +17,16 @@ from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager, PrefixHit
 from pdkv.engine.outside.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
 from pdkv.engine.outside.loads import Loads
-from pdkv.engine.plan import DraftResult, NewRequest, SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
+from pdkv.engine.plan import (
+    NO_DRAFTS,
+    DraftResult,
+    NewRequest,
+    SampledTokens,
+    ScheduledRequest,
+    StepFailure,
+    StepOutput,
+    StepPlan,
+)
 from pdkv.engine.queues import LANES, Lane, Queues
 from pdkv.engine.request import Request
 from pdkv.engine.stopping import StopRules
@@ -183,23 +192,24 @@ class Scheduler:
         request.num_in_flight -= num_drawn
         request.num_drafts -= num_drawn - 1
         request.num_computed -= num_drawn - count
-        if sampled.drafts is not None:
-            self._learn(request, sampled.drafts)
+        drafts = sampled.drafts
+        if drafts is not None:
+            self._learn(request, drafts)
         position = len(request.output_token_ids)
         request.output_token_ids += sampled.token_ids
         reason, stop_token_id = self._stop_rules.apply(request, count)
         if request.trial_tokens:
             self.trials.drew(request, len(request.output_token_ids) - position)
-        if sampled.drafts is not None:  # what lies behind a stop does not count
-            accepted = min(count - 1, len(request.output_token_ids) - position)
+        if drafts is not None and drafts.num_verified:  # what lies behind a stop does not count
+            accepted = min(max(count - 1, 0), len(request.output_token_ids) - position)
             request.num_accepted += accepted
-            request.num_rejected += sampled.drafts.num_verified - accepted
-            self.draft_counts.add(sampled.drafts.num_verified, accepted)
+            request.num_rejected += drafts.num_verified - accepted
+            self.draft_counts.add(drafts.num_verified, accepted)
         return Drawn(request, sampled, position, reason, stop_token_id)
 
     def _learn(self, request: Request, drafts: DraftResult) -> None:
         """Note how guesses did; how many there are now is known only if no step in flight draws for the request."""
-        if self._drafting is not None:
+        if self._drafting is not None and drafts is not NO_DRAFTS:
             self._drafting.learn(request, drafts)
         if not request.num_in_flight:
             request.num_guesses = drafts.num_guesses

@@ -16,7 +16,7 @@ import torch
 
 from pdkv.base.clock import Clock
 from pdkv.base.log_limit import LogLimit
-from pdkv.engine.plan import DraftResult, NewRequest
+from pdkv.engine.plan import NO_DRAFTS, DraftResult, NewRequest
 from pdkv.engine.proposers.base import Asked, Guesses, Proposer
 from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
 
@@ -34,8 +34,12 @@ class Compared(NamedTuple):
 
     def results(self, num_guesses: IntArray) -> list[DraftResult]:
         """One for each request, with the number of its new guesses."""
-        columns = (column.tolist() for column in (*self, num_guesses))
-        return [DraftResult(*row) for row in zip(*columns, strict=True)]
+        results = [NO_DRAFTS] * len(num_guesses)
+        some = np.flatnonzero(self.num_verified | self.num_right | self.is_wrong | num_guesses)
+        columns = (column[some].tolist() for column in (*self, num_guesses))
+        for i, *row in zip(some.tolist(), *columns, strict=True):
+            results[i] = DraftResult(*row)
+        return results
 
 
 class DrawRows(NamedTuple):
@@ -115,6 +119,11 @@ class Guesser:
     def remove(self, slot: int, batch: PersistentBatch) -> None:
         """Note that the batch has no request in that slot any more."""
         self._try(lambda: self.proposer.remove(slot, batch.token_ids[slot, : batch.num_tokens[slot]]))
+
+    def has_work(self, inputs: StepInputs, batch: PersistentBatch) -> bool:
+        """Whether the step's draws are compared with guesses, or are to have some."""
+        self.seconds = 0.0
+        return bool(inputs.num_guesses.any() or batch.num_drafts[inputs.slots].any())
 
     def guess(
         self, slots: IntArray, most: IntArray, batch: PersistentBatch, hidden: torch.Tensor, rows: IntArray

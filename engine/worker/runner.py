@@ -290,7 +290,7 @@ class ModelRunner:
         if check is not None:
             check.look_at_logits(logits, drawn, counts)
         digest = zlib.crc32(tokens[kept].data)
-        if self._guesser is None:
+        if self._guesser is None or not self._guesser.has_work(inputs, batch):
             batch.append_tokens(drawn.slots[kept], drawn.num_tokens[kept], tokens[kept])
             drafts = None
         else:

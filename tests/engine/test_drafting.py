@@ -13,7 +13,7 @@ FLAT, STEEP = (lambda rows: 1.0), (lambda rows: float(rows))
 
 def drafting(seconds: Any, **fields: Any) -> Drafting:
     """With steps of up to 32 rows measured."""
-    made = Drafting(8, **{"adapts": True, "pauses": False, **fields})
+    made = Drafting(8, **{"adapts": True, "is_costly": False, **fields})
     for rows in range(1, 33):
         made.note_step(rows, seconds(rows), 0.0)
     return made
@@ -55,9 +55,18 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
     assert made.choose([request(0.9)], [8], 1) != [0]
 
 
-def test_a_costly_proposer_pauses_while_its_guesses_do_not_pay() -> None:
-    made = drafting(STEEP, pauses=True)
+@pytest.mark.parametrize(("is_costly", "tries"), [(False, [0, 1, 16, 17, 32]), (True, [0, 1, 2, 3, 64])])
+def test_guessing_pauses_while_no_guess_is_worth_verifying(is_costly: bool, tries: list[int]) -> None:
+    made = drafting(FLAT, is_costly=is_costly)  # after 32 steps without
+    assert [step for step in range(1000) if made.num_to_guess(step)][:5] == tries
+    made.choose([request(0.9)], [8], 1)
     assert made.num_to_guess(70) == 8
-    made.choose([request(0.5)], [8], 1)
-    assert [made.num_to_guess(step) for step in (63, 64, 67, 68, 127)] == [0, 8, 8, 0, 0]
-    assert drafting(STEEP).num_to_guess(70) == 8
+
+
+def test_new_requests_are_as_guessable_as_others_lately() -> None:
+    made = drafting(FLAT)
+    new = request(None)  # type: ignore[arg-type]
+    assert made.choose([new], [8], 1) != [0]
+    for _ in range(200):
+        made.learn(request(0.5), DraftResult(0, 0, True, 0))
+    assert made.choose([new], [8], 1) == [0]

@@ -129,7 +129,7 @@ class _Plan(NamedTuple):
             return None
         on_device = resolve_device(self.config).type != "cpu"  # where a step with guesses waits for its tokens
         adapts = self.proposer.options.adaptive
-        return Drafting(self.proposer.num_tokens, adapts=adapts, pauses=on_device or self.proposer.is_costly)
+        return Drafting(self.proposer.num_tokens, adapts=adapts, is_costly=on_device or self.proposer.is_costly)
 
     def open_model(self) -> ModelSource:
         """The weights; their identity is computed while they are loaded. Raises ModelError."""

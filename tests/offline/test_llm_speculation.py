@@ -1,0 +1,98 @@
+"""Each proposer by its configuration: outputs stay the same, and guesses of each kind are verified."""
+
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from deployments import link_text_model
+
+from pdkv import LLM, SamplingParams
+from pdkv.errors import ConfigError
+from pdkv.proposers import NewRequest, TokenProposer
+
+PROMPTS = [[7, 8, 9, 10, 11, 12, 7, 8], [20, 21, 22] * 6, [30, 31, 32, 33] * 4, [5]]
+PARAMS = [
+    SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, ignore_eos=True),
+    SamplingParams(max_tokens=40, temperature=0.7, seed=1, n=2, stop_token_ids=[50]),
+    SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.5, ignore_eos=True),
+    SamplingParams(max_tokens=37, temperature=0.9, seed=2, min_tokens=20, stop="K", bad_words_token_ids=((7,), (9, 11))),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("speculation"))
+
+
+def generate(model: Path, config: dict[str, Any] | None) -> tuple[list[Any], dict[str, float]]:
+    """The choices of two equal calls, one after the other, and the counts of guesses."""
+    more = {"speculative_config": config} if config else {}
+    fields = {"kv_cache_memory": 24 * 16 * 512, "max_model_len": 128, "max_num_batched_tokens": 16, "max_num_seqs": 8}
+    with LLM(model, threads=1, device="cpu", in_turn_below_s=0.0, **fields, **more) as llm:
+        outputs = [*llm.generate(PROMPTS, PARAMS, use_tqdm=False), *llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+        counts = {metric.name.rpartition("num_")[2]: metric.value for metric in llm.get_metrics()}
+    choices = [choice for output in outputs for choice in output.outputs]
+    return [
+        (c.token_ids, c.text, c.finish_reason, c.stop_reason, [
+            {i: pytest.approx(e[i].logprob, abs=1e-5) for i in e} for e in c.logprobs or ()
+        ])
+        for c in choices
+    ], counts  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[Any]:
+    return generate(model, None)[0]
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The proposer of the page."""
+    page = (Path(__file__).parents[2] / "docs" / "speculation.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    module = ModuleType("said_again")
+    monkeypatch.setitem(sys.modules, "said_again", module)
+    exec(code, module.__dict__)
+    return "said_again:Again"
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "again"])
+def test_a_proposer_changes_no_token_and_no_logprob(
+    model: Path, expected: list[Any], method: str, request: pytest.FixtureRequest
+) -> None:
+    name = request.getfixturevalue("again") if method == "again" else method
+    own = {"prompt_lookup_min": 1} if method == "ngram" else {}
+    found, counts = generate(model, {"method": name, "num_speculative_tokens": 3, "adaptive": False, **own})
+    assert found == expected
+    assert 0 < counts["accepted_tokens"] <= counts["draft_tokens"]
+    assert (method == "again") == (counts["accepted_tokens"] == counts["draft_tokens"])
+
+
+class Broken(TokenProposer):
+    """Raises, or guesses what is no token."""
+
+    num_calls = 0
+
+    def guess(self, request: NewRequest, token_ids: np.ndarray, most: int) -> list[int]:
+        Broken.num_calls += 1
+        if Broken.num_calls % 3 == 0:
+            raise RuntimeError("no idea")
+        return [[1 << 40], [-1, 5], [5, 1 << 33]][Broken.num_calls // 3 % 3]
+
+
+def test_a_proposer_that_fails_costs_guesses_alone(
+    model: Path, expected: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    found, counts = generate(model, {"method": f"{__name__}:Broken", "adaptive": False})
+    assert found == expected
+    assert counts["draft_tokens"] > 0  # the token before one that is out of range
+    assert "the proposer Broken failed" in caplog.text
+
+
+def test_a_wrong_configuration_is_refused_before_the_model_is_loaded(model: Path) -> None:
+    with pytest.raises(ConfigError, match="num_speculative_tokens: a whole number of at least 1 and up to 64"):
+        LLM(model, speculative_config={"method": "ngram", "num_speculative_tokens": 0})
