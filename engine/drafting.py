@@ -25,6 +25,11 @@ _CHEAP, _COSTLY = (16, 2), (64, 4)
 """A pause ends for 2 of 16 steps, the same for all requests; for 4 of 64 where guessing costs much."""
 
 _TIME_WEIGHT, _FADE = 0.1, 0.002
+_FEW, _FADE_OF_FEW = 3, 0.05
+_SIMILAR = 0.1
+"""Steps whose sizes differ by this factor, less 1, take similar times."""
+
+_CURVE_AGE = 8
 
 
 class Drafting:
@@ -123,6 +128,8 @@ class StepCosts:
         self._rows = np.zeros(0, np.int64)
         self._means = np.zeros(0)
         self._counts = np.zeros(0, np.int64)
+        self._curve: npt.NDArray[Any] | None = None
+        self._age = 0  # steps since the curve was made
 
     def note(self, num_rows: int, seconds: float) -> None:
         """Record a step's time."""
@@ -130,17 +137,32 @@ class StepCosts:
         size = num_rows >> shift << shift
         at = int(np.searchsorted(self._rows, size))
         if at == len(self._rows) or self._rows[at] != size:
-            self._rows = np.insert(self._rows, at, size)
-            self._means, self._counts = np.insert(self._means, at, seconds), np.insert(self._counts, at, 0)
+            self._rows, self._counts = np.insert(self._rows, at, size), np.insert(self._counts, at, 0)
+            self._means, self._curve = np.insert(self._means, at, seconds), None
         self._counts[at] += 1
         mean = self._means[at]
-        is_new = self._counts[at] <= 3  # kernels may be compiled, or memory taken
-        self._means[at] = min(mean, seconds) if is_new else mean + (min(seconds, 2 * mean) - mean) * _TIME_WEIGHT
-        self._means[at + 1 :] -= np.maximum(self._means[at + 1 :] - self._means[at], 0.0) * _FADE
+        self._means[at] += (min(seconds, 2 * mean) - mean) * max(1 / self._counts[at], _TIME_WEIGHT)
+        if (self._means[at + 1 :] > self._means[at]).any():
+            fade = np.where(self._counts[at + 1 :] < _FEW, _FADE_OF_FEW, _FADE)
+            self._means[at + 1 :] -= np.maximum(self._means[at + 1 :] - self._means[at], 0.0) * fade
+        self._age += 1
 
     def of(self, num_rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Expected seconds of steps with these numbers of rows; more rows take at least as long."""
         if not len(self._rows):
             return np.ones(len(num_rows))
-        least = np.minimum.accumulate(self._means[::-1])[::-1]
-        return np.interp(num_rows, self._rows, least)
+        if self._curve is None or self._age >= _CURVE_AGE:
+            self._curve, self._age = self._smooth(), 0
+        return np.interp(num_rows, self._rows, self._curve)
+
+    def _smooth(self) -> npt.NDArray[Any]:
+        """The time at each size, as a line through those of similar sizes has it: single ones are too noisy."""
+        size = np.log(self._rows)
+        apart = size - size[:, None]
+        weights = np.minimum(self._counts, 1 / _TIME_WEIGHT) * np.exp(-((apart / _SIMILAR) ** 2))
+        total = weights.sum(axis=1)
+        mean_apart, mean = (weights * apart).sum(axis=1) / total, weights @ self._means / total
+        spread = (weights * (apart - mean_apart[:, None]) ** 2).sum(axis=1)
+        common = (weights * (apart - mean_apart[:, None]) * (self._means - mean[:, None])).sum(axis=1)
+        line = mean - mean_apart * common / np.maximum(spread, 1e-9)
+        return np.minimum.accumulate(np.maximum(line, 1e-9)[::-1])[::-1]

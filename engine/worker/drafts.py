@@ -141,13 +141,15 @@ class Guesser:
             shown = hidden[rows[asked].tolist()] if self.proposer.wants_hidden else None
             given = Asked(batch.requests_in(some), some, batch.token_ids, known, most[asked], shown)
             found = self._try(lambda: self._checked(given))
-            if found is not None:
+            if found is not None and found.counts.any():
                 counts[asked] = batch.propose(some, *found)
         self.seconds = self._clock.now() - begin
         return counts
 
     def _checked(self, asked: Asked) -> Guesses:
         counts, token_ids = self.proposer.propose(asked)
+        if counts.shape == (len(asked.slots),) and not counts.any():
+            return Guesses(counts, token_ids)
         if token_ids.shape != (len(asked.slots), token_ids.shape[1]) or counts.shape != (len(asked.slots),):
             raise ValueError(f"guesses for {len(asked.slots)} requests were expected, got {token_ids.shape}")
         width = token_ids.shape[1]
