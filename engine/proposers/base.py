@@ -36,7 +36,7 @@ class Place(NamedTuple):
     max_num_seqs: int  # slots
     max_model_len: int
     config: Any = None  # EngineConfig
-    parallel: Any = None  # pdkv.models.parallel.TensorParallel: the engine's ranks
+    device: Any = None  # torch.device
 
 
 class Asked(NamedTuple):

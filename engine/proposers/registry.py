@@ -13,6 +13,7 @@ PROPOSERS: Registry[Proposer] = Registry(
     {
         "ngram": "pdkv.engine.proposers.lookup:NgramProposer",
         "suffix": "pdkv.engine.proposers.lookup:SuffixProposer",
+        "draft_model": "pdkv.engine.worker.draft_model:DraftModelProposer",
         "prediction": "pdkv.engine.proposers.lookup:PredictionProposer",
     },
     "pdkv.engine.proposers.base:Proposer",
@@ -28,7 +29,7 @@ def make_proposer(config: Mapping[str, str]) -> Proposer | None:
     if not config:
         return None
     texts = dict(config)
-    method = texts.pop("method", "")
+    method = texts.pop("method", "draft_model" if "model" in texts else "")  # as vLLM has it
     if not method:
         known = ", ".join(sorted(PROPOSERS.targets()))
         raise ConfigError(f"speculative_config requires the key method, one of {known}; got {sorted(config)}")

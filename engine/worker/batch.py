@@ -104,6 +104,14 @@ class PersistentBatch:
         stop = self.num_blocks[slot] = start + len(block_ids[0])
         np.maximum(np.asarray(block_ids, dtype=np.int64), 0, out=self.block_tables[:, slot, start:stop])
 
+    def rewrite(self, key: RequestKey, token_ids: IntArray) -> IntArray:
+        """Give a request these tokens as all that are known. Returns those that it had in their places."""
+        slot = self._slots[key]
+        row = self.token_ids[slot, : len(token_ids)]
+        had = row.copy()
+        row[:], self.num_tokens[slot] = token_ids, len(token_ids)
+        return had
+
     def append_tokens(self, slots: IntArray, positions: IntArray, token_ids: IntArray) -> None:
         """Write the tokens drawn for `slots` at `positions`, which ascend for each slot. Proposed tokens are
         dropped.

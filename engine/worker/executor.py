@@ -340,7 +340,7 @@ class InProcessExecutor(ModelExecutor):
     def _place(self) -> Place:
         config = self._config
         sizes = self._model.config.vocab_size, config.max_num_seqs, self.max_model_len
-        return Place(config.model, *sizes, config, self._parallel)
+        return Place(config.model, *sizes, config, self.device)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         return self.launch(plan).finish()

@@ -145,6 +145,14 @@ class ModelRunner:
         if self._decodes is not None:
             self._decodes.warm_up(self._batch.block_tables, recorder)
 
+    def rewrite(self, key: RequestKey, token_ids: IntArray) -> IntArray:
+        """Give a request of the batch these tokens as all that are known, between two steps. Returns those that it had
+        in their places.
+        """
+        if self._queue is not None:
+            self._queue.tokens.forget(np.array([self._batch.slot(key)]))
+        return self._batch.rewrite(key, token_ids)
+
     def execute(self, plan: StepPlan) -> StepOutput:
         """Run one step; an empty one (no token scheduled) only makes the connector's calls."""
         return self.launch(plan).finish()

@@ -11,6 +11,7 @@ import pytest
 from deployments import link_text_model
 
 from pdkv import LLM, SamplingParams
+from pdkv.config import DEFAULT_MODEL
 from pdkv.errors import ConfigError
 from pdkv.proposers import NewRequest, TokenProposer
 
@@ -28,12 +29,13 @@ def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("speculation"))
 
 
-def generate(model: Path, config: dict[str, Any] | None) -> tuple[list[Any], dict[str, float]]:
+def generate(model: Path, config: dict[str, Any] | None, count: int = len(PROMPTS)) -> tuple[list[Any], dict[str, float]]:
     """The choices of two equal calls, one after the other, and the counts of guesses."""
     more = {"speculative_config": config} if config else {}
     fields = {"kv_cache_memory": 24 * 16 * 512, "max_model_len": 128, "max_num_batched_tokens": 16, "max_num_seqs": 8}
     with LLM(model, threads=1, device="cpu", in_turn_below_s=0.0, **fields, **more) as llm:
-        outputs = [*llm.generate(PROMPTS, PARAMS, use_tqdm=False), *llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+        asked = PROMPTS[:count], PARAMS[:count]
+        outputs = [*llm.generate(*asked, use_tqdm=False), *llm.generate(*asked, use_tqdm=False)]
         counts = {metric.name.rpartition("num_")[2]: metric.value for metric in llm.get_metrics()}
     choices = [choice for output in outputs for choice in output.outputs]
     return [
@@ -96,3 +98,17 @@ def test_a_proposer_that_fails_costs_guesses_alone(
 def test_a_wrong_configuration_is_refused_before_the_model_is_loaded(model: Path) -> None:
     with pytest.raises(ConfigError, match="num_speculative_tokens: a whole number of at least 1 and up to 64"):
         LLM(model, speculative_config={"method": "ngram", "num_speculative_tokens": 0})
+
+
+def test_a_draft_model_changes_no_token_and_is_right_where_it_agrees(model: Path, expected: list[Any]) -> None:
+    """The model drafts for itself: sampled guesses are right, too, since both draw with the same random numbers."""
+    config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "adaptive": False}
+    found, _ = generate(model, {**config, "draft_max_num_batched_tokens": 5, "draft_kv_cache_memory": 8 * 16 * 512})
+    assert found == expected  # with room for some of the requests
+    _, counts = generate(model, config, 2)  # without penalties, of which it knows nothing
+    assert counts["accepted_tokens"] > 0.95 * counts["draft_tokens"] > 50
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(model: Path) -> None:
+    with pytest.raises(ConfigError, match="has a vocabulary of .* a draft model needs the same"):
+        LLM(model, device="cpu", speculative_config={"model": str(DEFAULT_MODEL)})
