@@ -71,7 +71,9 @@ def extensions() -> list[Extension]:
             for level, (march, needs) in levels.items()
             if name == "linear" or level != "v4_bf16"  # the others have nothing to gain from it
         ),
-        extension("block_keys", ["levels", "block_keys", "block_pool", "block_runs", "block_table", "int_lists", "ngrams"], []),
+        extension(
+            "block_keys", ["levels", "block_keys", "block_pool", "block_runs", "block_table", "int_lists", "ngrams"], []
+        ),
     ]
 
 

@@ -21,7 +21,10 @@ from pdkv.proposers import NewRequest, ProposerOptions, TokenProposer
 
 RECITED = 200
 NGRAM, SUFFIX = {"method": "ngram"}, {"method": "suffix"}
-_WORDS = "the quick brown fox jumps over a lazy dog and runs away from seven wild cats that sleep under old trees".split()
+_WORDS = (
+    *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away", "from", "seven"),
+    *("wild", "cats", "that", "sleep", "under", "old", "trees"),
+)
 
 
 class OracleOptions(ProposerOptions):
@@ -40,8 +43,7 @@ class Oracle(TokenProposer):
         start, coming = len(token_ids) - len(request.prompt_token_ids), self.known[tuple(request.prompt_token_ids)]
         draw = random.Random(start).random  # the same on each rank
         return [
-            token_id if draw() < self.options.acceptance else token_id ^ 1
-            for token_id in coming[start : start + most]
+            token_id if draw() < self.options.acceptance else token_id ^ 1 for token_id in coming[start : start + most]
         ]
 
 
@@ -77,10 +79,9 @@ def run(context: Context) -> list[Claim]:
         for at_once, least in ((1, 2.5), (8, 1.8))
     ]
     at_once = 4 if context.quick else 64
-    claims += [
-        _compare(f"{at_once} at once that cannot be guessed, {config['method']} / without", config, at_once, 0.98, rounds)
-        for config in (NGRAM, SUFFIX)
-    ]
+    for config in (NGRAM, SUFFIX):
+        name = f"{at_once} at once that cannot be guessed, {config['method']} / without"
+        claims.append(_compare(name, config, at_once, 0.98, rounds))
     return claims if context.quick else [*claims, *_oracle(context)]
 
 

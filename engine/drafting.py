@@ -76,7 +76,8 @@ class Drafting:
     def learn(self, request: Request, result: DraftResult) -> None:
         """Note how a request's guesses did."""
         if result.num_right or result.is_wrong:
-            request.draft_rate = _moved(self._rate if request.draft_rate is None else request.draft_rate, result, _WEIGHT)
+            before = self._rate if request.draft_rate is None else request.draft_rate
+            request.draft_rate = _moved(before, result, _WEIGHT)
             self._rate = _moved(self._rate, result, _COMMON_WEIGHT)
 
     def note_step(self, num_rows: int, seconds: float, guessing_s: float) -> None:

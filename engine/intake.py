@@ -24,7 +24,7 @@ MIN_TOKENS = 4096
 
 
 class Prepared(NamedTuple):
-    """The block keys and token range of a Submit's prompt and output."""
+    """The block keys of a Submit's prompt and output, and the range of these tokens and of those expected."""
 
     root: bytes  # parent of the first key
     keys: list[bytes]  # one per full hash block
@@ -48,9 +48,10 @@ def root_of(card: EngineCard, submit: Submit) -> bytes:
 
 def prepare(card: EngineCard, submit: Submit) -> Prepared:
     """Read all tokens of a Submit once. Raises OverflowError for a token that does not fit into int32."""
-    tokens = as_tokens([*submit.prompt_token_ids, *submit.output_token_ids])
+    num_tokens = len(submit.prompt_token_ids) + len(submit.output_token_ids)
+    tokens = as_tokens([*submit.prompt_token_ids, *submit.output_token_ids, *submit.prediction_token_ids])
     root = root_of(card, submit)
-    keys = keys_behind(root, tokens, hash_block_size=card.hash_block_size)
+    keys = keys_behind(root, tokens[:num_tokens], hash_block_size=card.hash_block_size)
     return Prepared(root, keys, int(tokens.min()), int(tokens.max()))
 
 
@@ -114,4 +115,7 @@ class Intake:
 
 
 def _is_long(message: object) -> bool:
-    return isinstance(message, Submit) and len(message.prompt_token_ids) + len(message.output_token_ids) >= MIN_TOKENS
+    if not isinstance(message, Submit):
+        return False
+    parts = message.prompt_token_ids, message.output_token_ids, message.prediction_token_ids
+    return sum(map(len, parts)) >= MIN_TOKENS

@@ -14,6 +14,7 @@ from pdkv.wire.messages import Submit
 from pdkv.wire.reports import SourceCounts
 from pdkv.wire.types import RequestKey
 
+
 class Request:
     """The state of a Submit. Tokens [0, num_computed) are computed or being computed, [0, num_confirmed) are confirmed.
 

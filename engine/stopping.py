@@ -54,12 +54,11 @@ class StopRules:
                 f"at most {self.max_len - 1} leave room for one more",
                 param="prompt",
             )
-        if len(submit.prediction_token_ids) > self.max_len:
-            text = f"prediction has {len(submit.prediction_token_ids)} tokens; at most {self.max_len} can be output"
+        predicted = submit.prediction_token_ids
+        if len(predicted) > self.max_len:
+            text = f"prediction has {len(predicted)} tokens; at most {self.max_len} can be output"
             raise InvalidRequest(text, param="prediction")
-        if not 0 <= min(submit.prediction_token_ids, default=0) <= max(submit.prediction_token_ids, default=0) < self._vocab_size:
-            raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="prediction")
-        lowest, highest = bounds or (min(*prompt, *output, 0), max(*prompt, *output, 0))
+        lowest, highest = bounds or (min(*prompt, *output, *predicted, 0), max(*prompt, *output, *predicted, 0))
         if not 0 <= lowest <= highest < self._vocab_size:
             raise InvalidRequest(f"token ids must be in [0, {self._vocab_size})", param="prompt")
         check_for_vocab(submit.params, self._vocab_size, self._eos)

@@ -1,8 +1,9 @@
 """Guesses at what follows some tokens: the last of them are looked up in texts, and what follows there is guessed.
 
-Compiled (ngrams.c) if the package was built with a compiler, else by numpy, which is slow. A text's positions are chained
-by the hash of the tokens before them, its *gram*, and the chain of the looked-up gram is followed from its newest
-position on, so a lookup takes the same time in a long text. The longest match wins, the newest of equally long ones.
+Compiled (ngrams.c) if the package was built with a compiler, else by numpy, which is slow. A text's positions are
+chained by the hash of the tokens before them, its *gram*, and the chain of the looked-up gram is followed from its
+newest position on, so a lookup takes the same time in a long text. The longest match wins, the newest of equally long
+ones.
 """
 
 import ctypes
@@ -98,13 +99,13 @@ class Texts:
         look_up(fields.ctypes.data, jobs.ctypes.data, len(jobs), at, width, counts_at, lengths_at, factor)
         return Found(counts, guesses)
 
-    def _look_up_slowly(
-        self, jobs: Numbers, guesses: Tokens, counts: Numbers, lengths: Numbers, factor: float
-    ) -> None:
+    def _look_up_slowly(self, jobs: Numbers, guesses: Tokens, counts: Numbers, lengths: Numbers, factor: float) -> None:
         for job in map(Job._make, jobs.tolist()):
             tokens, is_own = self._arrays[job.text][0], self._fields[job.text, 0] == job.tokens
             size = job.size if is_own else int(self._fields[job.text, _COLUMN["size"]])
-            query = np.ctypeslib.as_array((ctypes.c_int32 * job.size).from_address(job.tokens)) if job.size else tokens[:0]
+            query = (
+                np.ctypeslib.as_array((ctypes.c_int32 * job.size).from_address(job.tokens)) if job.size else tokens[:0]
+            )
             length, at = self._find(job, tokens[:size], query)
             if length <= lengths[job.place]:
                 continue

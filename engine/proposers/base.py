@@ -47,7 +47,9 @@ class Asked(NamedTuple):
     token_ids: npt.NDArray[np.int32]  # (slots, length) prompt and output in each slot; not to be changed or kept
     num_tokens: IntArray  # (m,) known of each request's
     most: IntArray  # (m,) at least 1
-    hidden: "torch.Tensor | None" = None  # (m, hidden) from which each last token was drawn, for a proposer that `wants_hidden`
+    hidden: "torch.Tensor | None" = (
+        None  # (m, hidden) from which each last token was drawn, for a proposer that `wants_hidden`
+    )
 
 
 class Guesses(NamedTuple):

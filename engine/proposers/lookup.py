@@ -1,5 +1,5 @@
-"""Proposers without a model: the last tokens are looked up in the request's own tokens, its predicted output, and earlier
-outputs of the same tenant (docs/speculation.md).
+"""Proposers without a model: the last tokens are looked up in the request's own tokens, its predicted output, and
+earlier outputs of the same tenant (docs/speculation.md).
 """
 
 from collections import OrderedDict
@@ -95,9 +95,7 @@ class NgramOptions(ProposerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.least > self.most:
-            raise ConfigError(
-                f"prompt_lookup_min ({self.least}) must be at most prompt_lookup_max ({self.most})"
-            )
+            raise ConfigError(f"prompt_lookup_min ({self.least}) must be at most prompt_lookup_max ({self.most})")
 
 
 class NgramProposer(PredictionProposer):

@@ -20,6 +20,14 @@ PROPOSERS: Registry[Proposer] = Registry(
 )
 
 
+def check_proposer(config: Mapping[str, str]) -> None:
+    """As `make_proposer`, without importing torch: keys of other methods are checked where they run."""
+    method = config.get("method", "")
+    target = PROPOSERS.target(method) if method else ""
+    if config and (target.startswith("pdkv.engine.proposers.") or not (method or "model" in config)):
+        make_proposer(config)
+
+
 def make_proposer(config: Mapping[str, str]) -> Proposer | None:
     """The proposer of a `speculative_config`; None: it is empty.
 

@@ -33,7 +33,9 @@ _PLAIN |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalt
 class DraftModelOptions(ProposerOptions):
     """Keys of the method "draft_model"."""
 
-    model: Path = option(help="directory of the smaller model, whose vocabulary is that of the served one", metavar="DIR")
+    model: Path = option(
+        help="directory of the smaller model, whose vocabulary is that of the served one", metavar="DIR"
+    )
     draft_kv_cache_memory: Size = option(256 << 20, "size of its KV pool on each rank")
     draft_max_num_batched_tokens: Positive = option(
         256, "the most tokens of prompts that it computes beside one step of the served model"

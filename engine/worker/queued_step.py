@@ -58,7 +58,7 @@ def tokens_of(
         drafts: (m,).
     """
     token_ids, found = tokens.tolist(), Tokens({}, {})
-    each = zip(requests, drawn.starts.tolist(), counts.tolist(), drafts or repeat(None))
+    each = zip(requests, drawn.starts.tolist(), counts.tolist(), drafts or repeat(None), strict=False)
     for request, start, count, result in each:
         own = [logprobs[row] for row in range(start, start + count)] if start in logprobs else None
         found.sampled[request.key] = SampledTokens(token_ids[start : start + count], own, result)

@@ -23,8 +23,8 @@ from pdkv.assemble.engine import RankPlace, build_engine, run_rank
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey
 from pdkv.engine.core import EngineCore
-from pdkv.engine.step_loop import Ahead, InTurn
 from pdkv.engine.proposers.base import Proposer
+from pdkv.engine.step_loop import Ahead, InTurn
 from pdkv.engine.worker.ranks.follower import FirstRank
 from pdkv.engine.worker.sampling.sampler import SamplingState
 from pdkv.engine.worker.step_queue import StepQueue

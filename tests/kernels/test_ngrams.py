@@ -18,7 +18,9 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         assert ngrams.available()
 
 
-def guess(own: Sequence[int], wanted: int = 4, least: int = 2, most: int = 5, others: Sequence[Sequence[int]] = ()) -> list[int]:
+def guess(
+    own: Sequence[int], wanted: int = 4, least: int = 2, most: int = 5, others: Sequence[Sequence[int]] = ()
+) -> list[int]:
     """What is guessed behind `own`, looked up in itself or in the first of `others`."""
     tokens = np.array(own, np.int32)
     texts = Texts(2)

@@ -20,7 +20,9 @@ PARAMS = [
     SamplingParams(max_tokens=40, temperature=0.0, logprobs=2, ignore_eos=True),
     SamplingParams(max_tokens=40, temperature=0.7, seed=1, n=2, stop_token_ids=[50]),
     SamplingParams(max_tokens=40, temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.5, ignore_eos=True),
-    SamplingParams(max_tokens=37, temperature=0.9, seed=2, min_tokens=20, stop="K", bad_words_token_ids=((7,), (9, 11))),
+    SamplingParams(
+        max_tokens=37, temperature=0.9, seed=2, min_tokens=20, stop="K", bad_words_token_ids=((7,), (9, 11))
+    ),
 ]
 
 
@@ -29,7 +31,9 @@ def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("speculation"))
 
 
-def generate(model: Path, config: dict[str, Any] | None, count: int = len(PROMPTS)) -> tuple[list[Any], dict[str, float]]:
+def generate(
+    model: Path, config: dict[str, Any] | None, count: int = len(PROMPTS)
+) -> tuple[list[Any], dict[str, float]]:
     """The choices of two equal calls, one after the other, and the counts of guesses."""
     more = {"speculative_config": config} if config else {}
     fields = {"kv_cache_memory": 24 * 16 * 512, "max_model_len": 128, "max_num_batched_tokens": 16, "max_num_seqs": 8}
@@ -110,5 +114,5 @@ def test_a_draft_model_changes_no_token_and_is_right_where_it_agrees(model: Path
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(model: Path) -> None:
-    with pytest.raises(ConfigError, match="has a vocabulary of .* a draft model needs the same"):
+    with pytest.raises(ConfigError, match=r"has a vocabulary of .* a draft model needs the same"):
         LLM(model, device="cpu", speculative_config={"model": str(DEFAULT_MODEL)})

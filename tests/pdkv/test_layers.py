@@ -42,6 +42,8 @@ LAYERS = (
     "pdkv.connectors.store",
     "pdkv.connectors",
     "pdkv.engine.plan",
+    "pdkv.engine.proposers",
+    "pdkv.proposers",
     "pdkv.engine.request",
     "pdkv.engine.hooks",
     "pdkv.engine.kv",

@@ -269,7 +269,7 @@ _known_options: dict[type, Mapping[str, Option]] = {}
 
 
 def parse_pairs(value: Any) -> dict[str, str]:
-    """KEY=VALUE texts, a JSON object of scalars, or a file's table of them; for KEY=@FILE the value is the file's content.
+    """KEY=VALUE texts, a JSON object of scalars, or a file's table; for KEY=@FILE the value is the file's content.
 
     Raises:
         ConfigError: it is neither, or such a file cannot be read.

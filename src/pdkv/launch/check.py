@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pdkv.base.secret_options import API_KEY
 from pdkv.connectors.registry import check_installed
+from pdkv.engine.proposers.registry import check_proposer
 from pdkv.errors import ConfigError
 from pdkv.kernels.compiled import isa
 from pdkv.launch.config import Deployment
@@ -94,6 +95,8 @@ def check_deployment(deployment: Deployment) -> Deployment:
         check_tracing()
     check_recording(seen)
     check_processors(deployment)
+    for config in (deployment.prefill, deployment.decode):
+        check_proposer(config.speculative_config)
     read_keys(deployment.router.access.api_key_file)
     if deployment.launch.cluster_key_file is not None:
         ClusterKey.read(deployment.launch.cluster_key_file)

@@ -17,8 +17,8 @@ from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
-from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.proposers.base import TokenProposer
+from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.clock import REAL_LIMIT_S, VirtualClock
 from pdkv.testing.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
