@@ -21,8 +21,11 @@ _FIRST_RATE, _WEIGHT, _COMMON_WEIGHT = 0.3, 0.2, 0.02
 _PATIENCE = 8
 """Steps without a guess worth verifying after which guessing itself pauses."""
 
-_CHEAP, _COSTLY = (16, 2), (64, 4)
-"""A pause ends for 2 of 16 steps, the same for all requests; for 4 of 64 where guessing costs much."""
+_CHEAP, _COSTLY = (16, 2), (64, 2)
+"""A pause ends for 2 of 16 steps, the same for all requests; for 2 of 64 where guessing costs much."""
+
+_MUCH = 0.1
+"""Seconds of guessing that are much, as a share of those of a step."""
 
 _TIME_WEIGHT, _FADE = 0.1, 0.002
 _FEW, _FADE_OF_FEW = 3, 0.05
@@ -47,11 +50,12 @@ class Drafting:
         self._num_idle = 0  # decode steps since one had guesses
         self._rate = _FIRST_RATE  # of new requests: as of all others lately
         self._times = StepCosts()
-        self._guessing_s = 0.0  # of a step
+        self._guessing_s = self._step_s = 0.0  # of a step that guesses; of one without its guessing
 
     def num_to_guess(self, step_id: int) -> int:
         """The most tokens to guess for each request after that step's draws."""
-        every, tries = _COSTLY if self._is_costly else _CHEAP
+        is_costly = self._is_costly or self._guessing_s > _MUCH * self._step_s
+        every, tries = _COSTLY if is_costly else _CHEAP
         is_active = self._num_idle < _PATIENCE or not self._adapts or step_id % every < tries
         return self.num_tokens if is_active else 0
 
@@ -71,7 +75,8 @@ class Drafting:
         if speeds[num_verified] < LEAST_GAIN * speeds[0]:
             return [0] * len(requests)
         self._num_idle = 0
-        return np.bincount(best[:num_verified] // len(depth), minlength=len(requests)).tolist()
+        chosen: list[int] = np.bincount(best[:num_verified] // len(depth), minlength=len(requests)).tolist()
+        return chosen
 
     def learn(self, request: Request, result: DraftResult) -> None:
         """Note how a request's guesses did."""
@@ -83,9 +88,11 @@ class Drafting:
     def note_step(self, num_rows: int, seconds: float, guessing_s: float) -> None:
         """Note how long a step of single tokens and their guesses took, the guessing included."""
         self._num_idle += 1
-        self._times.note(num_rows, max(seconds - guessing_s, 1e-9))
+        step_s = max(seconds - guessing_s, 1e-9)
+        self._times.note(num_rows, step_s)
+        self._step_s += (step_s - self._step_s) * (_TIME_WEIGHT if self._step_s else 1.0)
         if guessing_s:
-            self._guessing_s += (guessing_s - self._guessing_s) * _TIME_WEIGHT
+            self._guessing_s += (guessing_s - self._guessing_s) * (_TIME_WEIGHT if self._guessing_s else 1.0)
 
 
 def _moved(rate: float, result: DraftResult, weight: float) -> float:
@@ -166,4 +173,5 @@ class StepCosts:
         spread = (weights * (apart - mean_apart[:, None]) ** 2).sum(axis=1)
         common = (weights * (apart - mean_apart[:, None]) * (self._means - mean[:, None])).sum(axis=1)
         line = mean - mean_apart * common / np.maximum(spread, 1e-9)
-        return np.minimum.accumulate(np.maximum(line, 1e-9)[::-1])[::-1]
+        least: npt.NDArray[Any] = np.minimum.accumulate(np.maximum(line, 1e-9)[::-1])[::-1]
+        return least

@@ -68,14 +68,14 @@ class Proposer(ABC):
     same (seed, choice, position). Then its guesses are right nearly as often as possible.
     """
 
-    options_type: ClassVar[type[ProposerOptions]] = ProposerOptions
+    options_type: type[ProposerOptions] = ProposerOptions
     wants_hidden: ClassVar[bool] = False
     is_costly: ClassVar[bool] = False
     """Whether it computes so much that it is not asked where guesses have not paid lately."""
 
     def __init__(self, options: Any = None) -> None:
         """`options`: of `options_type`."""
-        self.options = self.options_type() if options is None else options
+        self.options: Any = self.options_type() if options is None else options
 
     @property
     def num_tokens(self) -> int:

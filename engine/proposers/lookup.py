@@ -4,7 +4,7 @@ earlier outputs of the same tenant (docs/speculation.md).
 
 from collections import OrderedDict
 from itertools import count
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -101,7 +101,7 @@ class NgramOptions(ProposerOptions):
 class NgramProposer(PredictionProposer):
     """Prompt lookup: a request's last tokens are looked up in its prompt and output."""
 
-    options_type = NgramOptions
+    options_type: type[ProposerOptions] = NgramOptions
 
     def attach(self, place: Place) -> None:
         super().attach(place)
@@ -115,7 +115,9 @@ class NgramProposer(PredictionProposer):
         self._begin(asked)
         jobs = np.empty((len(asked.slots), len(Job._fields)), np.int64)
         address = asked.token_ids.ctypes.data + asked.slots * asked.token_ids.strides[0]
-        columns = address, asked.num_tokens, asked.slots, *self._lengths, 0, np.arange(len(jobs)), asked.most
+        least, most = self._lengths
+        columns: tuple[Any, ...] = (address, asked.num_tokens, asked.slots, least, most, 0)
+        columns += (np.arange(len(jobs)), asked.most)
         for i, column in enumerate(columns):
             jobs[:, i] = column
         predicted = super()._jobs(asked)

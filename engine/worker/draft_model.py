@@ -26,7 +26,7 @@ from pdkv.models.loader import load_decoder
 from pdkv.text import Tokenizer
 from pdkv.wire.types import RequestKey
 
-_PLAIN = {"logprobs": None, "prompt_logprobs": None, "logits_processors": {}, "bad_words_token_ids": ()}
+_PLAIN: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None, "logits_processors": {}, "bad_words_token_ids": ()}
 _PLAIN |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 

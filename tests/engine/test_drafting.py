@@ -55,12 +55,19 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
     assert made.choose([request(0.9)], [8], 1) != [0]
 
 
-@pytest.mark.parametrize(("is_costly", "tries"), [(False, [0, 1, 16, 17, 32]), (True, [0, 1, 2, 3, 64])])
+@pytest.mark.parametrize(("is_costly", "tries"), [(False, [0, 1, 16, 17, 32]), (True, [0, 1, 64, 65, 128])])
 def test_guessing_pauses_while_no_guess_is_worth_verifying(is_costly: bool, tries: list[int]) -> None:
     made = drafting(FLAT, is_costly=is_costly)  # after 32 steps without
     assert [step for step in range(1000) if made.num_to_guess(step)][:5] == tries
     made.choose([request(0.9)], [8], 1)
     assert made.num_to_guess(70) == 8
+
+
+def test_slow_guessing_counts_as_cost() -> None:
+    made = drafting(FLAT)
+    made.note_step(1, 9.0, 8.0)
+    assert made.choose([request(0.8)], [8], 1) == [0]  # at most 4.3 tokens in 9 times the time
+    assert [step for step in range(1000) if made.num_to_guess(step)][:3] == [0, 1, 64]
 
 
 def test_new_requests_are_as_guessable_as_others_lately() -> None:

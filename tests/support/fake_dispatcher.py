@@ -31,6 +31,7 @@ class FakeGeneration:
         self.prefill_engine = "prefill-0"
         self.decode_engine = "decode-1"
         self.num_cached_tokens = 0
+        self.guesses = (0, 0)
         self.num_lossy_tokens: int | None = None
         self.num_attempts = 1
         self.choices, self.stays = None, ""

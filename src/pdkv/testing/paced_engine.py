@@ -45,7 +45,7 @@ _CERTAIN = 1e4
 """The answer's logit, where all others have 0: whatever a request's temperature, it is drawn."""
 
 
-_ONLY = {"tp": 1, "check_finite": False, "kv_cache_dtype": "auto"}
+_ONLY = {"tp": 1, "check_finite": False, "kv_cache_dtype": "auto", "speculative_config": {}}
 
 
 class _SchedAttr(ctypes.Structure):
@@ -306,7 +306,7 @@ class PacedRunner(ModelRunner):
                 self._others.add(request.key)
 
     def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> Computed:
-        if self._others or self._proposer is not None:
+        if self._others or self._guesser is not None:
             return super()._compute_inputs(inputs, attend, check)
         drawing, lengths, rows = inputs.slots, inputs.seq_lens, None
         if len(inputs.sampling) < len(inputs.positions):

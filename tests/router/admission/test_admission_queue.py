@@ -200,6 +200,15 @@ def test_a_full_queue_refuses_by_choices_and_by_tokens_with_a_time_to_wait() -> 
         rig.check_rest()
 
 
+def test_expected_answers_are_charged_like_prompt_tokens_once_for_each_choice() -> None:
+    rig = Rig(num_slots=0, max_queued_tokens=1000)
+    tenant = rig.tenant(tokens_per_minute=200)
+    with rig.visit(tenant, n=2, num_predicted=30):
+        assert rig.admission.pending_tokens == 20 + 16 + 2 * 30
+    with pytest.raises(InvalidRequest, match="come to 500025 tokens"):
+        rig.visit(tenant, num_predicted=500_000)
+
+
 def test_a_full_queue_refuses_before_anything_is_known_of_the_request() -> None:
     rig = Rig(max_queued_requests=2)
     with rig.visit(n=2), pytest.raises(TooManyRequests):

@@ -43,6 +43,15 @@ def test_a_missing_model_is_the_served_one() -> None:
         assert (reply.status, reply.json()["model"]) == (200, MODEL)
 
 
+def test_a_prediction_goes_to_engines_as_tokens_and_is_bounded() -> None:
+    dispatcher = answering()
+    assert chat(dispatcher, prediction={"type": "content", "content": "abc"}).status == 200
+    assert dispatcher.requests[0].prediction_token_ids == ids("abc")
+    for content in ("a" * (MAX_MODEL_LEN + 1), "a" * 1_000_000):
+        reply = chat(dispatcher, prediction={"type": "content", "content": content})
+        assert (reply.status, reply.json()["error"]["param"]) == (400, "prediction")
+
+
 def test_a_logits_processor_is_one_that_the_engines_have() -> None:
     dispatcher, have = answering(), {"logits_processors": ["theirs", "m:Other"]}
     body = {"model": MODEL, "prompt": "Hello", "logits_processors": {"m:Other": {"a": [1, None]}, "theirs": {}}}
