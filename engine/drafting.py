@@ -161,7 +161,8 @@ class StepCosts:
             return np.ones(len(num_rows))
         if self._curve is None or self._age >= _CURVE_AGE:
             self._curve, self._age = self._smooth(), 0
-        return np.interp(num_rows, self._rows, self._curve)
+        expected: npt.NDArray[Any] = np.interp(num_rows, self._rows, self._curve)
+        return expected
 
     def _smooth(self) -> npt.NDArray[Any]:
         """The time at each size, as a line through those of similar sizes has it: single ones are too noisy."""
