@@ -4,6 +4,7 @@ It knows how often each request's guesses were right, and how long steps of some
 steps' outputs, so the plan alone says how many rows there are, and no rank decides by its own clock.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from pdkv.wire.reports import MAX_DRAFTS, DraftCounts
 LEAST_GAIN: Final = 1.05
 """Tokens a second with guesses, as a multiple of those without, from which on they are verified."""
 
-_FIRST_RATE, _WEIGHT, _COMMON_WEIGHT = 0.3, 0.2, 0.02
+_FIRST_RATE, _WEIGHT, _COMMON_WEIGHT = 0.25, 0.2, 0.05
 _PATIENCE = 8
 """Steps without a guess worth verifying after which guessing itself pauses."""
 
@@ -27,12 +28,13 @@ _CHEAP, _COSTLY = (16, 2), (64, 2)
 _MUCH = 0.1
 """Seconds of guessing that are much, as a share of those of a step."""
 
-_TIME_WEIGHT, _FADE = 0.1, 0.002
-_FEW, _FADE_OF_FEW = 3, 0.05
+_TIME_WEIGHT, _FADE = 0.1, 0.016
+_FEW, _FADE_OF_FEW = 3, 0.3
 _SIMILAR = 0.1
 """Steps whose sizes differ by this factor, less 1, take similar times."""
 
 _CURVE_AGE = 8
+"""Steps after which the curve is made anew."""
 
 
 class Drafting:
@@ -133,9 +135,9 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._rows = np.zeros(0, np.int64)
-        self._means = np.zeros(0)
-        self._counts = np.zeros(0, np.int64)
+        self._rows = list[int]()
+        self._means = list[float]()
+        self._counts = list[int]()
         self._curve: npt.NDArray[Any] | None = None
         self._age = 0  # steps since the curve was made
 
@@ -143,24 +145,32 @@ class StepCosts:
         """Record a step's time."""
         shift = max(num_rows.bit_length() - 4, 0)
         size = num_rows >> shift << shift
-        at = int(np.searchsorted(self._rows, size))
+        at = bisect_left(self._rows, size)
         if at == len(self._rows) or self._rows[at] != size:
-            self._rows, self._counts = np.insert(self._rows, at, size), np.insert(self._counts, at, 0)
-            self._means, self._curve = np.insert(self._means, at, seconds), None
+            self._rows.insert(at, size)
+            self._means.insert(at, seconds)
+            self._counts.insert(at, 0)
+            self._curve = None
         self._counts[at] += 1
         mean = self._means[at]
         self._means[at] += (min(seconds, 2 * mean) - mean) * max(1 / self._counts[at], _TIME_WEIGHT)
-        if (self._means[at + 1 :] > self._means[at]).any():
-            fade = np.where(self._counts[at + 1 :] < _FEW, _FADE_OF_FEW, _FADE)
-            self._means[at + 1 :] -= np.maximum(self._means[at + 1 :] - self._means[at], 0.0) * fade
         self._age += 1
+        if self._age >= _CURVE_AGE:
+            self._fade(at)
+            self._curve, self._age = None, 0
+
+    def _fade(self, at: int) -> None:
+        """What is seen less than this size becomes cheaper where it takes longer."""
+        for i in range(at + 1, len(self._rows)):
+            share = _FADE_OF_FEW if self._counts[i] < _FEW else _FADE
+            self._means[i] -= max(self._means[i] - self._means[at], 0.0) * share
 
     def of(self, num_rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Expected seconds of steps with these numbers of rows; more rows take at least as long."""
-        if not len(self._rows):
+        if not self._rows:
             return np.ones(len(num_rows))
-        if self._curve is None or self._age >= _CURVE_AGE:
-            self._curve, self._age = self._smooth(), 0
+        if self._curve is None:
+            self._curve = self._smooth()
         expected: npt.NDArray[Any] = np.interp(num_rows, self._rows, self._curve)
         return expected
 
@@ -168,11 +178,12 @@ class StepCosts:
         """The time at each size, as a line through those of similar sizes has it: single ones are too noisy."""
         size = np.log(self._rows)
         apart = size - size[:, None]
+        means = np.array(self._means)
         weights = np.minimum(self._counts, 1 / _TIME_WEIGHT) * np.exp(-((apart / _SIMILAR) ** 2))
         total = weights.sum(axis=1)
-        mean_apart, mean = (weights * apart).sum(axis=1) / total, weights @ self._means / total
+        mean_apart, mean = (weights * apart).sum(axis=1) / total, weights @ means / total
         spread = (weights * (apart - mean_apart[:, None]) ** 2).sum(axis=1)
-        common = (weights * (apart - mean_apart[:, None]) * (self._means - mean[:, None])).sum(axis=1)
+        common = (weights * (apart - mean_apart[:, None]) * (means - mean[:, None])).sum(axis=1)
         line = mean - mean_apart * common / np.maximum(spread, 1e-9)
         least: npt.NDArray[Any] = np.minimum.accumulate(np.maximum(line, 1e-9)[::-1])[::-1]
         return least

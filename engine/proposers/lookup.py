@@ -111,6 +111,10 @@ class NgramProposer(PredictionProposer):
         super().add(slot, request)
         self._is_set[slot] = False
 
+    def remove(self, slot: int, token_ids: npt.NDArray[np.int32]) -> None:
+        super().remove(slot, token_ids)
+        self._texts.clear(slot)
+
     def _jobs(self, asked: Asked) -> npt.NDArray[np.int64]:
         self._begin(asked)
         jobs = np.empty((len(asked.slots), len(Job._fields)), np.int64)
