@@ -1,6 +1,6 @@
 """A proposer that runs a smaller model of the same vocabulary, with a KV pool of its own (docs/speculation.md).
 
-It draws from its own distribution with the target's random numbers. Its KV is nobody's hit: it computes prompts itself,
+It draws from its own distribution with the target's random numbers. It finds no KV of others: it computes prompts itself,
 some tokens beside each step, and guesses nothing for a request until it has caught up.
 """
 
