@@ -1,7 +1,7 @@
 """A proposer that runs a smaller model of the same vocabulary, with a KV pool of its own (docs/speculation.md).
 
-It draws from its own distribution with the target's random numbers. It finds no KV of others: it computes prompts itself,
-some tokens beside each step, and guesses nothing for a request until it has caught up.
+It draws from its own distribution with the target's random numbers. It finds no KV of others: it computes prompts
+itself, some tokens beside each step, and guesses nothing for a request until it has caught up.
 """
 
 from collections.abc import Sequence
