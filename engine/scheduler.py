@@ -507,7 +507,7 @@ class Scheduler:
             request.num_worker_blocks = num_blocks
             num_drafts = drafts.get(key, 0)
             num_drawn = samples + num_drafts
-            if samples and most_guesses:
+            if samples:
                 request.num_guesses = max(min(most_guesses, request.end_at - stop - 2), 0)
             scheduled.append(
                 ScheduledRequest(

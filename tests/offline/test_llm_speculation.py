@@ -99,6 +99,23 @@ def test_a_proposer_that_fails_costs_guesses_alone(
     assert "the proposer Broken failed" in caplog.text
 
 
+class Wrong(TokenProposer):
+    """Guesses what is never drawn, and counts how often it is asked."""
+
+    num_calls = 0
+
+    def guess(self, request: NewRequest, token_ids: np.ndarray, most: int) -> list[int]:
+        Wrong.num_calls += 1
+        return [3]
+
+
+def test_a_proposer_that_is_never_right_is_hardly_asked_any_more(model: Path) -> None:
+    params = SamplingParams(max_tokens=100, temperature=0.0, logit_bias={3: -100}, ignore_eos=True)
+    with LLM(model, threads=1, device="cpu", speculative_config={"method": f"{__name__}:Wrong"}) as llm:
+        llm.generate([[7, 8, 9]], params, use_tqdm=False)
+    assert 8 < Wrong.num_calls < 50
+
+
 def test_a_wrong_configuration_is_refused_before_the_model_is_loaded(model: Path) -> None:
     with pytest.raises(ConfigError, match="num_speculative_tokens: a whole number of at least 1 and up to 64"):
         LLM(model, speculative_config={"method": "ngram", "num_speculative_tokens": 0})
