@@ -19,8 +19,11 @@ LEAST_GAIN: Final = 1.05
 """Tokens a second with guesses, as a multiple of those without, from which on they are verified."""
 
 _FIRST_RATE, _WEIGHT, _COMMON_WEIGHT = 0.25, 0.2, 0.05
-_PATIENCE = 8
+_PATIENCE = 24
 """Steps without a guess worth verifying after which guessing itself pauses."""
+
+_PROMISING = 0.5
+"""The rate from which on guesses that cost little are made and compared although none is worth verifying yet."""
 
 _CHEAP, _COSTLY = (16, 2), (64, 2)
 """A pause ends for 2 of 16 steps, the same for all requests; for 2 of 64 where guessing costs much."""
@@ -54,10 +57,13 @@ class Drafting:
         self._times = StepCosts()
         self._guessing_s = self._step_s = 0.0  # of a step that guesses; of one without its guessing
 
+    @property
+    def _costs_much(self) -> bool:
+        return self._is_costly or self._guessing_s > _MUCH * self._step_s
+
     def num_to_guess(self, step_id: int) -> int:
         """The most tokens to guess for each request after that step's draws."""
-        is_costly = self._is_costly or self._guessing_s > _MUCH * self._step_s
-        every, tries = _COSTLY if is_costly else _CHEAP
+        every, tries = _COSTLY if self._costs_much else _CHEAP
         is_active = self._num_idle < _PATIENCE or not self._adapts or step_id % every < tries
         return self.num_tokens if is_active else 0
 
@@ -85,6 +91,8 @@ class Drafting:
         if result.num_right or result.is_wrong:
             before = self._rate if request.draft_rate is None else request.draft_rate
             request.draft_rate = _moved(before, result, _WEIGHT)
+            if request.draft_rate >= _PROMISING and not self._costs_much:
+                self._num_idle = 0
             self._rate = _moved(self._rate, result, _COMMON_WEIGHT)
 
     def note_step(self, num_rows: int, seconds: float, guessing_s: float) -> None:

@@ -113,7 +113,7 @@ def test_a_proposer_that_is_never_right_is_hardly_asked_any_more(model: Path) ->
     params = SamplingParams(max_tokens=100, temperature=0.0, logit_bias={3: -100}, ignore_eos=True)
     with LLM(model, threads=1, device="cpu", speculative_config={"method": f"{__name__}:Wrong"}) as llm:
         llm.generate([[7, 8, 9]], params, use_tqdm=False)
-    assert 8 < Wrong.num_calls < 50
+    assert 24 < Wrong.num_calls < 60
 
 
 def test_a_wrong_configuration_is_refused_before_the_model_is_loaded(model: Path) -> None:
