@@ -64,7 +64,7 @@ class Batch:
         all_tokens[at] = drawn
         self.batch.append_tokens(rows.slots[at][is_drawn], rows.num_tokens[at][is_drawn], drawn[is_drawn])
         for slot in np.array(self.slots)[is_drawn]:
-            self.batch.propose(slot, drafts)
+            self.batch.propose(np.array([slot]), np.array([len(drafts)]), np.array([drafts], np.int64))
         self.masks.accept(rows, all_tokens, is_drawn.astype(np.int64), self.batch)
 
 
