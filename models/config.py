@@ -3,18 +3,18 @@
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Literal, cast
 
 from pdkv.base.limits import clip
 from pdkv.config import is_paced, paced_part
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config_fields import check_fields
 from pdkv.models.directory import ModelDirectory
+from pdkv.models.family import FAMILIES, Family, find_family
 from pdkv.models.json_fields import Fields
 from pdkv.models.quantization import Quantization, read_quantization
-from pdkv.models.rope_config import RopeScaling, read_rope
+from pdkv.models.rope_config import Rope, RopeScaling, read_rope
 from pdkv.models.weight_files import stored_dtype
-from pdkv.models.window_config import read_windows
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -48,6 +48,17 @@ class ModelConfig:
     dtype: Dtype
     quantization: Quantization | None = None  # None: the checkpoint has dense weights
     windows: tuple[int | None, ...]  # by layer, how many tokens a query sees, its own included; None: all up to its own
+    layer_ropes: tuple[Rope | None, ...] = ()  # by layer, where not all have the one above; None: no rotation
+
+    @property
+    def rope(self) -> Rope:
+        """The rotary position embedding of layers that have none of their own."""
+        return Rope(self.rope_theta, self.rotary_size, self.rope_scaling)
+
+    @property
+    def ropes(self) -> tuple[Rope | None, ...]:
+        """By layer."""
+        return self.layer_ropes or (self.rope,) * self.num_layers
 
     @property
     def num_positions(self) -> int:
@@ -73,10 +84,9 @@ class ModelConfig:
 
     def for_length(self, max_model_len: int | None) -> "ModelConfig":
         """The model as computed with this `--max-model-len`, on which RoPE frequencies may depend."""
-        if self.rope_scaling is None:
-            return self
-        scaling = self.rope_scaling.for_length(max_model_len or self.default_max_model_len)
-        return replace(self, rope_scaling=scaling)
+        length = max_model_len or self.default_max_model_len
+        ropes = tuple(rope and rope.for_length(length) for rope in self.layer_ropes)
+        return replace(self, rope_scaling=self.rope.for_length(length).scaling, layer_ropes=ropes)
 
     def quantized_at_load(self, how: Literal["int8"] | None, path: Path) -> "ModelConfig":
         """The model as it is computed with `--quantization`.
@@ -104,31 +114,7 @@ class ModelConfig:
         return replace(self, quantization=self.quantization._replace(in_8_bits=True))
 
 
-class _Family(NamedTuple):
-    """What an architecture fixes and its config.json does not say."""
-
-    attention_bias: bool | None  # None: the field `attention_bias`
-    attention_output_bias: bool | None
-    mlp_bias: bool | None = False
-    qk_norm: bool = False
-    reads_window: bool = True
-    fused_weights: bool = False  # one tensor for q, k and v, and one for the MLP's gate and up
-    defaults: Mapping[str, Any] = {}  # of fields that are absent, where they are not those of all
-
-
 _MAX_LAYERS = 10_000
-_MISTRAL = {"num_key_value_heads": 8, "eos_token_id": 2, "sliding_window": 4096}
-_QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
-_FAMILIES: Mapping[str, _Family] = {
-    "LlamaForCausalLM": _Family(None, None, mlp_bias=None, reads_window=False, defaults={"eos_token_id": 2}),
-    "MistralForCausalLM": _Family(False, False, defaults=_MISTRAL),
-    "MinistralForCausalLM": _Family(False, False, defaults=_MISTRAL),
-    "Qwen2ForCausalLM": _Family(True, False, defaults=_QWEN),
-    "Qwen3ForCausalLM": _Family(None, None, qk_norm=True, defaults={**_QWEN, "head_dim": 128}),
-    "Phi3ForCausalLM": _Family(
-        False, False, fused_weights=True, defaults={"rms_norm_eps": 1e-5, "eos_token_id": 32000}
-    ),
-}
 
 
 def load_model_config(
@@ -150,7 +136,7 @@ def load_model_config(
     fields = directory.config
     file = fields.path
     architecture, family = _architecture(fields, ignored_fields)
-    fields = Fields(file, {**family.defaults, **fields.values})
+    fields = Fields(file, family.prepare(fields.values))
     if fields.count("num_hidden_layers") > _MAX_LAYERS:
         raise ModelError(f"{file}: field 'num_hidden_layers' must be at most {_MAX_LAYERS}")
     num_layers, num_heads = fields.count("num_hidden_layers"), fields.count("num_attention_heads")
@@ -163,7 +149,9 @@ def load_model_config(
     head_size = fields.count("head_dim", hidden_size // num_heads)
     if head_size % 2:
         raise ModelError(f"{file}: the head size must be even, got {head_size}")
-    rope = read_rope(fields, architecture, head_size)
+    is_phi3 = family.model_type == "phi3"
+    rope = read_rope(fields, head_size, is_phi3=is_phi3, partial=family.partial_rotation)
+    windows = family.windows(fields, num_layers)
     bias = _flag_of_family(fields, "attention_bias", family.attention_bias)
     bos = fields.token_ids("bos_token_id")
     config = ModelConfig(
@@ -190,30 +178,35 @@ def load_model_config(
         bos_token_id=bos[0] if bos else None,
         dtype=_dtype(directory),
         quantization=_quantization(directory),
-        windows=read_windows(fields, architecture, num_layers),
+        windows=windows,
+        layer_ropes=family.layer_ropes(fields, rope, windows),
     )
-    return config.for_length(max_model_len)
+    return replace(config, **family.read(fields)).for_length(max_model_len)
 
 
-def _architecture(fields: Fields, ignored: Collection[str]) -> tuple[str, _Family]:
+def _architecture(fields: Fields, ignored: Collection[str]) -> tuple[str, type[Family]]:
     """The architecture's name and family; everything that the model code does not compute is refused."""
     names = fields.values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise ModelError(f"{fields.path}: field 'architectures' must be a list of names, got {clip(repr(names))}")
-    known = next((name for name in names if name in _FAMILIES), None)
-    if known is None:
-        raise ModelError(f"{fields.path}: architecture {names[0]!r} is not supported; known: {', '.join(_FAMILIES)}")
-    activation = fields.values.get("hidden_act", "silu")
-    if activation != "silu":
-        raise ModelError(f"{fields.path}: hidden_act {activation!r} is not supported, only 'silu'")
-    model_type, own = fields.values.get("model_type"), known.removesuffix("ForCausalLM").lower()
-    if model_type not in (None, own):
+    found = find_family(names)
+    if found is None:
+        known = ", ".join(FAMILIES.targets())
+        raise ModelError(f"{fields.path}: architecture {clip(repr(names[0]))} is not supported; known: {known}")
+    name, family = found
+    activation = fields.values.get(family.activation_field, family.activation)
+    if activation != family.activation:
         raise ModelError(
-            f"{fields.path}: model_type {clip(repr(model_type))} is not that of architecture {known!r}, {own!r}: "
-            "transformers goes by model_type, vLLM by the architecture"
+            f"{fields.path}: {family.activation_field} {activation!r} is not supported, only {family.activation!r}"
         )
-    check_fields(fields.path, known, fields.values, ignored, reads_window=_FAMILIES[known].reads_window)
-    return known, _FAMILIES[known]
+    model_type = fields.values.get("model_type")
+    if model_type not in (None, family.model_type):
+        raise ModelError(
+            f"{fields.path}: model_type {clip(repr(model_type))} is not that of architecture {name!r}, "
+            f"{family.model_type!r}: transformers goes by model_type, vLLM by the architecture"
+        )
+    check_fields(fields.path, name, fields.values, ignored, reads=family.reads)
+    return name, family
 
 
 def _flag_of_family(fields: Fields, name: str, fixed: bool | None) -> bool:

@@ -69,7 +69,6 @@ _ROPE_KIND_READS: Mapping[str, frozenset[str]] = {
     "yarn": _names("factor attention_factor attn_factor beta_fast beta_slow mscale mscale_all_dim truncate"),
     "longrope": frozenset({"factor", "attention_factor", "short_factor", "long_factor"}),
 }
-_WINDOW_FIELDS = frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"})
 _MULTIPLIER = re.compile(r"(?:^|_)(?:multiplier|scale|scaling|factor)(?:_|$)|^(?:rotary_pct|rope_percent)$|^mup_")
 _SHOWN_CHARS, _MESSAGE_CHARS = 80, 2000
 
@@ -116,19 +115,19 @@ _NEUTRAL: Mapping[str, _Check] = {
 
 
 def check_fields(
-    path: Path, architecture: str, values: Mapping[str, Any], ignored: Collection[str] = (), *, reads_window: bool
+    path: Path, architecture: str, values: Mapping[str, Any], ignored: Collection[str] = (), *, reads: str = ""
 ) -> None:
     """Refuse fields that the model code would ignore although they may change the model's output.
 
     Args:
         path: the config.json, for the message.
         ignored: fields that are unknown, and do not matter.
-        reads_window: whether the family has sliding windows (`read_windows`).
+        reads: fields that the family reads beside READ, parted by spaces.
 
     Raises:
         ModelError: names all such fields and their values.
     """
-    known = READ | HARMLESS | (_WINDOW_FIELDS if reads_window else frozenset())
+    known = READ | HARMLESS | _names(reads)
     unknown = [name for name, value in values.items() if name not in known and not _is_neutral(name, value, values)]
     if dropped := [name for name in unknown if name in ignored]:
         logger.warning("%s: ignored, as --ignore-config-fields has it: %s", path, ", ".join(dropped))

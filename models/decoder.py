@@ -1,14 +1,18 @@
-"""The decoder of every known family over paged KV: one flattened sequence of many requests per call."""
+"""The decoder of every family over paged KV: one flattened sequence of many requests per call.
 
-from collections.abc import Callable
+A layer is an `Attention` and an `Mlp`; families choose them, the norms around them and how they rotate (loader.py).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
 from pdkv.models.config import ModelConfig
-from pdkv.models.heads import Heads, Rotation
+from pdkv.models.heads import Heads, Rotation, StepRotation
 from pdkv.models.linear import Linear
 from pdkv.models.parallel_layers import Embedding
-from pdkv.models.passes import RMSNorm, silu_mul
+from pdkv.models.passes import RMSNorm, RowPass, silu_mul
 
 Attend = Callable[[int, torch.Tensor, Heads | None], torch.Tensor]
 """(layer, qkv (n, heads + 2 * kv_heads, head_size), heads) -> (rows, heads * head_size).
@@ -18,29 +22,110 @@ Lets queries and keys go through `heads`, in place (None: they already have), wr
 """
 
 
-class DecoderLayer:
-    """Attention and MLP of one layer, each behind a norm and added to the residual stream."""
+class Step(NamedTuple):
+    """What the layers share in one forward pass."""
+
+    positions: torch.Tensor  # (n,) int64
+    rotations: Sequence[StepRotation]  # of the model's rotations, each for these positions
+    attend: Attend
+
+
+class Attention(Protocol):
+    """Attention of one layer, without what is added to the residual stream."""
+
+    output: Linear
+    """Projects what the call returns to (rows, hidden)."""
+
+    def __call__(self, layer: int, x: torch.Tensor, before: RowPass | None, step: Step) -> torch.Tensor:
+        """Attention of before(x), x (n, hidden), with `step.attend` of that layer; (rows, output's inputs)."""
+
+
+class Mlp(Linear, Protocol):
+    """What follows attention: x (n, hidden) -> (n, hidden), for each row alone. In `add`, `residual` may be `x`."""
+
+
+class GroupedQueryAttention:
+    """Attention whose queries, keys and values are projected together."""
 
     def __init__(
         self,
-        *,
-        input_norm: RMSNorm,
         qkv: Linear,
-        q_norm: RMSNorm | None,
-        k_norm: RMSNorm | None,
         output: Linear,
-        mlp_norm: RMSNorm,
-        gate_up: Linear,
-        down: Linear,
+        head_size: int,
+        *,
+        q_norm: RMSNorm | None = None,
+        k_norm: RMSNorm | None = None,
+        rotation: int = 0,
     ) -> None:
-        self.input_norm = input_norm
-        self.qkv = qkv
-        self.q_norm = q_norm
-        self.k_norm = k_norm
+        """`q_norm`, `k_norm`: of each head; `rotation`: the index in `Step.rotations`."""
         self.output = output
-        self.mlp_norm = mlp_norm
-        self.gate_up = gate_up
-        self.down = down
+        self._qkv = qkv
+        self._head_size = head_size
+        self._norms = q_norm, k_norm
+        self._rotation = rotation
+
+    def __call__(self, layer: int, x: torch.Tensor, before: RowPass | None, step: Step) -> torch.Tensor:
+        qkv = self._qkv(x, before).view(len(x), -1, self._head_size)
+        return step.attend(layer, qkv, step.rotations[self._rotation].of(*self._norms))
+
+
+class GatedMlp:
+    """down(act(gate(x)) * up(x))."""
+
+    def __init__(self, gate_up: Linear, down: Linear, act: RowPass = silu_mul) -> None:
+        self._gate_up = gate_up
+        self._down = down
+        self._act = act
+
+    def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        return self._down(self._gate_up(x, before), self._act)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        return self._down.add(self._gate_up(x, before), residual, self._act)
+
+
+Post = Callable[[torch.Tensor], torch.Tensor]
+"""What a layer does to what a part adds (n, hidden) before it is added: a norm, or a factor."""
+
+
+class DecoderLayer:
+    """Attention and MLP of one layer, each added to the residual stream."""
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: Mlp,
+        *,
+        attention_norm: RowPass | None,
+        mlp_norm: RowPass | None,
+        attention_post: Post | None = None,
+        mlp_post: Post | None = None,
+    ) -> None:
+        """Norms are of a part's inputs, `_post` of what it adds."""
+        self._attention = attention
+        self._mlp = mlp
+        self._attention_norm = attention_norm
+        self._mlp_norm = mlp_norm
+        self._attention_post = attention_post
+        self._mlp_post = mlp_post
+
+    def __call__(self, layer: int, x: torch.Tensor, step: Step, rows: torch.Tensor | None) -> torch.Tensor:
+        """x (n, hidden), which may be overwritten -> (n or len(rows), hidden)."""
+        attended = self._attention(layer, x, self._attention_norm, step)
+        if rows is not None:
+            x = x.index_select(0, rows)
+            if not len(x):  # a chunk in mid-prompt: its KV is written, and nothing else is wanted
+                return x
+        x = _added(self._attention.output, attended, x, None, self._attention_post)
+        return _added(self._mlp, x, x, self._mlp_norm, self._mlp_post)
+
+
+def _added(
+    part: Linear, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None, post: Post | None
+) -> torch.Tensor:
+    if post is None:
+        return part.add(x, residual, before)
+    return residual.add_(post(part(x, before)))
 
 
 class Decoder:
@@ -56,9 +141,12 @@ class Decoder:
         layers: list[DecoderLayer],
         norm: RMSNorm,
         lm_head: Linear,
-        rotation: Rotation,
+        rotations: Sequence[Rotation],
     ) -> None:
-        """`num_heads` and `num_kv_heads` are this rank's; the layers themselves exchange data with other ranks."""
+        """`num_heads` and `num_kv_heads` are this rank's; the layers themselves exchange data with other ranks.
+
+        `rotations`: those that the layers' attentions name by index.
+        """
         self.config = config
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -68,7 +156,7 @@ class Decoder:
         self._layers = layers
         self._norm = norm
         self._lm_head = lm_head
-        self._rotation = rotation
+        self._rotations = rotations
 
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: torch.Tensor | None
@@ -84,19 +172,13 @@ class Decoder:
         Returns:
             (m, hidden), normalised, as `logits` expects it.
         """
-        rotation = self._rotation.at(positions)
-        qkv_shape = (len(positions), self.num_heads + 2 * self.num_kv_heads, self.config.head_size)
+        step = Step(positions, [rotation.at(positions) for rotation in self._rotations], attend)
         x = self._embedding(token_ids)
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(x, layer.input_norm).view(qkv_shape)
-            attended = attend(i, qkv, rotation.of(layer.q_norm, layer.k_norm))
-            if i == last and rows is not None:
-                x = x.index_select(0, rows)
-                if not len(x):  # a chunk in mid-prompt: its KV is written, and nothing else is wanted
-                    return x
-            x = layer.output.add(attended, x)
-            x = layer.down.add(layer.gate_up(x, layer.mlp_norm), x, silu_mul)
+            x = layer(i, x, step, rows if i == last else None)
+            if not len(x):
+                return x
         return self._norm(x)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -196,5 +196,12 @@ def model_identity(path: Path, config: ModelConfig | None = None, *, cache: Path
 def _describe_config(path: Path, config: ModelConfig | None) -> str:
     """config.json without neutral fields, and what was made of it before: if both differ it was changed in between."""
     fields = {name: value for name, value in read_json(path / "config.json").items() if name not in NEUTRAL_FIELDS}
-    resolved: dict[str, Any] | None = dataclasses.asdict(config) if config is not None else None
+    resolved = None if config is None else _resolved(config)
     return json.dumps({"config.json": fields, "resolved": resolved}, sort_keys=True)
+
+
+def _resolved(config: ModelConfig) -> dict[str, Any]:
+    """The fields of a configuration. What a model may lack, and does, is left out: older versions do not know it."""
+    values = dataclasses.asdict(config)
+    kept = {field.name for field in dataclasses.fields(config) if field.default != getattr(config, field.name)}
+    return {name: value for name, value in values.items() if name in kept or name == "quantization"}

@@ -4,6 +4,7 @@ import contextlib
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Literal, Protocol
 
 import torch
@@ -13,9 +14,10 @@ from pdkv.host.malloc import give_back_freed
 from pdkv.kernels.linear import PackedWeight
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
-from pdkv.models.decoder import Decoder, DecoderLayer
+from pdkv.models.decoder import Decoder, DecoderLayer, GatedMlp, GroupedQueryAttention
 from pdkv.models.dequantize import DequantizedCheckpoint
 from pdkv.models.eight_bits import EightBitLayers, keeps_8_bits
+from pdkv.models.family import FAMILIES
 from pdkv.models.heads import make_rotation
 from pdkv.models.linear import CompiledLinear, Linear, LinearKind, linear_kind, make_linear, make_norm
 from pdkv.models.parallel import ALONE, TensorParallel
@@ -109,7 +111,8 @@ class Loader:
         shard, config = self.parallel.shard, self.config
         self.heads = shard.part(config.num_heads, "attention heads")
         self.kv_heads = shard.heads(config.num_kv_heads)
-        self.neurons = shard.part(config.intermediate_size, "MLP neurons")
+        self.family = FAMILIES.load(config.architecture)
+        self.ropes = list(dict.fromkeys(config.ropes))  # of which each layer has one
         self.words = shard.padded_part(config.vocab_size)
 
     def decoder(self, max_model_len: int) -> Decoder:
@@ -128,16 +131,16 @@ class Loader:
             words = self._embedding(embedding)
         del embedding, table
         num_heads, num_kv_heads = self.heads.stop - self.heads.start, self.kv_heads.stop - self.kv_heads.start
-        rope = make_rope_table(config, max_model_len, self.dtype, self.device)
+        tables = [make_rope_table(rope, max_model_len, self.dtype, self.device) for rope in self.ropes]
         return Decoder(
             config,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             embedding=words,
-            layers=[self._next_layer(f"model.layers.{i}.") for i in range(config.num_layers)],
-            norm=self._norm("model.norm.weight"),
+            layers=[self._next_layer(i) for i in range(config.num_layers)],
+            norm=self.norm("model.norm"),
             lm_head=self._head(head),
-            rotation=make_rotation(rope, num_heads, num_kv_heads, self.kind),
+            rotations=[make_rotation(table, num_heads, num_kv_heads, self.kind) for table in tables],
         )
 
     def _output_table(self, embedding: torch.Tensor) -> torch.Tensor:
@@ -157,8 +160,8 @@ class Loader:
         config, words = self.config, self.words
         shape = (config.vocab_size, config.hidden_size)
         if self.parallel.shard.size == 1:
-            return self._tensor(name, shape, keep=keep)
-        rows = self._tensor(name, shape, (words, slice(None)), keep=keep)
+            return self.tensor(name, shape, keep=keep)
+        rows = self.tensor(name, shape, (words, slice(None)), keep=keep)
         num_rows = -(-config.vocab_size // self.parallel.shard.size)
         return torch.nn.functional.pad(rows, (0, 0, 0, num_rows - len(rows)))
 
@@ -172,54 +175,67 @@ class Loader:
             return part
         return GatheredLinear(part, self.config.vocab_size, self.parallel)
 
-    def _next_layer(self, prefix: str) -> DecoderLayer:
+    def _next_layer(self, layer: int) -> DecoderLayer:
         """Without what the layer's making left in the heap: between weights that stay, that adds up to half of them."""
-        layer = self._layer(prefix)
+        made = self.layer(layer)
         if self.device.type == "cpu":
             give_back_freed()
-        return layer
+        return made
 
-    def _layer(self, prefix: str) -> DecoderLayer:
-        config = self.config
-        head_size = config.head_size
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        q, kv = self._rows(self.heads), self._rows(self.kv_heads)
-        q_rows, kv_rows, neurons = config.num_heads * head_size, config.num_kv_heads * head_size, self.neurons
+    def layer(self, layer: int) -> DecoderLayer:
+        """A layer as the family has it: its `attention` and `mlp` name functions (loader, layer, prefix) -> the part,
+        whose tensors' names begin with the prefix.
+        """
+        prefix, family, norms = f"model.layers.{layer}.", self.family, self.family.norms
+        attention = resolve_name(family.attention) if family.attention else Loader.attention
+        mlp = resolve_name(family.mlp) if family.mlp else Loader.gated_mlp
+        before, post, mlp_before, mlp_post = (None if name is None else self.norm(prefix + name) for name in norms)
         return DecoderLayer(
-            input_norm=self._norm(prefix + "input_layernorm.weight"),
-            qkv=self._fused(
-                attention + "qkv_proj",
-                [
-                    (attention + "q_proj", q_rows, q),
-                    (attention + "k_proj", kv_rows, kv),
-                    (attention + "v_proj", kv_rows, kv),
-                ],
-                bias=config.attention_bias,
-            ),
-            q_norm=self._head_norm(attention + "q_norm.weight") if config.qk_norm else None,
-            k_norm=self._head_norm(attention + "k_norm.weight") if config.qk_norm else None,
-            output=self._by_columns(attention + "o_proj", q_rows, q, bias=config.attention_output_bias),
-            mlp_norm=self._norm(prefix + "post_attention_layernorm.weight"),
-            gate_up=self._fused(
-                mlp + "gate_up_proj",
-                [(mlp + name, config.intermediate_size, neurons) for name in ("gate_proj", "up_proj")],
-                bias=config.mlp_bias,
-            ),
-            down=self._by_columns(mlp + "down_proj", config.intermediate_size, neurons, bias=config.mlp_bias),
+            attention(self, layer, prefix + "self_attn."),
+            mlp(self, layer, prefix + "mlp."),
+            attention_norm=before,
+            attention_post=post,
+            mlp_norm=mlp_before,
+            mlp_post=mlp_post,
         )
 
-    def _norm(self, name: str) -> RMSNorm:
-        """Before a linear layer."""
-        weight = self._tensor(name, (self.config.hidden_size,), keep=True)
+    def attention(self, layer: int, prefix: str) -> GroupedQueryAttention:
+        """Grouped-query attention over this rank's heads."""
+        config = self.config
+        q, kv = self._rows(self.heads), self._rows(self.kv_heads)
+        q_rows, kv_rows = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
+        parts = [(prefix + "q_proj", q_rows, q), (prefix + "k_proj", kv_rows, kv), (prefix + "v_proj", kv_rows, kv)]
+        return GroupedQueryAttention(
+            self.fused(prefix + "qkv_proj", parts, bias=config.attention_bias),
+            self.by_columns(prefix + "o_proj", q_rows, q, bias=config.attention_output_bias),
+            config.head_size,
+            q_norm=self._head_norm(prefix + "q_norm.weight") if config.qk_norm else None,
+            k_norm=self._head_norm(prefix + "k_norm.weight") if config.qk_norm else None,
+            rotation=self.ropes.index(config.ropes[layer]),
+        )
+
+    def gated_mlp(self, layer: int, prefix: str) -> GatedMlp:
+        """A gated MLP with this rank's neurons."""
+        config = self.config
+        size, mine = config.intermediate_size, self.parallel.shard.part(config.intermediate_size, "MLP neurons")
+        gate_up = [(prefix + name, size, mine) for name in ("gate_proj", "up_proj")]
+        return GatedMlp(
+            self.fused(prefix + "gate_up_proj", gate_up, bias=config.mlp_bias),
+            self.by_columns(prefix + "down_proj", size, mine, bias=config.mlp_bias),
+        )
+
+    def norm(self, name: str) -> RMSNorm:
+        """A norm of rows of the hidden size."""
+        weight = self.tensor(name + ".weight", (self.config.hidden_size,), keep=True)
         return make_norm(weight, self.config.rms_norm_eps, self.kind)
 
     def _head_norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self._tensor(name, (self.config.head_size,), keep=True), self.config.rms_norm_eps)
+        return RMSNorm(self.tensor(name, (self.config.head_size,), keep=True), self.config.rms_norm_eps)
 
     def _rows(self, heads: slice) -> slice:
         return slice(heads.start * self.config.head_size, heads.stop * self.config.head_size)
 
-    def _tensor(
+    def tensor(
         self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), *, keep: bool = False
     ) -> torch.Tensor:
         """With `keep` memory of its own; without, it may lie in the file, and is to be copied before the load ends.
@@ -232,13 +248,13 @@ class Loader:
         moved = stored.to(self.device)
         return moved.to(self.dtype, copy=keep and moved is stored)
 
-    def _fused(self, fused_name: str, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
+    def fused(self, fused_name: str, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
         """Projections with a common input as one; each part is (name, all its rows, this rank's rows).
 
         `fused_name` names the one tensor that holds all parts, in this order, in checkpoints that have them fused.
         """
         hidden = self.config.hidden_size
-        biases = [self._tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
+        biases = [self.tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
         own_bias = torch.cat(biases) if biases else None
         pieces = _pieces_of(fused_name, parts) if self.config.fused_weights else [Piece(*part) for part in parts]
         kept = self.kept.linear(pieces, hidden, slice(0, hidden), own_bias) if self.kept else None
@@ -247,31 +263,31 @@ class Loader:
         if self.config.fused_weights:
             assert not bias, "no family with fused weights has biases"
             return make_linear(self._rows_of(fused_name + ".weight", parts), None, self.kind)
-        weights = [self._tensor(f"{name}.weight", (rows, hidden), self._part(mine)) for name, rows, mine in parts]
+        weights = [self.tensor(f"{name}.weight", (rows, hidden), self._part(mine)) for name, rows, mine in parts]
         return make_linear(torch.cat(weights), own_bias, self.kind)
 
     def _rows_of(self, name: str, parts: list[tuple[str, int, slice]]) -> torch.Tensor:
         """This rank's rows of each part of a fused tensor, in which the parts follow one another."""
         shape = (sum(rows for _, rows, _ in parts), self.config.hidden_size)
         if self.parallel.shard.size == 1:
-            return self._tensor(name, shape, keep=self.kind == "plain")
+            return self.tensor(name, shape, keep=self.kind == "plain")
         pieces, begin = [], 0
         for _, rows, mine in parts:
-            pieces.append(self._tensor(name, shape, (slice(begin + mine.start, begin + mine.stop),)))
+            pieces.append(self.tensor(name, shape, (slice(begin + mine.start, begin + mine.stop),)))
             begin += rows
         return torch.cat(pieces)
 
-    def _by_columns(self, name: str, columns: int, mine: slice, *, bias: bool) -> Linear:
+    def by_columns(self, name: str, columns: int, mine: slice, *, bias: bool) -> Linear:
         """A projection back to the hidden size, divided by its input; ranks add their parts up."""
         hidden = self.config.hidden_size
         has_bias = bias and self.parallel.shard.rank == 0
-        own_bias = self._tensor(f"{name}.bias", (hidden,), keep=True) if has_bias else None
+        own_bias = self.tensor(f"{name}.bias", (hidden,), keep=True) if has_bias else None
         linear = None
         if self.kept is not None:
             linear = self.kept.linear([Piece(name, hidden, slice(0, hidden))], columns, mine, own_bias)
         if linear is None:
             part = self._part(slice(None), mine)
-            weight = self._tensor(f"{name}.weight", (hidden, columns), part, keep=self.kind == "plain").contiguous()
+            weight = self.tensor(f"{name}.weight", (hidden, columns), part, keep=self.kind == "plain").contiguous()
             linear = make_linear(weight, own_bias, self.kind)
         return linear if self.parallel.shard.size == 1 else RowParallelLinear(linear, self.parallel)
 

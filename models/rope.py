@@ -5,8 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from pdkv.models.config import ModelConfig
-from pdkv.models.rope_config import RopeScaling
+from pdkv.models.rope_config import Rope, RopeScaling
 
 
 class RopeTable(NamedTuple):
@@ -22,10 +21,13 @@ class RopeTable(NamedTuple):
         return RopeTable(self.cos.index_select(0, positions), self.sin.index_select(0, positions))
 
 
-def make_rope_table(config: ModelConfig, max_len: int, dtype: torch.dtype, device: torch.device) -> RopeTable:
-    """The table of a model for positions [0, max_len)."""
-    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(config))
-    magnitude = config.rope_scaling.attention_factor if config.rope_scaling is not None else 1.0
+def make_rope_table(rope: Rope | None, max_len: int, dtype: torch.dtype, device: torch.device) -> RopeTable:
+    """The table for positions [0, max_len); None: it rotates by nothing."""
+    if rope is None:
+        still = torch.ones(max_len, 1, 2, dtype=dtype, device=device)
+        return RopeTable(still, torch.zeros_like(still))
+    angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse_frequencies(rope))
+    magnitude = rope.scaling.attention_factor if rope.scaling is not None else 1.0
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return RopeTable(
         torch.cat((cos, cos), dim=-1).unsqueeze(1).to(device, dtype),
@@ -33,11 +35,10 @@ def make_rope_table(config: ModelConfig, max_len: int, dtype: torch.dtype, devic
     )
 
 
-def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
+def inverse_frequencies(rope: Rope) -> torch.Tensor:
     """(rotary_size / 2,) radians per position."""
-    scaling, size = config.rope_scaling, config.rotary_size
+    theta, size, scaling = rope
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
-    theta = config.rope_theta
     if scaling is not None and scaling.kind == "dynamic":
         theta = _ntk_theta(theta, size, scaling)
     return _scaled(1.0 / theta**exponents, theta, scaling)

@@ -60,12 +60,20 @@ class Rope(NamedTuple):
     rotary_size: int  # the first so many values of a head are rotated, the others are left alone
     scaling: RopeScaling | None
 
+    def for_length(self, max_model_len: int) -> "Rope":
+        """As `RopeScaling.for_length`."""
+        return self if self.scaling is None else self._replace(scaling=self.scaling.for_length(max_model_len))
 
-def read_rope(fields: Fields, architecture: str, head_size: int) -> Rope:
+
+def read_rope(fields: Fields, head_size: int, *, is_phi3: bool = False, partial: bool = False) -> Rope:
     """Read base, rotated part and scaling; transformers 5 writes all of them under `rope_parameters`, earlier versions
     as separate fields.
 
     As in transformers, `rope_scaling` replaces `rope_parameters` if it is given.
+
+    Args:
+        is_phi3: the names and lengths of Phi-3's first checkpoints count.
+        partial: transformers reads partial_rotary_factor in this family.
 
     Raises:
         ModelError: a field is wrong, unknown, or of an unsupported kind; the message names it and its value.
@@ -77,11 +85,10 @@ def read_rope(fields: Fields, architecture: str, head_size: int) -> Rope:
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
     if not 1.0 < theta < math.inf:
         raise ModelError(f"{fields.path}: rope_theta must be above 1 and finite, got {theta}")
-    is_phi3 = architecture == "Phi3ForCausalLM"
     kind = _kind(rope, is_phi3=is_phi3)
     if kind == "default" and any(isinstance(value, dict) for value in values.values()):
         raise ModelError(f"{fields.path}: RoPE parameters per layer type are not supported: {values!r}")
-    rotary_size = _rotary_size(rope, fields, head_size, is_phi3=is_phi3)
+    rotary_size = _rotary_size(rope, fields, head_size, partial=partial)
     own_length = fields.values.get("original_max_position_embeddings", _PHI3_LENGTH if is_phi3 else None)
     if own_length is not None:  # as in transformers, this field goes before that of the RoPE parameters
         rope = Fields(fields.path, {**values, "original_max_position_embeddings": own_length})
@@ -100,17 +107,17 @@ def _kind(rope: Fields, *, is_phi3: bool) -> Any:
     return kind
 
 
-def _rotary_size(rope: Fields, fields: Fields, head_size: int, *, is_phi3: bool) -> int:
-    partial = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
-    if partial != 1.0 and not is_phi3:
+def _rotary_size(rope: Fields, fields: Fields, head_size: int, *, partial: bool) -> int:
+    share = rope.number("partial_rotary_factor", fields.number("partial_rotary_factor", 1.0))
+    if share != 1.0 and not partial:
         logger.warning(
-            "%s: partial_rotary_factor %g counts, as in vLLM; transformers leaves it out", fields.path, partial
+            "%s: partial_rotary_factor %g counts, as in vLLM; transformers leaves it out", fields.path, share
         )
-    size = int(head_size * partial) if 0.0 < partial <= 1.0 else 0
+    size = int(head_size * share) if 0.0 < share <= 1.0 else 0
     if size < 2 or size % 2:
         raise ModelError(
             f"{fields.path}: partial_rotary_factor must leave an even number of a head's {head_size} values to rotate, "
-            f"got {partial}"
+            f"got {share}"
         )
     return size
 

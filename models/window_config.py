@@ -6,49 +6,59 @@ from pdkv.base.limits import clip
 from pdkv.errors import ModelError
 from pdkv.models.json_fields import Fields
 
-_UNIFORM = ("MistralForCausalLM", "Phi3ForCausalLM")
-_QWEN = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
+WINDOW_FIELDS = "sliding_window use_sliding_window max_window_layers layer_types"
 _SHOWN_CHARS = 80
 
+Windows = tuple[int | None, ...]
+"""For each layer, how many tokens a query attends to, including its own; None: all up to its own.
 
-def read_windows(fields: Fields, architecture: str, num_layers: int) -> tuple[int | None, ...]:
-    """For each layer, how many tokens a query attends to, including its own; None: all up to its own.
+The functions below raise ModelError for a wrong value, which names the field.
+"""
 
-    In Qwen models windows begin with layer `max_window_layers`, in others with the first, unless `layer_types` lists
-    the layers that have one.
 
-    Raises:
-        ModelError: a wrong value; names the field.
-    """
-    window = _window(fields, architecture)
+def no_windows(fields: Fields, num_layers: int) -> Windows:
+    """Every layer sees all tokens."""
+    return (None,) * num_layers
+
+
+def windows_of_types(fields: Fields, num_layers: int) -> Windows:
+    """Windows in the layers that `layer_types` lists, if it is there, else in every layer."""
+    window = _window(fields)
     types = fields.values.get("layer_types")
-    if types:
-        windows = _by_type(fields, types, window, num_layers)
-        if architecture in _UNIFORM and set(windows) != {window}:
-            raise ModelError(
-                f"{fields.path}: field 'layer_types' differs from sliding_window {window}, which {architecture} has in "
-                "every layer: transformers leaves layer_types out"
-            )
+    return _by_type(fields, types, window, num_layers) if types else (window,) * num_layers
+
+
+def uniform_windows(fields: Fields, num_layers: int) -> Windows:
+    """A window in every layer: `layer_types` must agree, since transformers leaves it out."""
+    windows = windows_of_types(fields, num_layers)
+    if set(windows) != {_window(fields)}:
+        raise ModelError(
+            f"{fields.path}: field 'layer_types' differs from sliding_window {_window(fields)}, which this "
+            "architecture has in every layer: transformers leaves layer_types out"
+        )
+    return windows
+
+
+def windows_from_layer(fields: Fields, num_layers: int) -> Windows:
+    """Windows if `use_sliding_window` is true: in the layers of `layer_types`, else from layer `max_window_layers` on."""
+    if not fields.flag("use_sliding_window"):
+        fields = Fields(fields.path, {**fields.values, "sliding_window": None})
+    windows = windows_of_types(fields, num_layers)
+    if fields.values.get("layer_types") or fields.values.get("sliding_window") is None:
         return windows
-    first = 0
-    if architecture in _QWEN and window is not None:
-        value = fields.number("max_window_layers")
-        if value < 0 or value != value // 1:
-            raise ModelError(
-                f"{fields.path}: field 'max_window_layers' must be a whole number from 0 on, got {value!r}"
-            )
-        first = int(value)
-    return tuple(window if layer >= first else None for layer in range(num_layers))
+    value = fields.number("max_window_layers")
+    if value < 0 or value != value // 1:
+        raise ModelError(f"{fields.path}: field 'max_window_layers' must be a whole number from 0 on, got {value!r}")
+    first = min(int(value), num_layers)
+    return (None,) * first + windows[first:]
 
 
-def _window(fields: Fields, architecture: str) -> int | None:
-    """The window in the file or the family's default; Llama has none, and in Qwen it must be switched on."""
-    if architecture == "LlamaForCausalLM" or (architecture in _QWEN and not fields.flag("use_sliding_window")):
-        return None
+def _window(fields: Fields) -> int | None:
+    """The window in the file, or the family's default."""
     return None if fields.values.get("sliding_window") is None else fields.count("sliding_window")
 
 
-def _by_type(fields: Fields, types: Any, window: int | None, num_layers: int) -> tuple[int | None, ...]:
+def _by_type(fields: Fields, types: Any, window: int | None, num_layers: int) -> Windows:
     by_type = {"full_attention": None, "sliding_attention": window}
     if not isinstance(types, list) or len(types) != num_layers or not set(map(str, types)) <= by_type.keys():
         raise ModelError(

@@ -21,7 +21,7 @@ from pdkv.kernels.int4_weight import Int4Weight
 from pdkv.kernels.linear_int4 import unpack_int4
 from pdkv.models import loader
 from pdkv.models.config import ModelConfig, load_model_config
-from pdkv.models.decoder import Decoder
+from pdkv.models.decoder import Decoder, GatedMlp, GroupedQueryAttention
 from pdkv.models.heads import Heads
 from pdkv.models.identity import model_identity
 from pdkv.models.linear import Linear, PlainLinear
@@ -51,7 +51,10 @@ def load(path: Path, config: ModelConfig | None = None, **options: Any) -> Decod
 def layers_of(decoder: Decoder) -> list[Linear]:
     """The linear layers of layer 0, whose weights are quantized."""
     first = decoder._layers[0]
-    found = [first.qkv, first.output, first.gate_up, first.down]
+    attention, mlp = first._attention, first._mlp
+    assert isinstance(attention, GroupedQueryAttention)
+    assert isinstance(mlp, GatedMlp)
+    found = [attention._qkv, attention.output, mlp._gate_up, mlp._down]
     return [each._part if isinstance(each, RowParallelLinear) else each for each in found]
 
 

@@ -16,7 +16,7 @@ from tests.conftest import HFModel
 
 def test_pairs_are_rotated_by_position_times_frequency(tiny_model_dir: Path) -> None:
     config = load_model_config(tiny_model_dir)
-    table = make_rope_table(config, 100, torch.float32, torch.device("cpu"))
+    table = make_rope_table(config.rope, 100, torch.float32, torch.device("cpu"))
     x = torch.randn(3, 2, config.head_size)
     positions = torch.tensor([0, 5, 99])
     rotated = x.clone()
@@ -69,12 +69,12 @@ def test_scaled_frequencies_equal_transformers(hf_model: HFModel, name: str, max
     config = load_model_config(path, max_model_len)
     compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[SCALINGS[name]["rope_type"]]
     expected, magnitude = compute(transformers.AutoConfig.from_pretrained(path), "cpu", seq_len=max_model_len)
-    torch.testing.assert_close(inverse_frequencies(config), expected)
+    torch.testing.assert_close(inverse_frequencies(config.rope), expected)
     assert config.rope_scaling is not None
     assert config.rope_scaling.attention_factor == pytest.approx(magnitude)
     base = 1.0 / config.rope_theta ** (torch.arange(0, config.head_size, 2).float() / config.head_size)
     assert torch.allclose(base, expected) == (name == "dynamic" and max_model_len <= 1024)
-    table = make_rope_table(config, 3, torch.float32, torch.device("cpu"))
+    table = make_rope_table(config.rope, 3, torch.float32, torch.device("cpu"))
     torch.testing.assert_close(table.cos[0, 0], torch.full((16,), magnitude))
     torch.testing.assert_close(table.sin[2, 0, 8:], (2 * expected).sin() * magnitude)
 
@@ -93,13 +93,13 @@ def test_the_rest_of_a_head_is_not_rotated(hf_model: HFModel) -> None:
     whole = load_model_config(hf_model("llama"))
     config = load_model_config(hf_model("phi3", partial_rotary_factor=0.5))
     assert (config.head_size, config.rotary_size) == (16, 8)
-    table = make_rope_table(config, 100, torch.float32, torch.device("cpu"))
+    table = make_rope_table(config.rope, 100, torch.float32, torch.device("cpu"))
     x, positions = torch.randn(3, 2, 16), torch.tensor([1, 5, 99])
     rotated = x.clone()
     rotate(rotated, table.at(positions))
     assert torch.equal(rotated[..., 8:], x[..., 8:])
     alone = x[..., :8].clone()
     small = dataclasses.replace(whole, head_size=8, rotary_size=8)
-    rotate(alone, make_rope_table(small, 100, torch.float32, torch.device("cpu")).at(positions))
+    rotate(alone, make_rope_table(small.rope, 100, torch.float32, torch.device("cpu")).at(positions))
     torch.testing.assert_close(rotated[..., :8], alone)
     assert not torch.allclose(alone, x[..., :8])
