@@ -37,6 +37,7 @@ typedef struct {
     char *scratch;        /* for each row, up to BLOCK_ROWS of them, as many bytes as pdkv_linear_row_bytes says */
     int64_t rows, x_stride, residual_stride;
     row_pass before;      /* that x goes through */
+    const int64_t *x_rows; /* (rows,) of x, or NULL: as they lie */
 } linear;
 
 #define FETCH_AHEAD(k)                                                                                                \
@@ -238,7 +239,7 @@ INLINE void lay_out_any(const layer *l, const char *x, char *to, int64_t stride,
 
 static void lay_out(const linear *a, int64_t row, char *to, int64_t stride) {
     const layer *l = a->of;
-    const char *x = (const char *)a->x + row * a->x_stride * (l->dtype == FLOAT32 ? 4 : 2);
+    const char *x = (const char *)a->x + (a->x_rows ? a->x_rows[row] : row) * a->x_stride * (l->dtype == FLOAT32 ? 4 : 2);
     if (a->before.what != AS_THEY_ARE)
         pass_any_row(&a->before, x, l->inputs, to, stride, chunk_inputs(l), l->dtype, is_dot(l) ? BFLOAT16 : FLOAT32);
     else if (l->weights_dtype == FLOAT32)
@@ -316,7 +317,7 @@ static void run_panel(const layer *l, run_tile *run, const char *x, float *sums,
 /* The rows of a block, tile by tile, as the kernels read them; shared out among the threads of a team. */
 static void lay_out_block(const linear *a, int64_t row, division by, int64_t rows) {
     const int64_t bytes = x_bytes(a->of), chunks = num_chunks(a->of);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < rows; i++) {
         const int64_t in_larger = by.extra * (by.base + 1); /* rows of the tiles that have one more */
         const int64_t j = i < in_larger ? i / (by.base + 1) : by.extra + (i - in_larger) / by.base;
@@ -342,12 +343,64 @@ void pdkv_linear(const layer *l, const void *x, int64_t x_stride, const void *re
         for (int64_t b = 0; b < blocks.tiles; b++) {
             const int64_t row = first_row(blocks, b), count = first_row(blocks, b + 1) - row;
             const division by = divide(count, MAX_ROWS);
-            if (!in_place(&a)) lay_out_block(&a, row, by, count);
+            if (!in_place(&a)) {
+                lay_out_block(&a, row, by, count);
+#pragma omp barrier
+            }
             const char *const block = in_place(&a) ? x : scratch;
 #pragma omp for schedule(static)
             for (int64_t panel = 0; panel < panels; panel++) {
                 run_panel(l, run, block, sums, by, panel);
                 write_panel(&a, sums, row, count, panel);
+            }
+        }
+    }
+}
+
+/* Rows of one layer of a group. */
+typedef struct {
+    linear of;
+    int64_t row, count;
+    division by;
+} some_rows;
+
+/* The next rows of a group's layers, up to BLOCK_ROWS of them; `ends` (groups,) are where each layer's rows end. Rows of a
+ * layer stay together where they fit: each part of them would read all of its weights. Returns how many layers' they are. */
+static int64_t take_rows(const linear *all, const layer *const *layers, const int64_t *ends, int64_t groups,
+                         int64_t *group, int64_t *row, some_rows *taken) {
+    int64_t n = 0, rows = 0;
+    for (; *group < groups && rows < BLOCK_ROWS; *group += *row == ends[*group]) {
+        const int64_t rest = ends[*group] - *row, parts = (rest + BLOCK_ROWS - 1) / BLOCK_ROWS;
+        if (rest == 0) continue;
+        if (rest > BLOCK_ROWS - rows && rows) break;
+        const int64_t count = (rest + parts - 1) / parts;
+        some_rows *const own = &taken[n++];
+        *own = (some_rows){*all, *row, count, divide(count, MAX_ROWS)};
+        own->of.of = layers[*group];
+        own->of.scratch += rows * pdkv_linear_row_bytes(layers[*group]);
+        rows += count, *row += count;
+    }
+    return n;
+}
+
+/* Layers of equal sizes by rows of their own: those of layer i are [ends[i - 1], ends[i]) of `x_rows` and of `out`. */
+void pdkv_linear_group(const layer *const *layers, const int64_t *ends, int64_t groups, const void *x,
+                       const int64_t *x_rows, int64_t x_stride, void *out, void *scratch, int64_t num_threads,
+                       int64_t before) {
+    const linear all = {layers[0], x, NULL, out, scratch, ends[groups - 1], x_stride, 0, {before, NULL, 0}, x_rows};
+    const int64_t panels = num_panels(layers[0]);
+#pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
+    {
+        float sums[BLOCK_ROWS * COLUMNS] __attribute__((aligned(64)));
+        some_rows taken[BLOCK_ROWS];
+        for (int64_t group = 0, row = 0, n; (n = take_rows(&all, layers, ends, groups, &group, &row, taken)) > 0;) {
+            for (int64_t i = 0; i < n; i++) lay_out_block(&taken[i].of, taken[i].row, taken[i].by, taken[i].count);
+#pragma omp barrier
+#pragma omp for schedule(dynamic, 4)
+            for (int64_t i = 0; i < n * panels; i++) {
+                const some_rows *const own = &taken[i / panels];
+                run_panel(own->of.of, kernel(own->of.of), own->of.scratch, sums, own->by, i % panels);
+                write_panel(&own->of, sums, own->row, own->count, i % panels);
             }
         }
     }

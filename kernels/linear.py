@@ -6,6 +6,7 @@ GIL. A row's result is bit-identical for any other rows in the call and any numb
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from functools import cache
 from typing import Final, Literal, NamedTuple
 
@@ -108,6 +109,7 @@ def _library() -> ctypes.CDLL | None:
     functions = {
         "pdkv_linear_row_bytes": (NUMBER, [layer]),
         "pdkv_linear": (None, [layer, *[POINTER, NUMBER] * 4, NUMBER, POINTER, ctypes.c_double]),
+        "pdkv_linear_group": (None, [*[POINTER] * 2, NUMBER, *[POINTER] * 2, NUMBER, *[POINTER] * 2, *[NUMBER] * 2]),
         "pdkv_pass_heads": (None, ()),  # which passes.py calls
     }
     return load_library("_linear", functions)
@@ -228,5 +230,42 @@ class PackedWeight:
         self._run(
             self._address, x.data_ptr(), stride, added, added_stride, out.data_ptr(), rows, scratch, num_threads, what,
             norm, epsilon,
+        )  # fmt: skip
+        return out
+
+
+class PackedGroup:
+    """Weights of equal sizes, each of which multiplies rows of its own."""
+
+    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+        library = _library()
+        assert library is not None, "ask available() first"
+        assert len({(weight.outputs, weight.inputs, weight.dtype) for weight in weights}) == 1, "unequal weights"
+        self.weights = list(weights)  # keeps what `_layers` points at
+        self._layers = (ctypes.c_void_p * len(weights))(*[ctypes.addressof(weight._layer) for weight in weights])
+        self._row_bytes = max(weight._row_bytes for weight in weights)
+        self._run = library.pdkv_linear_group
+
+    def multiply(
+        self, x: torch.Tensor, ends: torch.Tensor, num_threads: int, *, rows: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:  # fmt: skip
+        """Each weight's rows of x times its weight, one behind the other: (ends[-1], outputs).
+
+        Args:
+            ends: (weights,) int64, where each weight's rows end, those of the first begin at 0.
+            rows: (ends[-1],) int64, which rows of x they are; None: all, as they lie.
+            gated: silu(gate) * up of the rows is multiplied, as with GATED.
+        """
+        first, count = self.weights[0], int(ends[-1])
+        assert (x.dtype, x.shape[1], x.stride(1)) == (first.dtype, first.inputs * (1 + gated), 1), x.shape
+        assert (ends.dtype, len(ends)) == (torch.int64, len(self.weights)), ends.shape
+        assert count == len(x if rows is None else rows), (count, x.shape)
+        out = torch.empty((count, first.outputs), dtype=first.dtype)
+        scratch = _scratch.address(min(count, BLOCK_ROWS) * self._row_bytes)
+        self._run(
+            ctypes.addressof(self._layers), ends.data_ptr(), len(ends), x.data_ptr(),
+            None if rows is None else rows.data_ptr(), x.stride(0), out.data_ptr(), scratch, num_threads,
+            _GATED if gated else AS_THEY_ARE,
         )  # fmt: skip
         return out

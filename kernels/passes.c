@@ -174,3 +174,27 @@ void pdkv_pass_heads(const head_pass *a) {
     for (int64_t row = 0; row < a->rows; row++)
         pass_any_heads(a, row);
 }
+
+/* A row of `size` numbers: residual + the sum over j of weights[j] * x[places[j]], in float32 and rounded once. */
+INLINE void add_row(const void *x, const int64_t *places, const float *weights, const void *residual, void *to,
+                    int64_t row, int64_t chosen, int64_t size, const int dtype) {
+    for (int64_t i = 0; i < size; i += WIDTH) {
+        const int64_t count = size - i, at = row * size + i;
+        vec sum = {0};
+        for (int64_t j = 0; j < chosen; j++) sum += weights[j] * load(x, places[j] * size + i, count, dtype);
+        if (residual) sum += load(residual, at, count, dtype);
+        store(to, at, count, sum, dtype);
+    }
+}
+
+/* For each row, whose places and weights are (rows, chosen). */
+void pdkv_add_weighted(const void *x, const int64_t *places, const float *weights, const void *residual, void *to,
+                       int64_t rows, int64_t chosen, int64_t size, int64_t dtype, int64_t threads) {
+    const int num_threads = rows * chosen * size < SHARED_NUMBERS ? 1 : (int)threads;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t row = 0; row < rows; row++)
+        if (dtype == FLOAT32)
+            add_row(x, places + row * chosen, weights + row * chosen, residual, to, row, chosen, size, FLOAT32);
+        else
+            add_row(x, places + row * chosen, weights + row * chosen, residual, to, row, chosen, size, BFLOAT16);
+}

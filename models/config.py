@@ -10,6 +10,7 @@ from pdkv.config import is_paced, paced_part
 from pdkv.errors import ConfigError, ModelError
 from pdkv.models.config_fields import check_fields
 from pdkv.models.directory import ModelDirectory
+from pdkv.models.expert_config import Experts
 from pdkv.models.family import FAMILIES, Family, find_family
 from pdkv.models.json_fields import Fields
 from pdkv.models.quantization import Quantization, read_quantization
@@ -49,6 +50,7 @@ class ModelConfig:
     quantization: Quantization | None = None  # None: the checkpoint has dense weights
     windows: tuple[int | None, ...]  # by layer, how many tokens a query sees, its own included; None: all up to its own
     layer_ropes: tuple[Rope | None, ...] = ()  # by layer, where not all have the one above; None: no rotation
+    experts: Experts | None = None
 
     @property
     def rope(self) -> Rope:
@@ -57,8 +59,14 @@ class ModelConfig:
 
     @property
     def ropes(self) -> tuple[Rope | None, ...]:
-        """By layer."""
+        """The rotation of each layer; None: it has none."""
         return self.layer_ropes or (self.rope,) * self.num_layers
+
+    @property
+    def mlp_neurons(self) -> int:
+        """Neurons that a token goes through in a layer, at most."""
+        dense = self.experts is None or len(self.experts.layers) < self.num_layers
+        return max(self.intermediate_size if dense else 0, self.experts.neurons if self.experts else 0)
 
     @property
     def num_positions(self) -> int:

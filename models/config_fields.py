@@ -44,6 +44,7 @@ HARMLESS = _names(
     hidden_dropout_prob resid_pdrop residual_dropout embd_pdrop embedding_dropout dropout ffn_dropout
     classifier_dropout gradient_checkpointing use_gradient_checkpointing use_recompute neftune_noise_alpha
     pretraining_tp base_model_tp_plan base_model_pp_plan tensor_parallel_degree world_size loss_type ignore_index
+    router_aux_loss_coef router_jitter_noise output_router_logits aux_loss_alpha seq_aux
     num_labels id2label label2id problem_type finetuning_task task_specific_params
 
     use_cache cache_implementation return_dict use_return_dict output_attentions output_hidden_states

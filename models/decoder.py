@@ -191,5 +191,7 @@ class Decoder:
         """
         config = self.config
         qkv = (self.num_heads + 2 * self.num_kv_heads) * config.head_size
-        layer = 3 * config.hidden_size + qkv + 2 * config.intermediate_size
+        layer = 3 * config.hidden_size + qkv + 2 * config.mlp_neurons
+        if config.experts is not None:  # whose results lie side by side
+            layer += config.experts.chosen * config.hidden_size
         return 2 * num_tokens * layer * self.dtype.itemsize + num_logits * config.vocab_size * 2 * 4

@@ -38,6 +38,8 @@ class Family:
     norms: ClassVar[Norms] = Norms()
     attention: ClassVar[str] = ""  # "module:function", see `Loader.layer`; "": grouped-query attention
     mlp: ClassVar[str] = ""  # the same for the MLP; "": a gated one
+    mlp_name: ClassVar[str] = "mlp"  # of its tensors
+    expert_names: ClassVar[tuple[str, str, str]] = ("gate_proj", "up_proj", "down_proj")
 
     @classmethod
     def prepare(cls, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -70,6 +72,8 @@ FAMILIES: "Registry[Family]" = Registry(
         "MinistralForCausalLM": _FAMILIES + "mistral:Ministral",
         "Qwen2ForCausalLM": _FAMILIES + "qwen:Qwen2",
         "Qwen3ForCausalLM": _FAMILIES + "qwen:Qwen3",
+        "Qwen3MoeForCausalLM": _FAMILIES + "qwen:Qwen3Moe",
+        "MixtralForCausalLM": _FAMILIES + "mistral:Mixtral",
         "Phi3ForCausalLM": _FAMILIES + "phi:Phi3",
     },
     "pdkv.models.family:Family",

@@ -192,7 +192,7 @@ class Loader:
         before, post, mlp_before, mlp_post = (None if name is None else self.norm(prefix + name) for name in norms)
         return DecoderLayer(
             attention(self, layer, prefix + "self_attn."),
-            mlp(self, layer, prefix + "mlp."),
+            mlp(self, layer, f"{prefix}{family.mlp_name}."),
             attention_norm=before,
             attention_post=post,
             mlp_norm=mlp_before,
@@ -223,6 +223,12 @@ class Loader:
             self.fused(prefix + "gate_up_proj", gate_up, bias=config.mlp_bias),
             self.by_columns(prefix + "down_proj", size, mine, bias=config.mlp_bias),
         )
+
+    def gate_up_down(self, gate: str, up: str, down: str, size: int) -> tuple[Linear, Linear]:
+        """An MLP's two products with this rank's part of `size` neurons; the ranks' results are not added up."""
+        mine = self.parallel.shard.part(size, "neurons of an expert")
+        both = self.fused("", [(gate, size, mine), (up, size, mine)], bias=False)
+        return both, self.by_columns(down, size, mine, bias=False, adds_up=False)
 
     def norm(self, name: str) -> RMSNorm:
         """A norm of rows of the hidden size."""
@@ -277,8 +283,8 @@ class Loader:
             begin += rows
         return torch.cat(pieces)
 
-    def by_columns(self, name: str, columns: int, mine: slice, *, bias: bool) -> Linear:
-        """A projection back to the hidden size, divided by its input; ranks add their parts up."""
+    def by_columns(self, name: str, columns: int, mine: slice, *, bias: bool, adds_up: bool = True) -> Linear:
+        """A projection back to the hidden size, divided by its input; ranks add their parts up if it `adds_up`."""
         hidden = self.config.hidden_size
         has_bias = bias and self.parallel.shard.rank == 0
         own_bias = self.tensor(f"{name}.bias", (hidden,), keep=True) if has_bias else None
@@ -289,7 +295,7 @@ class Loader:
             part = self._part(slice(None), mine)
             weight = self.tensor(f"{name}.weight", (hidden, columns), part, keep=self.kind == "plain").contiguous()
             linear = make_linear(weight, own_bias, self.kind)
-        return linear if self.parallel.shard.size == 1 else RowParallelLinear(linear, self.parallel)
+        return RowParallelLinear(linear, self.parallel) if adds_up and self.parallel.shard.size > 1 else linear
 
     def _part(self, *index: slice) -> tuple[slice, ...]:
         """What to read of a tensor: all of it where there is one rank."""

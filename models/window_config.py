@@ -40,7 +40,7 @@ def uniform_windows(fields: Fields, num_layers: int) -> Windows:
 
 
 def windows_from_layer(fields: Fields, num_layers: int) -> Windows:
-    """Windows if `use_sliding_window` is true: in the layers of `layer_types`, else from layer `max_window_layers` on."""
+    """Windows where `use_sliding_window` is true: by `layer_types`, else from layer `max_window_layers` on."""
     if not fields.flag("use_sliding_window"):
         fields = Fields(fields.path, {**fields.values, "sliding_window": None})
     windows = windows_of_types(fields, num_layers)

@@ -19,7 +19,7 @@ class StepThreads:
     def __init__(self, config: ModelConfig, dtype: str, num_threads: int, num_ranks: int = 1) -> None:
         """`num_threads` at most, on a rank with one of `num_ranks` parts."""
         heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_size
-        num_weights = config.hidden_size * (heads + 3 * config.intermediate_size) // num_ranks
+        num_weights = config.hidden_size * (heads + 3 * config.mlp_neurons) // num_ranks
         self._num_threads = num_threads
         self._least_tokens = -(-_SHARED_FLOPS // (2 * num_weights))
         if num_weights * DTYPE_BYTES[dtype] >= _SHARED_BYTES:

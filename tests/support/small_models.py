@@ -17,6 +17,15 @@ _SMALL = {
 }
 
 _FAMILY_VALUES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+    },
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "mistral": {"sliding_window": None},
     "phi3": {"pad_token_id": 1, "original_max_position_embeddings": 1024},  # as its defaults fit no small model
 }
@@ -38,12 +47,9 @@ def make_hf_model(path: Path, family: str, dtype: str, **overrides: Any) -> Path
     import torch
     import transformers
 
-    config_class = getattr(
-        transformers, {"llama": "Llama", "mistral": "Mistral"}.get(family, family.capitalize()) + "Config"
-    )
     max_shard_size = overrides.pop("max_shard_size", "1GB")
     values: dict[str, Any] = {**_SMALL, **_FAMILY_VALUES.get(family, {}), **overrides}
-    config = config_class(**values)
+    config = transformers.AutoConfig.for_model(family, **values)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config)

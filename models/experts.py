@@ -1,0 +1,159 @@
+"""An MLP of experts: each token goes through the few that a router chooses for it, and through the shared ones."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from pdkv.errors import ModelError
+from pdkv.kernels.linear import PackedGroup
+from pdkv.kernels.passes import add_weighted
+from pdkv.models.decoder import GatedMlp, Mlp
+from pdkv.models.expert_config import Experts
+from pdkv.models.linear import CompiledLinear, Linear, linear_kind, make_linear
+from pdkv.models.loader import Loader
+from pdkv.models.parallel_layers import RowParallelLinear
+from pdkv.models.passes import RowPass
+
+
+class Router:
+    """Chooses each token's experts."""
+
+    def __init__(self, scores: Linear, bias: torch.Tensor | None, config: Experts) -> None:
+        """`scores`: (n, hidden) -> (n, experts), in float32; `bias` (experts,), float32."""
+        self._scores = scores
+        self._bias = bias
+        self._config = config
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """For rows x (n, hidden): (n, chosen) int64 experts, (n, chosen) float32 weights."""
+        config, logits = self._config, self._scores(x.float())
+        scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+        wanted = scores if self._bias is None else scores + self._bias
+        if config.groups > 1:
+            wanted = self._of_best_groups(wanted)
+        experts = wanted.topk(config.chosen, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if config.normalised:
+            weights /= weights.sum(-1, keepdim=True) + 1e-20
+        return experts, weights.mul_(config.scale)
+
+    def _of_best_groups(self, wanted: torch.Tensor) -> torch.Tensor:
+        config = self._config
+        groups = wanted.view(len(wanted), config.groups, -1)
+        best = groups.topk(config.group_best, dim=-1).values.sum(-1).topk(config.chosen_groups, dim=-1).indices
+        dropped = torch.ones(groups.shape[:2], dtype=torch.bool, device=wanted.device).scatter_(1, best, False)
+        return groups.masked_fill(dropped.unsqueeze(-1), -torch.inf).view_as(wanted)
+
+
+class Routed(Protocol):
+    """The experts that a router chooses among."""
+
+    def add(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        """residual + the weighted sum of each row's experts, (n, hidden).
+
+        Args:
+            x: (n, hidden).
+            experts, weights: as of `Router`.
+            residual: (n, hidden), which may be overwritten; None: nothing is added to.
+        """
+
+
+class TorchExperts:
+    """Any MLPs, one after the other, by the rows that chose them."""
+
+    def __init__(self, mlps: Sequence[GatedMlp]) -> None:
+        self._mlps = mlps
+
+    def add(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        out = torch.zeros_like(x, dtype=torch.float32)
+        for i, mlp in enumerate(self._mlps):
+            rows, which = (experts == i).nonzero(as_tuple=True)
+            if len(rows):
+                out.index_add_(0, rows, mlp(x[rows]).float() * weights[rows, which, None])
+        return out.to(x.dtype) if residual is None else residual.add_(out)
+
+
+class CompiledExperts:
+    """The products of all experts by compiled kernels, in two calls."""
+
+    def __init__(self, gate_up: Sequence[CompiledLinear], down: Sequence[CompiledLinear]) -> None:
+        self._gate_up = PackedGroup([layer.weight for layer in gate_up])
+        self._down = PackedGroup([layer.weight for layer in down])
+
+    def add(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        chosen, threads = experts.shape[1], torch.get_num_threads()
+        flat = experts.flatten()
+        order = flat.argsort(stable=True)
+        ends = flat.bincount(minlength=len(self._gate_up.weights)).cumsum(0)
+        gates = self._gate_up.multiply(x, ends, threads, rows=order // chosen)
+        products = self._down.multiply(gates, ends, threads, gated=True)
+        places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
+        return add_weighted(products, places.view_as(experts), weights, residual, threads)
+
+
+class ExpertMlp:
+    """Routed and shared experts."""
+
+    def __init__(self, router: Router, routed: Routed, shared: GatedMlp | None) -> None:
+        self._router = router
+        self._routed = routed
+        self._shared = shared
+
+    def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        x = x if before is None else before(x)
+        return self._routed.add(x, *self._router(x), None if self._shared is None else self._shared(x))
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
+        x = x if before is None else before(x)
+        experts, weights = self._router(x)
+        if self._shared is not None:
+            residual = self._shared.add(x, residual)
+        return self._routed.add(x, experts, weights, residual)
+
+
+def load_experts(load: Loader, layer: int, prefix: str) -> Mlp:
+    """The MLP of a layer, of experts where the configuration says so; each rank has a part of every expert's neurons.
+
+    Raises:
+        ModelError: as `load_decoder`, and for a router with NaN or infinity.
+    """
+    config, shard = load.config.experts, load.parallel.shard
+    if config is None or layer not in config.layers:
+        return load.gated_mlp(layer, prefix)
+    gate, up, down = load.family.expert_names
+    names = [f"{prefix}experts.{i}." for i in range(config.num)]
+    parts = [load.gate_up_down(*(name + part for part in (gate, up, down)), config.size) for name in names]
+    shared = None
+    if config.shared_size:
+        own = [f"{prefix}shared_experts.{part}" for part in (gate, up, down)]
+        shared = GatedMlp(*load.gate_up_down(*own, config.shared_size))
+    made = ExpertMlp(_load_router(load, prefix + "gate", config), _routed(parts), shared)
+    return made if shard.size == 1 else RowParallelLinear(made, load.parallel)
+
+
+def _routed(parts: Sequence[tuple[Linear, Linear]]) -> Routed:
+    gate_up = [layer for layer, _ in parts if isinstance(layer, CompiledLinear)]
+    down = [layer for _, layer in parts if isinstance(layer, CompiledLinear)]
+    if len(gate_up) == len(down) == len(parts):
+        return CompiledExperts(gate_up, down)
+    return TorchExperts([GatedMlp(*part) for part in parts])
+
+
+def _load_router(load: Loader, name: str, config: Experts) -> Router:
+    weight = load.tensor(name + ".weight", (config.num, load.config.hidden_size)).float()
+    bias_name = name + ".e_score_correction_bias"
+    bias = (
+        load.source.get(bias_name, (config.num,)).to(load.device, torch.float32, copy=True) if config.has_bias else None
+    )
+    for what, tensor in ((name + ".weight", weight), (bias_name, bias)):
+        if tensor is not None and not bool(tensor.isfinite().all()):
+            raise ModelError(f"tensor {what!r} has NaN or infinity: no expert could be chosen by it")
+    kind = linear_kind(torch.float32, load.device, "auto" if load.kind == "compiled" else "torch")
+    return Router(make_linear(weight.contiguous(), None, kind), bias, config)
