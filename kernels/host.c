@@ -23,6 +23,7 @@ typedef struct {
     int64_t n, heads, kv_heads, head_size, block_size, block_stride, row_stride;
     int64_t dtype, num_threads;
     double scale;
+    double softcap;               /* c: scores x become c * tanh(x / c); 0: they stay */
 } attention;
 
 /* What is attended to at once: KV heads [first, last) of a query, over its blocks [from, to). */
@@ -79,6 +80,15 @@ INLINE void softmax(float *scores, int64_t count, float *top_score, float *total
     }
     *top_score = top;
     *total = sum;
+}
+
+/* cap * tanh(scores / cap) in place, where tanh(x) = (1 - exp(-2x)) / (1 + exp(-2x)) for x >= 0. */
+INLINE void cap_scores(float *scores, int64_t count, float cap) {
+#pragma omp simd
+    for (int64_t t = 0; t < count; t++) {
+        const float x = scores[t], e = exp_of((x < 0.0f ? x : -x) * (2.0f / cap)), y = cap * ((1.0f - e) / (1.0f + e));
+        scores[t] = x < 0.0f ? -y : y;
+    }
 }
 
 #define MAX_HEAD_SIZE 256
@@ -160,6 +170,8 @@ INLINE int64_t result_size(const attention *a, int64_t heads) { return (heads * 
                     scores_##NAME(query + h * size / WIDTH, own, tokens, to, columns, size, 1);                       \
             }                                                                                                         \
         }                                                                                                             \
+        for (int64_t h = 0; a->softcap > 0.0 && h < heads; h++)                                                       \
+            cap_scores(scores + h * columns + hidden, count - hidden, (float)a->softcap);                             \
         for (int64_t h = 0; h < heads; h++)                                                                           \
             softmax(scores + h * columns + hidden, count - hidden, &tops[h], &totals[h]);                             \
         for (int64_t b = 0; b < blocks; b++) {                                                                        \

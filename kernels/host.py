@@ -30,6 +30,7 @@ class AttentionArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("n", "heads", "kv_heads", "head_size", "block_size")),
         *((name, ctypes.c_int64) for name in ("block_stride", "row_stride", "dtype", "num_threads")),
         ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
     )
 
 

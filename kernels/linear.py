@@ -51,11 +51,17 @@ class Norm:
         self.epsilon = epsilon
 
 
-AS_THEY_ARE, NORMED, _GATED = range(3)
+AS_THEY_ARE, NORMED = range(2)
 """What becomes of rows, by numbers in passes.h."""
 
+Gated = Literal["gated", "gated gelu"]
 GATED: Final = "gated"
 """Rows of (rows, 2 * inputs), gates and what they gate: silu(gate) * up is multiplied."""
+
+GATED_GELU: Final = "gated gelu"
+"""The same with gelu, by tanh, instead of silu."""
+
+_GATES = {GATED: 2, GATED_GELU: 3}
 
 
 class EightBits(NamedTuple):
@@ -201,7 +207,7 @@ class PackedWeight:
         x: torch.Tensor,
         residual: torch.Tensor | None,
         num_threads: int,
-        before: Norm | Literal["gated"] | None = None,
+        before: Norm | Gated | None = None,
     ) -> torch.Tensor:
         """before(x) @ weight.T + bias + residual, rounded once; x (rows, inputs), residual (rows, outputs).
 
@@ -210,8 +216,8 @@ class PackedWeight:
         rows, columns = x.shape
         what, norm, epsilon = AS_THEY_ARE, None, 0.0
         expected = self.inputs
-        if before == GATED:
-            what, expected = _GATED, 2 * self.inputs
+        if isinstance(before, str):
+            what, expected = _GATES[before], 2 * self.inputs
         elif before is not None:
             assert before.size == self.inputs, (before.size, self.inputs)
             what, norm, epsilon = NORMED, before.address, before.epsilon
@@ -266,6 +272,6 @@ class PackedGroup:
         self._run(
             ctypes.addressof(self._layers), ends.data_ptr(), len(ends), x.data_ptr(),
             None if rows is None else rows.data_ptr(), x.stride(0), out.data_ptr(), scratch, num_threads,
-            _GATED if gated else AS_THEY_ARE,
+            _GATES[GATED] if gated else AS_THEY_ARE,
         )  # fmt: skip
         return out

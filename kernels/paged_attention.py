@@ -19,6 +19,7 @@ def paged_attention(
     *,
     window: int | None = None,
     kv_scales: Scales = NO_SCALES,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Causal attention for the last tokens of each sequence.
 
@@ -35,6 +36,7 @@ def paged_attention(
         scale: factor of the logits.
         window: how many tokens each query attends to, including its own; None: all up to its own.
         kv_scales: the values that 1.0 in an FP8 pool represents, for K and for V.
+        softcap: c, where logits x become c * tanh(x / c); 0: they stay.
 
     Returns:
         (T, num_heads, head_size) in q's dtype; zeros in rows from cu_seqlens_q[R] on (padding). Non-finite values in K
@@ -50,8 +52,8 @@ def paged_attention(
     if q.is_cuda:
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
-        return paged_attention_triton(*tensors, scale, window=window, kv_scales=kv_scales)
-    return paged_attention_reference(*tensors, scale, window=window, kv_scales=kv_scales)
+        return paged_attention_triton(*tensors, scale, window=window, kv_scales=kv_scales, softcap=softcap)
+    return paged_attention_reference(*tensors, scale, window=window, kv_scales=kv_scales, softcap=softcap)
 
 
 def paged_attention_reference(
@@ -65,6 +67,7 @@ def paged_attention_reference(
     *,
     window: int | None = None,
     kv_scales: Scales = NO_SCALES,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """What `paged_attention` computes, sequence by sequence in torch; in float32, or float64 for float64 inputs."""
     precision = torch.promote_types(q.dtype, torch.float32)
@@ -91,7 +94,9 @@ def paged_attention_reference(
                 hidden |= positions[:seen] <= own - window
             grouped = queries.reshape(count, kv_heads, -1, head_size).permute(1, 2, 0, 3).flatten(1, 2)
             logits = (grouped @ keys[:, :seen].transpose(1, 2)).view(kv_heads, -1, count, seen)
-            logits = logits.mul_(scale * kv_scales[0]).masked_fill_(hidden, -torch.inf)
+            logits = logits.mul_(scale * kv_scales[0])
+            logits = logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
+            logits = logits.masked_fill_(hidden, -torch.inf)
             weights = logits.softmax(dim=-1).flatten(1, 2)
             result = (weights @ values[:, :seen]).view(kv_heads, -1, count, head_size)
             if is_bad:

@@ -56,6 +56,7 @@ def _attend_tile(
     values: tl.tensor,
     table: tl.tensor,  # the sequence's row
     scale: tl.tensor,
+    softcap: tl.tensor,
     window: tl.tensor,
     stride_kv_block: tl.tensor,
     stride_kv_token: tl.tensor,
@@ -64,6 +65,7 @@ def _attend_tile(
     HEAD_SIZE_PADDED: tl.constexpr,
     TILE_KV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     IN_PARTS: tl.constexpr,
     WHOLE: tl.constexpr,  # every row sees all of the tile
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -89,6 +91,8 @@ def _attend_tile(
         key_tile = tl.load(keys + offsets, mask=load_mask, other=0.0).to(dtype)
         value_tile = tl.load(values + offsets, mask=load_mask, other=0.0).to(dtype)
     logits = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale
+    if HAS_SOFTCAP:  # tanh by the logistic function, which neither overflows
+        logits = softcap * (2.0 * tl.sigmoid(logits * (2.0 / softcap)) - 1.0)
     if not WHOLE:
         seen = kv_mask[None, :] & (kv_positions[None, :] <= positions[:, None])
         if HAS_WINDOW:
@@ -124,6 +128,7 @@ def _paged_attention_kernel(
     cu_seqlens_q: tl.tensor,
     scale: tl.tensor,
     v_scale: tl.tensor,
+    softcap: tl.tensor,  # in powers of two, as scale
     num_seqs: tl.tensor,
     window: tl.tensor,  # tokens that a query sees, its own included; of any size without HAS_WINDOW
     stride_q_token: tl.tensor,
@@ -144,6 +149,7 @@ def _paged_attention_kernel(
     TILE_ROWS: tl.constexpr,  # at least TILE_QUERIES * GROUP_SIZE
     TILE_KV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
     IN_PARTS: tl.constexpr,  # or one program sees all of the KV
 ) -> None:
     tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most: they begin first
@@ -199,8 +205,8 @@ def _paged_attention_kernel(
         for kv_start in range(bounds[phase], bounds[phase + 1], TILE_KV):
             best, total, result, spoiled = _attend_tile(
                 best, total, result, spoiled, kv_start, kv_stop, query_tile, positions, keys, values, table, scale,
-                window, stride_kv_block, stride_kv_token, BLOCK_SIZE, HEAD_SIZE, HEAD_SIZE_PADDED, TILE_KV, HAS_WINDOW,
-                IN_PARTS, phase == 1,
+                softcap, window, stride_kv_block, stride_kv_token, BLOCK_SIZE, HEAD_SIZE, HEAD_SIZE_PADDED, TILE_KV,
+                HAS_WINDOW, HAS_SOFTCAP, IN_PARTS, phase == 1,
             )  # fmt: skip
     target = tokens * stride_out_token + part * stride_out_part + heads * stride_out_head
     if IN_PARTS:
@@ -342,6 +348,7 @@ def paged_attention_triton(
     *,
     window: int | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
+    softcap: float = 0.0,
 ) -> torch.Tensor:
     """Launch the kernels; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
     if q.stride(2) != 1 or kv_pool.stride(5) != 1 or block_tables.stride(1) != 1:
@@ -355,7 +362,8 @@ def paged_attention_triton(
     results = _Results.of(out, parts.num)
     index = block_tables, seq_lens, cu_seqlens_q
     scale *= kv_scales[0] * math.log2(math.e)  # powers of two are what a GPU computes
-    _launch_attention(results, q, kv_pool, layer, *index, scale, kv_scales[1], window, parts)
+    softcap *= math.log2(math.e)
+    _launch_attention(results, q, kv_pool, layer, *index, scale, kv_scales[1], softcap, window, parts)
     if parts.num > 1:
         _launch_combine(out, results, seq_lens, cu_seqlens_q, window, parts)
     return out
@@ -371,6 +379,7 @@ def _launch_attention(
     cu_seqlens_q: torch.Tensor,
     scale: float,
     v_scale: float,
+    softcap: float,
     window: int | None,
     parts: _Parts,
 ) -> None:
@@ -389,6 +398,7 @@ def _launch_attention(
         cu_seqlens_q,
         scale,
         v_scale,
+        softcap,
         num_seqs,
         window or 0,
         *q.stride()[:2],
@@ -402,6 +412,7 @@ def _launch_attention(
         TILE_QUERIES=tiles.queries,
         TILE_ROWS=tiles.rows,
         TILE_KV=tiles.kv,
+        HAS_SOFTCAP=softcap > 0.0,
         IN_PARTS=parts.num > 1,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,

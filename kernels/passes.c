@@ -56,11 +56,13 @@ INLINE float norm_scale(const void *x, int64_t size, float epsilon, const int dt
     return 1.0f / sqrtf(sum_of(lanes) / (float)size + epsilon);
 }
 
-/* silu(gate) * up, where silu(x) = x / (1 + exp(-x)); of exp(-|x|), which cannot overflow. */
-INLINE vec gated(vec gate, vec up, const int dtype) {
+/* silu(gate) * up, where silu(x) = x / (1 + exp(-x)); of exp(-|x|), which cannot overflow. GATED_GELU: gelu by tanh, which
+ * is x / (1 + exp(-2 * sqrt(2 / pi) * (x + 0.044715 * x^3))). */
+INLINE vec gated(vec gate, vec up, const int dtype, const int what) {
     const vec zero = {0};
-    const ints is_negative = gate < zero;
-    const vec power = exp_of_lanes(where(is_negative, gate, -gate));
+    const vec x = what == GATED ? gate : 1.59576912f * (gate + 0.044715f * (gate * gate * gate));
+    const ints is_negative = x < zero;
+    const vec power = exp_of_lanes(where(is_negative, x, -x));
     const vec silu = gate * (where(is_negative, power, zero + 1.0f) / (power + 1.0f));
     return rounded(silu, dtype) * up;
 }
@@ -70,7 +72,7 @@ INLINE vec passed(const row_pass *pass, const void *x, int64_t inputs, float sca
                              const int dtype, const int what) {
     const vec numbers = load(x, i, count, dtype);
     if (what == NORMED) return numbers * scale * load(pass->norm, i, count, FLOAT32);
-    return gated(numbers, load(x, inputs + i, count, dtype), dtype);
+    return gated(numbers, load(x, inputs + i, count, dtype), dtype, what);
 }
 
 /* A row in chunks that begin `stride` bytes apart, with zeros behind its last number; `to_dtype` holds what it is rounded
@@ -90,6 +92,16 @@ INLINE void pass_row(const row_pass *pass, const void *x, int64_t inputs, char *
         }
 }
 
+INLINE void pass_gated(const row_pass *pass, const void *x, int64_t inputs, char *to, int64_t stride, int64_t chunk,
+                       int64_t dtype, int64_t to_dtype, const int what) {
+    if (dtype == FLOAT32)
+        pass_row(pass, x, inputs, to, stride, chunk, FLOAT32, FLOAT32, what);
+    else if (to_dtype == FLOAT32)
+        pass_row(pass, x, inputs, to, stride, chunk, BFLOAT16, FLOAT32, what);
+    else
+        pass_row(pass, x, inputs, to, stride, chunk, BFLOAT16, BFLOAT16, what);
+}
+
 /* pass_row for what is known when it is called. */
 void pass_any_row(const row_pass *pass, const void *x, int64_t inputs, char *to, int64_t stride,
                                   int64_t chunk, int64_t dtype, int64_t to_dtype) {
@@ -99,12 +111,10 @@ void pass_any_row(const row_pass *pass, const void *x, int64_t inputs, char *to,
         pass_row(pass, x, inputs, to, stride, chunk, BFLOAT16, FLOAT32, NORMED);
     else if (pass->what == NORMED)
         pass_row(pass, x, inputs, to, stride, chunk, BFLOAT16, BFLOAT16, NORMED);
-    else if (dtype == FLOAT32)
-        pass_row(pass, x, inputs, to, stride, chunk, FLOAT32, FLOAT32, GATED);
-    else if (to_dtype == FLOAT32)
-        pass_row(pass, x, inputs, to, stride, chunk, BFLOAT16, FLOAT32, GATED);
+    else if (pass->what == GATED)
+        pass_gated(pass, x, inputs, to, stride, chunk, dtype, to_dtype, GATED);
     else
-        pass_row(pass, x, inputs, to, stride, chunk, BFLOAT16, BFLOAT16, GATED);
+        pass_gated(pass, x, inputs, to, stride, chunk, dtype, to_dtype, GATED_GELU);
 }
 
 /* One head's vector, in place: normed where `norm` is, then rotated by half of its first `rotary` numbers. torch's roll,

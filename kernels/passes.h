@@ -3,7 +3,7 @@
 #define PDKV_PASSES_H
 #include "vectors.h"
 
-enum { AS_THEY_ARE, NORMED, GATED };      /* what becomes of rows before they are multiplied */
+enum { AS_THEY_ARE, NORMED, GATED, GATED_GELU };      /* what becomes of rows before they are multiplied */
 
 typedef struct {
     int64_t what;
@@ -11,7 +11,7 @@ typedef struct {
     float epsilon;     /* NORMED: added to the mean of squares */
 } row_pass;
 
-/* A row of `inputs` numbers, GATED: gates and then as many that they gate, in chunks that begin `stride` bytes apart.
+/* A row of `inputs` numbers, GATED and GATED_GELU: gates and then as many that they gate, in chunks that begin `stride` bytes apart.
  * Behind the last number a chunk has zeros. `to_dtype` holds what is rounded to `dtype`. */
 __attribute__((visibility("hidden"))) void pass_any_row(
     const row_pass *, const void *x, int64_t inputs, char *to, int64_t stride, int64_t chunk, int64_t dtype, int64_t to_dtype);

@@ -53,26 +53,29 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> to
 
 
 @jit()
-def _silu_mul_kernel(
-    out: tl.tensor, x: tl.tensor, stride_row: tl.tensor, SIZE: tl.constexpr, TILE: tl.constexpr
+def _gated_kernel(
+    out: tl.tensor, x: tl.tensor, stride_row: tl.tensor, SIZE: tl.constexpr, TILE: tl.constexpr, GELU: tl.constexpr
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * TILE + tl.arange(0, TILE)
     gates = tl.load(x + row * stride_row + at, mask=at < SIZE, other=0.0).to(tl.float32)
     ups = tl.load(x + row * stride_row + SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
-    silu = (gates / (1.0 + tl.exp(-gates))).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * SIZE + at, (silu * ups).to(out.dtype.element_ty), mask=at < SIZE)
+    power = gates
+    if GELU:
+        power = 1.5957691216 * (gates + 0.044715 * (gates * gates * gates))
+    acted = (gates / (1.0 + tl.exp(-power))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * SIZE + at, (acted * ups).to(out.dtype.element_ty), mask=at < SIZE)
 
 
-def silu_mul_triton(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up for rows x (n, 2 * size) of [gate, up]; silu is rounded, then the product."""
+def gated_triton(x: torch.Tensor, *, gelu: bool = False) -> torch.Tensor:
+    """silu(gate) * up for rows x (n, 2 * size) of [gate, up]; silu is rounded, then the product. `gelu`: by tanh."""
     num_rows, size = x.shape[0], x.shape[1] // 2
     if x.stride(1) != 1 or x.shape[1] % 2:
         raise ValueError(f"expected contiguous rows of two halves, got x {tuple(x.shape)} with strides {x.stride()}")
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     if num_rows:
         grid = num_rows, triton.cdiv(size, _TILE)
-        _silu_mul_kernel[grid](out, x, x.stride(0), SIZE=size, TILE=_TILE, num_warps=4, **LAUNCH_OPTIONS)
+        _gated_kernel[grid](out, x, x.stride(0), SIZE=size, TILE=_TILE, GELU=gelu, num_warps=4, **LAUNCH_OPTIONS)
     return out
 
 

@@ -35,6 +35,7 @@ typedef struct {
     int64_t dtype, num_threads;
     char *rooms;                  /* for each thread, as many bytes as pdkv_prompt_room_bytes says; aligned to 64 */
     double scale;
+    double softcap;               /* c: scores x become c * tanh(x / c); 0: they stay */
 } prompts;
 
 /* Queries [first, first + count) of a run, and the heads of one KV head. */
@@ -358,6 +359,19 @@ INLINE void add_values(const prompts *a, const some_rows *s, const char *values,
     }
 }
 
+/* softcap * tanh(scores * scale / softcap) in place, where tanh(x) = (1 - e^-2x) / (1 + e^-2x) for x >= 0. */
+INLINE void cap_scores(const prompts *a, float *scores, int64_t count) {
+    const float cap = (float)a->softcap, factor = (float)(2.0 * a->scale / a->softcap * 1.4426950408889634);
+    const vec one = all_of(1.0f);
+    for (int64_t i = 0; i < count; i += WIDTH) {
+        const vec x = load_float32(scores + i);
+        const ints is_negative = x < (vec){0};
+        const vec e = power_of_two(where(is_negative, x, -x) * factor), y = cap * ((one - e) / (one + e));
+        const vec capped = where(is_negative, -y, y);
+        memcpy(scores + i, &capped, sizeof capped);
+    }
+}
+
 /* Some rows by one tile of keys. */
 INLINE void attend_rows(const prompts *a, const piece *of, some_rows *s, const keys_tile *t, run_tile *run,
                                      const int dtype) {
@@ -369,6 +383,7 @@ INLINE void attend_rows(const prompts *a, const piece *of, some_rows *s, const k
                               .sums = t->scores + p * rows * COLUMNS, .chunks = chunks, .is_first = 1, .turn = -1};
         run(&product, (int)rows);
     }
+    if (a->softcap > 0.0) cap_scores(a, t->scores, panels * rows * COLUMNS);
     const int see_all = panels == KEYS / COLUMNS ? weigh_rows(a, of, s, t, KEYS / COLUMNS, dtype)
                                                  : weigh_rows(a, of, s, t, panels, dtype);
     if (see_all || t->is_finite)
@@ -420,7 +435,8 @@ INLINE void attend_piece(const prompts *a, const piece *of, room *room, const in
         pack_keys(a, room->places, from, to, room->keys, dtype);
         const int64_t padded = (to + COLUMNS - 1) / COLUMNS * COLUMNS;
         const int is_finite = pack_values(a, room->places, from, to, padded, room->values, dtype);
-        const keys_tile t = {first, is_finite, (float)(a->scale * 1.4426950408889634), room->places, room->keys,
+        const double scale = a->softcap > 0.0 ? 1.0 : a->scale; /* capped scores are scaled already */
+        const keys_tile t = {first, is_finite, (float)(scale * 1.4426950408889634), room->places, room->keys,
                              room->values, room->own_values, room->weights, room->own_weights, room->scores};
         const int64_t rest = stop - first - KEYS, count = rest < 0 ? 0 : rest < KEYS ? rest : KEYS;
         find_places(a, of, first + KEYS, 0, count, room->next_places);

@@ -30,6 +30,7 @@ class PromptArgs(ctypes.Structure):
         ("num_threads", ctypes.c_int64),
         ("rooms", ctypes.c_void_p),
         ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
     )
 
 

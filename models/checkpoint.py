@@ -52,9 +52,14 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._holders
 
-    def check_all_read(self, *, quantized: bool) -> None:
-        """Refuse tensors that were not read, unless they change nothing. Raises ModelError, which names some."""
+    def check_all_read(self, *, quantized: bool, skipped: tuple[str, ...] = ()) -> None:
+        """Refuse tensors that were not read, unless they change nothing or their names begin with one of `skipped`.
+
+        Raises:
+            ModelError: there are some; the message names one.
+        """
         unread = [name for name in self._holders if name not in self._read and not _HARMLESS.search(name)]
+        unread = [name for name in unread if not name.startswith(skipped)]
         unread = [name for name in unread if not (quantized and _HARMLESS_QUANTIZED.search(name))]
         # GPTQ's writers add a bias of zeros to each layer.
         if names := [name for name in unread if not _ADDED.search(name) or self.stored(name).float().any()]:

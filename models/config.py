@@ -51,6 +51,16 @@ class ModelConfig:
     windows: tuple[int | None, ...]  # by layer, how many tokens a query sees, its own included; None: all up to its own
     layer_ropes: tuple[Rope | None, ...] = ()  # by layer, where not all have the one above; None: no rotation
     experts: Experts | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    norm_offset: float = 0.0  # is added to norms' weights
+    attention_scale: float | None = None  # of q k; None: 1 / sqrt(head_size)
+    attention_softcap: float = 0.0  # c of c * tanh(x / c); 0: none, as of logits
+    logits_softcap: float = 0.0
+    logits_divisor: float = 1.0
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of what attention and MLP add
+    positions_are_stretched: bool = False  # max_position_embeddings has RoPE's factor already
+    extra_layers: int = 0  # behind the last, which guess further tokens: they are not read
 
     @property
     def rope(self) -> Rope:
@@ -74,7 +84,7 @@ class ModelConfig:
         number, unless `max_position_embeddings` already includes it.
         """
         scaling = self.rope_scaling
-        if scaling is None or scaling.kind in ("llama3", "longrope"):
+        if scaling is None or self.positions_are_stretched or scaling.kind in ("llama3", "longrope"):
             return self.max_position_embeddings
         if scaling.kind == "yarn":  # the field may be the stretched number, as vLLM has it, or the one from before
             return max(self.max_position_embeddings, int(scaling.original_max_position_embeddings * scaling.factor))

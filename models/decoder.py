@@ -11,7 +11,7 @@ import torch
 from pdkv.models.config import ModelConfig
 from pdkv.models.heads import Heads, Rotation, StepRotation
 from pdkv.models.linear import Linear
-from pdkv.models.parallel_layers import Embedding
+from pdkv.models.parallel_layers import Embedding, WideNorms
 from pdkv.models.passes import RMSNorm, RowPass, silu_mul
 
 Attend = Callable[[int, torch.Tensor, Heads | None], torch.Tensor]
@@ -56,6 +56,7 @@ class GroupedQueryAttention:
         q_norm: RMSNorm | None = None,
         k_norm: RMSNorm | None = None,
         rotation: int = 0,
+        wide_norms: WideNorms | None = None,
     ) -> None:
         """`q_norm`, `k_norm`: of each head; `rotation`: the index in `Step.rotations`."""
         self.output = output
@@ -63,9 +64,13 @@ class GroupedQueryAttention:
         self._head_size = head_size
         self._norms = q_norm, k_norm
         self._rotation = rotation
+        self._wide_norms = wide_norms
 
     def __call__(self, layer: int, x: torch.Tensor, before: RowPass | None, step: Step) -> torch.Tensor:
-        qkv = self._qkv(x, before).view(len(x), -1, self._head_size)
+        qkv = self._qkv(x, before)
+        if self._wide_norms is not None:
+            self._wide_norms.apply(qkv)
+        qkv = qkv.view(len(x), -1, self._head_size)
         return step.attend(layer, qkv, step.rotations[self._rotation].of(*self._norms))
 
 
@@ -174,6 +179,8 @@ class Decoder:
         """
         step = Step(positions, [rotation.at(positions) for rotation in self._rotations], attend)
         x = self._embedding(token_ids)
+        if self.config.embedding_scale != 1.0:
+            x.mul_(torch.tensor(self.config.embedding_scale, dtype=self.dtype).item())  # rounded as its products are
         last = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
             x = layer(i, x, step, rows if i == last else None)
@@ -183,7 +190,12 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 logits (m, vocab) of hidden states (m, hidden)."""
-        return self._lm_head(hidden).float()
+        logits, config = self._lm_head(hidden).float(), self.config
+        if config.logits_divisor != 1.0:
+            logits /= config.logits_divisor
+        if config.logits_softcap:
+            logits = logits.div_(config.logits_softcap).tanh_().mul_(config.logits_softcap)
+        return logits
 
     def step_bytes(self, num_tokens: int, num_logits: int) -> int:
         """Estimated memory of steps' temporaries: a layer's activations, doubled because steps of other sizes leave

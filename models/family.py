@@ -34,7 +34,10 @@ class Family:
     mlp_bias: ClassVar[bool | None] = False  # None: the field `mlp_bias`
     partial_rotation: ClassVar[bool] = False  # transformers reads partial_rotary_factor, too
     qk_norm: ClassVar[bool] = False  # a norm of each head of queries and keys
+    wide_qk_norm: ClassVar[bool] = False  # one norm of all heads of queries together, and one of keys
+    interleaved: ClassVar[bool] = False  # neighbouring numbers of a head are rotated together
     fused_weights: ClassVar[bool] = False  # one tensor for q, k and v, and one for the MLP's gate and up
+    fused_gate_up: ClassVar[bool] = False  # the latter alone
     norms: ClassVar[Norms] = Norms()
     attention: ClassVar[str] = ""  # "module:function", see `Loader.layer`; "": grouped-query attention
     mlp: ClassVar[str] = ""  # the same for the MLP; "": a gated one
@@ -75,6 +78,13 @@ FAMILIES: "Registry[Family]" = Registry(
         "Qwen3MoeForCausalLM": _FAMILIES + "qwen:Qwen3Moe",
         "MixtralForCausalLM": _FAMILIES + "mistral:Mixtral",
         "Phi3ForCausalLM": _FAMILIES + "phi:Phi3",
+        "Gemma2ForCausalLM": _FAMILIES + "gemma:Gemma2",
+        "Gemma3ForCausalLM": _FAMILIES + "gemma:Gemma3",
+        "Olmo2ForCausalLM": _FAMILIES + "olmo:Olmo2",
+        "GraniteForCausalLM": _FAMILIES + "granite:Granite",
+        "SmolLM3ForCausalLM": _FAMILIES + "smollm:SmolLM3",
+        "Glm4ForCausalLM": _FAMILIES + "glm:Glm4",
+        "Glm4MoeForCausalLM": _FAMILIES + "glm:Glm4Moe",
     },
     "pdkv.models.family:Family",
 )

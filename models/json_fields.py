@@ -40,6 +40,12 @@ class Fields:
                 f"{self.path}: field {name!r} must be a number, got one of {len(str(value))} digits"
             ) from None
 
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if not 0.0 < value < math.inf:
+            raise ModelError(f"{self.path}: field {name!r} must be above 0 and finite, got {value!r}")
+        return value
+
     def count(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
         if not math.isfinite(value) or value != int(value) or not 1 <= value <= _MAX_COUNT:

@@ -21,8 +21,14 @@ from pdkv.models.family import FAMILIES
 from pdkv.models.heads import make_rotation
 from pdkv.models.linear import CompiledLinear, Linear, LinearKind, linear_kind, make_linear, make_norm
 from pdkv.models.parallel import ALONE, TensorParallel
-from pdkv.models.parallel_layers import Embedding, GatheredLinear, RowParallelLinear, VocabularyParallelEmbedding
-from pdkv.models.passes import RMSNorm
+from pdkv.models.parallel_layers import (
+    Embedding,
+    GatheredLinear,
+    RowParallelLinear,
+    VocabularyParallelEmbedding,
+    WideNorms,
+)
+from pdkv.models.passes import RMSNorm, gelu_mul, silu_mul
 from pdkv.models.quantized_layers import Piece, QuantizedLayers
 from pdkv.models.rope import make_rope_table
 from pdkv.models.weight_files import WeightFiles
@@ -74,7 +80,9 @@ def load_decoder(
                 kept = QuantizedLayers(dequantized, config.quantization, dtype)
         decoder = Loader(source, config, dtype, device, kind, parallel, kept).decoder(max_model_len)
         if parallel.shard.rank == 0:  # whose layers have all biases
-            checkpoint.check_all_read(quantized=config.quantization is not None)
+            extra = range(config.num_layers, config.num_layers + config.extra_layers)
+            skipped = tuple(f"model.layers.{layer}." for layer in extra)
+            checkpoint.check_all_read(quantized=config.quantization is not None, skipped=skipped)
         files.check_unchanged()
     if isinstance(kept, EightBitLayers):
         kept.tell()
@@ -190,13 +198,14 @@ class Loader:
         attention = resolve_name(family.attention) if family.attention else Loader.attention
         mlp = resolve_name(family.mlp) if family.mlp else Loader.gated_mlp
         before, post, mlp_before, mlp_post = (None if name is None else self.norm(prefix + name) for name in norms)
+        scaled = None if self.config.residual_scale == 1.0 else _Scaled(self.config.residual_scale)
         return DecoderLayer(
             attention(self, layer, prefix + "self_attn."),
             mlp(self, layer, f"{prefix}{family.mlp_name}."),
             attention_norm=before,
-            attention_post=post,
+            attention_post=post or scaled,
             mlp_norm=mlp_before,
-            mlp_post=mlp_post,
+            mlp_post=mlp_post or scaled,
         )
 
     def attention(self, layer: int, prefix: str) -> GroupedQueryAttention:
@@ -205,13 +214,15 @@ class Loader:
         q, kv = self._rows(self.heads), self._rows(self.kv_heads)
         q_rows, kv_rows = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         parts = [(prefix + "q_proj", q_rows, q), (prefix + "k_proj", kv_rows, kv), (prefix + "v_proj", kv_rows, kv)]
+        halves = _halves(config.head_size, config.rotary_size) if self.family.interleaved else None
         return GroupedQueryAttention(
-            self.fused(prefix + "qkv_proj", parts, bias=config.attention_bias),
+            self.fused(prefix + "qkv_proj", parts, bias=config.attention_bias, halves=halves),
             self.by_columns(prefix + "o_proj", q_rows, q, bias=config.attention_output_bias),
             config.head_size,
-            q_norm=self._head_norm(prefix + "q_norm.weight") if config.qk_norm else None,
-            k_norm=self._head_norm(prefix + "k_norm.weight") if config.qk_norm else None,
+            q_norm=self._head_norm(prefix + "q_norm") if config.qk_norm else None,
+            k_norm=self._head_norm(prefix + "k_norm") if config.qk_norm else None,
             rotation=self.ropes.index(config.ropes[layer]),
+            wide_norms=self._wide_norms(prefix) if self.family.wide_qk_norm else None,
         )
 
     def gated_mlp(self, layer: int, prefix: str) -> GatedMlp:
@@ -219,9 +230,11 @@ class Loader:
         config = self.config
         size, mine = config.intermediate_size, self.parallel.shard.part(config.intermediate_size, "MLP neurons")
         gate_up = [(prefix + name, size, mine) for name in ("gate_proj", "up_proj")]
+        is_fused = config.fused_weights or self.family.fused_gate_up
         return GatedMlp(
-            self.fused(prefix + "gate_up_proj", gate_up, bias=config.mlp_bias),
+            self.fused(prefix + "gate_up_proj", gate_up, bias=config.mlp_bias, is_fused=is_fused),
             self.by_columns(prefix + "down_proj", size, mine, bias=config.mlp_bias),
+            gelu_mul if config.activation == "gelu_tanh" else silu_mul,
         )
 
     def gate_up_down(self, gate: str, up: str, down: str, size: int) -> tuple[Linear, Linear]:
@@ -232,11 +245,24 @@ class Loader:
 
     def norm(self, name: str) -> RMSNorm:
         """A norm of rows of the hidden size."""
-        weight = self.tensor(name + ".weight", (self.config.hidden_size,), keep=True)
+        weight = self._norm_weight(name, self.config.hidden_size)
         return make_norm(weight, self.config.rms_norm_eps, self.kind)
 
     def _head_norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.tensor(name, (self.config.head_size,), keep=True), self.config.rms_norm_eps)
+        return RMSNorm(self._norm_weight(name, self.config.head_size), self.config.rms_norm_eps)
+
+    def _norm_weight(self, name: str, size: int) -> torch.Tensor:
+        weight = self.tensor(name + ".weight", (size,), keep=True)
+        return weight.float() + self.config.norm_offset if self.config.norm_offset else weight
+
+    def _wide_norms(self, prefix: str) -> WideNorms:
+        config, sizes = (
+            self.config,
+            [heads * self.config.head_size for heads in (self.config.num_heads, self.config.num_kv_heads)],
+        )
+        q, k = (self._norm_weight(f"{prefix}{name}_norm", size) for name, size in zip("qk", sizes, strict=True))
+        mine = q[self._rows(self.heads)], k[self._rows(self.kv_heads)]
+        return WideNorms(*mine, (sizes[0], sizes[1]), config.rms_norm_eps, self.parallel)
 
     def _rows(self, heads: slice) -> slice:
         return slice(heads.start * self.config.head_size, heads.stop * self.config.head_size)
@@ -254,23 +280,35 @@ class Loader:
         moved = stored.to(self.device)
         return moved.to(self.dtype, copy=keep and moved is stored)
 
-    def fused(self, fused_name: str, parts: list[tuple[str, int, slice]], *, bias: bool) -> Linear:
+    def fused(
+        self,
+        fused_name: str,
+        parts: list[tuple[str, int, slice]],
+        *,
+        bias: bool,
+        is_fused: bool | None = None,
+        halves: torch.Tensor | None = None,
+    ) -> Linear:
         """Projections with a common input as one; each part is (name, all its rows, this rank's rows).
 
-        `fused_name` names the one tensor that holds all parts, in this order, in checkpoints that have them fused.
+        Args:
+            fused_name: the one tensor that holds all parts, in this order, in checkpoints that have them fused.
+            is_fused: whether this is such a checkpoint; None: as the configuration says for all layers.
+            halves: the order of a head's rows, in all parts but the last.
         """
         hidden = self.config.hidden_size
+        is_fused = self.config.fused_weights if is_fused is None else is_fused
         biases = [self.tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
-        own_bias = torch.cat(biases) if biases else None
-        pieces = _pieces_of(fused_name, parts) if self.config.fused_weights else [Piece(*part) for part in parts]
-        kept = self.kept.linear(pieces, hidden, slice(0, hidden), own_bias) if self.kept else None
+        own_bias = torch.cat(_in_halves(biases, halves)) if biases else None
+        pieces = _pieces_of(fused_name, parts) if is_fused else [Piece(*part) for part in parts]
+        kept = self.kept.linear(pieces, hidden, slice(0, hidden), own_bias) if self.kept and halves is None else None
         if kept is not None:
             return kept
-        if self.config.fused_weights:
+        if is_fused:
             assert not bias, "no family with fused weights has biases"
             return make_linear(self._rows_of(fused_name + ".weight", parts), None, self.kind)
         weights = [self.tensor(f"{name}.weight", (rows, hidden), self._part(mine)) for name, rows, mine in parts]
-        return make_linear(torch.cat(weights), own_bias, self.kind)
+        return make_linear(torch.cat(_in_halves(weights, halves)), own_bias, self.kind)
 
     def _rows_of(self, name: str, parts: list[tuple[str, int, slice]]) -> torch.Tensor:
         """This rank's rows of each part of a fused tensor, in which the parts follow one another."""
@@ -300,6 +338,33 @@ class Loader:
     def _part(self, *index: slice) -> tuple[slice, ...]:
         """What to read of a tensor: all of it where there is one rank."""
         return () if self.parallel.shard.size == 1 else index
+
+
+class _Scaled:
+    """What a part of a layer adds, times a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(self._factor)
+
+
+def _halves(head_size: int, rotary_size: int) -> torch.Tensor:
+    """The order of a head's numbers in which those that are rotated together lie half of the rotated part apart.
+
+    Products of queries and keys are the same in any order that both have.
+    """
+    order = torch.arange(head_size)
+    order[:rotary_size] = torch.cat([order[:rotary_size:2], order[1:rotary_size:2]])
+    return order
+
+
+def _in_halves(parts: list[torch.Tensor], order: torch.Tensor | None) -> list[torch.Tensor]:
+    """The parts, the rows of each head of all but the last in this order."""
+    if order is None:
+        return parts
+    return [*(part.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1) for part in parts[:-1]), parts[-1]]
 
 
 def _pieces_of(fused_name: str, parts: list[tuple[str, int, slice]]) -> list[Piece]:

@@ -74,3 +74,32 @@ class GatheredLinear:
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
         return self(x, before).add_(residual)
+
+
+class WideNorms:
+    """One RMSNorm of all queries' heads together and one of all keys', of which a rank holds a part."""
+
+    def __init__(
+        self, q_weight: torch.Tensor, k_weight: torch.Tensor, sizes: tuple[int, int], epsilon: float,
+        parallel: TensorParallel,
+    ) -> None:  # fmt: skip
+        """This rank's weights; `sizes`: of all ranks' queries and keys."""
+        self._weights = q_weight.float(), k_weight.float()
+        size = parallel.shard.size
+        # Ranks may hold the same keys: each counts for its part of them.
+        counts = [all_of * (size * len(w) // all_of) for all_of, w in zip(sizes, self._weights, strict=True)]
+        self._counts = torch.tensor(counts, dtype=torch.float32, device=q_weight.device)
+        self._epsilon = epsilon
+        self._parallel = parallel
+
+    def apply(self, qkv: torch.Tensor) -> None:
+        """Norm rows of (n, queries + keys + values) in place; computed in float32 and rounded once."""
+        stop = len(self._weights[0]), len(self._weights[0]) + len(self._weights[1])
+        parts = qkv[:, : stop[0]], qkv[:, stop[0] : stop[1]]
+        wide = [part.float() for part in parts]
+        squares = torch.stack([part.square().sum(-1) for part in wide], dim=-1)
+        if self._parallel.shard.size > 1:
+            squares = self._parallel.all_reduce(squares)
+        factors = (squares / self._counts + self._epsilon).rsqrt()
+        for i, part in enumerate(parts):
+            part.copy_(wide[i] * factors[:, i, None] * self._weights[i])

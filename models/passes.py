@@ -1,15 +1,15 @@
-"""The passes of a decoder over rows before it multiplies them: RMSNorm, and silu(gate) * up; by torch, compiled or in
+"""The passes of a decoder over rows before it multiplies them: RMSNorm, and act(gate) * up; by torch, compiled or in
 Triton.
 
 A compiled linear layer fuses such a pass: its rows go through it when they are laid out for the kernels (linear.py).
 """
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from pdkv.kernels.linear import GATED, Norm
+from pdkv.kernels.linear import GATED, GATED_GELU, Gated, Norm
 from pdkv.kernels.passes import rms_norm
 
 
@@ -17,7 +17,7 @@ class RowPass(Protocol):
     """x (n, a) -> (n, b), row by row."""
 
     @property
-    def fused(self) -> Norm | Literal["gated"]:
+    def fused(self) -> Norm | Gated:
         """The form in which compiled linear layers fuse the pass."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class RMSNorm:
     """x (..., size) -> x / sqrt(mean(x * x) + epsilon) * weight, computed in float32 and rounded once."""
 
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
-        """`weight` (size,), of the rows' dtype."""
+        """`weight` (size,), of the rows' dtype or float32."""
         self.weight = weight
         self.fused = Norm(weight.float().contiguous(), epsilon)
 
@@ -42,6 +42,8 @@ class RMSNorm:
             from pdkv.kernels.passes_triton import rms_norm_triton  # Triton, which a CPU need not have
 
             return rms_norm_triton(x, self.weight, self.fused.epsilon)
+        if x.dtype != self.weight.dtype:
+            return F.rms_norm(x.float(), self.weight.shape, self.weight, self.fused.epsilon).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.fused.epsilon)
 
 
@@ -52,18 +54,19 @@ class CompiledRMSNorm(RMSNorm):
         return rms_norm(x, self.fused, torch.get_num_threads())
 
 
-class SiluMul:
-    """Rows of [gate, up] -> silu(gate) * up; silu is rounded, then the product."""
+class GatedPass:
+    """Rows of [gate, up] -> act(gate) * up; act is rounded, then the product."""
 
-    fused: Literal["gated"] = GATED
+    def __init__(self, fused: Gated) -> None:
+        self.fused = fused
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if by_triton(x):
-            from pdkv.kernels.passes_triton import silu_mul_triton  # Triton, which a CPU need not have
+            from pdkv.kernels.passes_triton import gated_triton  # Triton, which a CPU need not have
 
-            return silu_mul_triton(x)
+            return gated_triton(x, gelu=self.fused == GATED_GELU)
         gate, up = x.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return (F.gelu(gate, approximate="tanh") if self.fused == GATED_GELU else F.silu(gate)).mul_(up)
 
 
-silu_mul = SiluMul()
+silu_mul, gelu_mul = GatedPass(GATED), GatedPass(GATED_GELU)

@@ -40,11 +40,11 @@ def _norm(x: torch.Tensor) -> Pass:
 
 
 def _gate(x: torch.Tensor) -> Pass:
-    from pdkv.kernels.passes_triton import silu_mul_triton
+    from pdkv.kernels.passes_triton import gated_triton
 
     gate, up = x.double().chunk(2, dim=1)
     expected = torch.nn.functional.silu(gate) * up
-    return Pass("silu_mul", _shape(x), x.nbytes * 3 // 2, lambda: silu_mul_triton(x), expected)
+    return Pass("silu_mul", _shape(x), x.nbytes * 3 // 2, lambda: gated_triton(x), expected)
 
 
 def _rotation(qkv: torch.Tensor, heads: int, kv_heads: int) -> Pass:

@@ -13,7 +13,7 @@ from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnec
 from pdkv.connectors.step_done import StepsDone, make_step_done
 from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.proposers.base import Proposer
-from pdkv.engine.worker.attention.backend import Layer, pad
+from pdkv.engine.worker.attention.backend import Layer, Scores, pad
 from pdkv.engine.worker.attention.select import AttentionName, make_backend
 from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.worker.drafts import DrawRows, Guesser, digest_of
@@ -104,7 +104,8 @@ class ModelRunner:
         windows = config.windows or [None] * config.num_layers
         places = zip(layout.places, windows, layout.scales, strict=True)
         layers = [Layer(*place, window, scales) for place, window, scales in places]
-        self._attention = make_backend(kv_pool, model.num_heads, layers, attention_backend)
+        scores = Scores(config.attention_scale, config.attention_softcap)
+        self._attention = make_backend(kv_pool, model.num_heads, layers, attention_backend, scores)
         self._decodes: DecodeSteps | None = None
         if decode_sizes and self._attention.pads_decodes:
             self._decodes = DecodeSteps(model, self._attention, decode_sizes)

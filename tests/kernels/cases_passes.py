@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pdkv.kernels.passes_triton import pass_heads_triton, rms_norm_triton, silu_mul_triton
+from pdkv.kernels.passes_triton import gated_triton, pass_heads_triton, rms_norm_triton
 from pdkv.models.heads import TorchRotation, TritonRotation
 from pdkv.models.passes import RMSNorm
 from pdkv.models.rope import RopeTable
@@ -56,13 +56,13 @@ def test_rms_norm_of_large_and_small_rows(dtype: torch.dtype, device: torch.devi
 def test_silu_mul(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     x = make(rows, 2 * size + 5, dtype=dtype, device=device)[:, : 2 * size] * 4
     gate, up = x.double().chunk(2, dim=1)
-    assert_rounded(silu_mul_triton(x), F.silu(gate) * up, roundings=2)
+    assert_rounded(gated_triton(x), F.silu(gate) * up, roundings=2)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy remarks on infinities
 def test_silu_mul_at_the_ends(device: torch.device) -> None:
     gates = torch.tensor([100.0, -100.0, -1e30, 1e30, 0.0, float("nan")], device=device)
-    result = silu_mul_triton(torch.cat([gates, torch.full_like(gates, 2.0)]).unsqueeze(0))
+    result = gated_triton(torch.cat([gates, torch.full_like(gates, 2.0)]).unsqueeze(0))
     assert_rounded(result[:, :-1], F.silu(gates[:-1].double()) * 2.0)
     assert result[0, -1].isnan()
 
@@ -111,6 +111,6 @@ def test_rows_that_are_not_contiguous_are_refused(device: torch.device) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         rms_norm_triton(x.T, x[0], 1e-6)
     with pytest.raises(ValueError, match="contiguous"):
-        silu_mul_triton(x.T)
+        gated_triton(x.T)
     with pytest.raises(ValueError, match="contiguous"):
         pass_heads_triton(x.view(4, 2, 2).transpose(1, 2), x[0].long(), x.view(8, 1, 2), x.view(8, 1, 2), 1, 0, None)

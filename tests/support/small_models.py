@@ -25,6 +25,36 @@ _FAMILY_VALUES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [1],
     },
+    "gemma2": {"head_dim": 16, "sliding_window": 32, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {
+        "head_dim": 16,
+        "sliding_window": 32,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    },
+    "olmo2": {},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.1,
+    },
+    "smollm3": {"no_rope_layer_interval": 2, "pad_token_id": 1},
+    "glm4": {"head_dim": 16, "pad_token_id": 1},
+    "glm4_moe": {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "n_group": 4,
+        "topk_group": 2,
+        "use_qk_norm": True,
+        "routed_scaling_factor": 1.5,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "mistral": {"sliding_window": None},
     "phi3": {"pad_token_id": 1, "original_max_position_embeddings": 1024},  # as its defaults fit no small model
@@ -58,6 +88,9 @@ def make_hf_model(path: Path, family: str, dtype: str, **overrides: Any) -> Path
                 torch.nn.init.normal_(parameter, std=0.3)
             elif "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.1)
     model.to(getattr(torch, dtype)).save_pretrained(path, max_shard_size=max_shard_size)
     return path
 

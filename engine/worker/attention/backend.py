@@ -19,6 +19,20 @@ class Layer(NamedTuple):
     kv_scales: tuple[float, float] = (1.0, 1.0)  # the value of 1.0 in K and V that are stored in FP8
 
 
+class Scores(NamedTuple):
+    """What becomes of products of queries and keys before the softmax."""
+
+    scale: float | None = None  # a factor; None: 1 / sqrt(head size)
+    softcap: float = 0.0  # c: then x becomes c * tanh(x / c); 0: it stays
+
+    def scale_of(self, head_size: int) -> float:
+        """The factor for heads of that size."""
+        return float(head_size**-0.5) if self.scale is None else self.scale
+
+
+USUAL = Scores()
+
+
 class ModelInputs(NamedTuple):
     """The model's own input of a step, padded, on its device."""
 

@@ -7,6 +7,7 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from pdkv.engine.worker.attention.backend import USUAL, Scores
 from pdkv.engine.worker.attention.runs import Prompts, Singles
 from pdkv.engine.worker.batch import IntArray
 from pdkv.kernels import host, prompts
@@ -26,7 +27,7 @@ class _Taken(NamedTuple):
 class _Queries(ABC, Generic[Work, Args]):
     """Attention over one pool. Call `prepare` once per step, then `attend` per layer."""
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, scores: Scores) -> None:
         """`kv_pool` as in `KVLayout.pool_shape`, contiguous, of a dtype that the kernel supports."""
         self._pool = kv_pool
         _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
@@ -43,7 +44,7 @@ class _Queries(ABC, Generic[Work, Args]):
             row_stride=(num_heads + 2 * kv_heads) * head_size,
             dtype=host.DTYPES[_name(kv_pool.dtype)],
         )
-        self._args.scale = head_size**-0.5
+        self._args.scale, self._args.softcap = scores.scale_of(head_size), scores.softcap
 
     @abstractmethod
     def _make_args(self, **fields: int) -> Args:
@@ -97,13 +98,13 @@ class SingleQueries(_Queries[Singles, host.AttentionArgs]):
     """Attention for tokens of outputs."""
 
     @classmethod
-    def of(cls, kv_pool: torch.Tensor, num_heads: int) -> "SingleQueries | None":
+    def of(cls, kv_pool: torch.Tensor, num_heads: int, scores: Scores = USUAL) -> "SingleQueries | None":
         """The backend for a pool; None if the kernel is missing or does not support the dtype or the sizes."""
         block_size, head_size = kv_pool.shape[4:]
         fits = head_size % 16 == 0 and head_size <= host.MAX_HEAD_SIZE and block_size % 4 == 0
         if not fits or _name(kv_pool.dtype) not in host.DTYPES or not host.available():
             return None
-        return cls(kv_pool, num_heads)
+        return cls(kv_pool, num_heads, scores)
 
     def _make_args(self, **fields: int) -> host.AttentionArgs:
         return host.AttentionArgs(**fields)
@@ -126,10 +127,10 @@ class PromptQueries(_Queries[Prompts, prompts.PromptArgs]):
     """Attention for tokens of prompts."""
 
     @classmethod
-    def of(cls, kv_pool: torch.Tensor, num_heads: int) -> "PromptQueries | None":
+    def of(cls, kv_pool: torch.Tensor, num_heads: int, scores: Scores = USUAL) -> "PromptQueries | None":
         """The backend for a pool; None if the kernel is missing or does not support the dtype or the sizes."""
         kv_heads, _, head_size = kv_pool.shape[3:]
-        return cls(kv_pool, num_heads) if prompts.takes(kv_pool.dtype, num_heads, kv_heads, head_size) else None
+        return cls(kv_pool, num_heads, scores) if prompts.takes(kv_pool.dtype, num_heads, kv_heads, head_size) else None
 
     def _make_args(self, **fields: int) -> prompts.PromptArgs:
         return prompts.PromptArgs(**fields)

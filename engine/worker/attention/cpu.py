@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.backend import AttentionBackend, Layer, ModelInputs, pad
+from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Scores, pad
 from pdkv.engine.worker.attention.compiled import PromptQueries, SingleQueries
 from pdkv.engine.worker.attention.runs import Prompts, RunPlan, Singles, plan_runs
 from pdkv.engine.worker.attention.shapes import round_rows
@@ -25,7 +25,7 @@ from pdkv.models.heads import Heads, KVSlots
 class CpuAttention(AttentionBackend):
     """The backend of pools in host memory."""
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> None:
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], scores: Scores = USUAL) -> None:
         """Arguments as in `make_backend`."""
         self._num_heads, self._num_blocks, self._block_size = num_heads, len(kv_pool), kv_pool.shape[4]
         self._token_kv = [
@@ -33,9 +33,9 @@ class CpuAttention(AttentionBackend):
         ]  # (num_blocks, block_size, 2 * kv_heads, head_size) each
         self._block_ids: list[torch.Tensor] = []  # by group, the blocks of a step's tokens
         self._offsets = torch.empty(0, dtype=torch.int64)  # and the places within them
-        by_torch = TorchQueries(kv_pool, num_heads)
-        self._singles = SingleQueries.of(kv_pool, num_heads) or by_torch
-        self._prompts = PromptQueries.of(kv_pool, num_heads) or by_torch
+        by_torch = TorchQueries(kv_pool, num_heads, scores)
+        self._singles = SingleQueries.of(kv_pool, num_heads, scores) or by_torch
+        self._prompts = PromptQueries.of(kv_pool, num_heads, scores) or by_torch
         self._layers = list(layers)
         self._plans: list[RunPlan] = []  # of this step, by layer; slots count through the tables of all groups
 
@@ -107,8 +107,8 @@ class _Run(NamedTuple):
 class TorchQueries:
     """Attention to one pool by the reference of the GPU's kernel. Used like the compiled kernels' queries."""
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int) -> None:
-        self._pool, self._num_heads = kv_pool, num_heads
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, scores: Scores = USUAL) -> None:
+        self._pool, self._num_heads, self._scores = kv_pool, num_heads, scores
         self._block_tables: IntArray = np.empty((0, 0), dtype=np.int64)
         self._taken: dict[int, tuple[object, _Run]] = {}  # of this step, by the identity of its work
 
@@ -124,7 +124,7 @@ class TorchQueries:
         _, run = self._taken[id(work)]
         found = paged_attention_reference(
             qkv[:, : self._num_heads][run.rows], self._pool, layer, run.block_tables, run.seq_lens, run.cu_seqlens_q,
-            self._pool.shape[5] ** -0.5, window=run.window,
+            self._scores.scale_of(self._pool.shape[5]), window=run.window, softcap=self._scores.softcap,
         )  # fmt: skip
         out[run.out_rows] = found.flatten(1)
 

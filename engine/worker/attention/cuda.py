@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pdkv.engine.worker.attention.backend import AttentionBackend, Layer, ModelInputs
+from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Scores
 from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.engine.worker.step_buffers import StepBuffers, StepTensors
 from pdkv.kernels.kv_copy import write_kv
@@ -17,13 +17,13 @@ from pdkv.models.heads import Heads
 class CudaAttention(AttentionBackend):
     """The backend for pools in device memory. A step's input is copied to the device once, not per layer."""
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]) -> None:
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], scores: Scores = USUAL) -> None:
         """Arguments as in `make_backend`."""
         self._layers = list(layers)
         self._pool = kv_pool
         self._num_heads = num_heads
         self._kv_heads = kv_pool.shape[3]
-        self._scale = float(kv_pool.shape[5] ** -0.5)
+        self._scale, self._softcap = scores.scale_of(kv_pool.shape[5]), scores.softcap
         self._buffers: StepBuffers | None = None
         self._padded_buffers: StepBuffers | None = None  # of padded steps: these keep their addresses
         self._step: StepTensors | None = None
@@ -71,4 +71,5 @@ class CudaAttention(AttentionBackend):
             self._scale,
             window=place.window,
             kv_scales=place.kv_scales,
+            softcap=self._softcap,
         )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.backend import Layer, ModelInputs
+from pdkv.engine.worker.attention.backend import USUAL, Layer, ModelInputs, Scores
 from pdkv.engine.worker.attention.cuda import CudaAttention
 from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.kernels.streams import Event, streams_of
@@ -38,9 +38,16 @@ class FlashInferAttention(CudaAttention):
     steps, which are padded, use the same kernels with and without graphs.
     """
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], flashinfer: Any) -> None:
+    def __init__(
+        self,
+        kv_pool: torch.Tensor,
+        num_heads: int,
+        layers: Sequence[Layer],
+        flashinfer: Any,
+        scores: Scores = USUAL,
+    ) -> None:
         """`flashinfer`: the module. Other arguments as in `make_backend`; the pool has the queries' dtype."""
-        super().__init__(kv_pool, num_heads, layers)
+        super().__init__(kv_pool, num_heads, layers, scores)
         self._module = flashinfer
         self._kinds = [_Kind(layer.group, layer.window) for layer in layers]
         self._streams = streams_of(kv_pool.device)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.backend import Layer
+from pdkv.engine.worker.attention.backend import USUAL, Layer, Scores
 from pdkv.engine.worker.attention.flashinfer import FlashInferAttention
 from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.kernels.paged_attention import paged_attention_reference
@@ -26,7 +26,7 @@ _WINDOW = 50
 
 
 def make_flashinfer(
-    kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer]
+    kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], scores: Scores = USUAL
 ) -> tuple[FlashInferAttention | None, str]:
     """The backend and FlashInfer's version, or None and the reason. Arguments as in `make_backend`.
 
@@ -35,6 +35,8 @@ def make_flashinfer(
     dtype, head_size = kv_pool.dtype, kv_pool.shape[5]
     if dtype not in _TOLERANCES:
         return None, f"KV is {str(dtype).removeprefix('torch.')}, not float16 or bfloat16"
+    if scores.softcap:
+        return None, "the model has soft caps in attention"
     if head_size not in _HEAD_SIZES:
         return None, f"heads have {head_size} values, not one of {_HEAD_SIZES}"
     try:
@@ -42,7 +44,7 @@ def make_flashinfer(
         wrong = _find_wrong(module, kv_pool, num_heads, {layer.window is not None for layer in layers})
         if wrong is not None:
             return None, wrong
-        backend = FlashInferAttention(kv_pool, num_heads, layers, module)
+        backend = FlashInferAttention(kv_pool, num_heads, layers, module, scores)
     except ModuleNotFoundError as error:
         return None, f"{error}"
     except Exception as error:  # third-party code: its compilers, its loader, CUDA

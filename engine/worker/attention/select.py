@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from pdkv.engine.worker.attention.backend import AttentionBackend, Layer
+from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, Scores
 from pdkv.engine.worker.attention.cpu import CpuAttention
 from pdkv.engine.worker.attention.cuda import CudaAttention
 from pdkv.errors import ConfigError
@@ -23,7 +23,11 @@ def on_device(kv_pool: torch.Tensor) -> bool:
 
 
 def make_backend(
-    kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], name: AttentionName = "auto"
+    kv_pool: torch.Tensor,
+    num_heads: int,
+    layers: Sequence[Layer],
+    name: AttentionName = "auto",
+    scores: Scores = USUAL,
 ) -> AttentionBackend:
     """The backend of the pool's device, and dtype.
 
@@ -31,6 +35,7 @@ def make_backend(
         kv_pool: as in `KVLayout.pool_shape`.
         num_heads: query heads of this rank.
         layers: the model's layers, in order.
+        scores: what the model makes of products of queries and keys.
         name: "auto": on a GPU, FlashInfer if it is installed and correct, else pdkv's kernels.
 
     Raises:
@@ -40,16 +45,16 @@ def make_backend(
         if name != "auto":
             raise ConfigError(f"attention_backend {name!r} is for GPUs, but this engine computes on the CPU")
         if kv_pool.dtype == FP8:  # which the kernels' references read
-            return CudaAttention(kv_pool, num_heads, layers)
-        return CpuAttention(kv_pool, num_heads, layers)
+            return CudaAttention(kv_pool, num_heads, layers, scores)
+        return CpuAttention(kv_pool, num_heads, layers, scores)
     from pdkv.engine.worker.attention.flashinfer_check import make_flashinfer
 
     if name != "triton":
-        backend, remark = make_flashinfer(kv_pool, num_heads, layers)
+        backend, remark = make_flashinfer(kv_pool, num_heads, layers, scores)
         if backend is not None:
             logger.info("attention of steps with prompts by FlashInfer %s", remark)
             return backend
         if name == "flashinfer":
             raise ConfigError(f"attention_backend 'flashinfer' is not possible: {remark}")
         logger.info("attention by pdkv's Triton kernels, not by FlashInfer: %s", remark)
-    return CudaAttention(kv_pool, num_heads, layers)
+    return CudaAttention(kv_pool, num_heads, layers, scores)

@@ -7,37 +7,64 @@ from typing import Any
 
 import pytest
 import torch
+from rank_threads import on_ranks
 from safetensors.torch import load_file, save_file
 
 from pdkv.errors import ModelError
 from pdkv.models.config import load_model_config
+from pdkv.models.heads import Heads
 from pdkv.models.loader import load_decoder
+from pdkv.models.parallel import ALONE, TensorParallel
 from tests.conftest import HFModel
 from tests.engine.worker.step_driver import StepDriver
 from tests.engine.worker.transformers_oracle import draw_prompts, logprobs
 
 torch.set_num_threads(1)
 
-FAMILIES = ("qwen3_moe", "mixtral")
-LENGTHS = [1, 17, 130]
-NUM_OUTPUT = 6
+FAMILIES = (
+    "qwen3_moe", "mixtral", "glm4_moe", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3", "glm4",
+)  # fmt: skip
+LENGTHS = [17, 130]
+NUM_OUTPUT = 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("linears", ["auto", "torch"])
-def test_tokens_and_logprobs_equal_transformers(hf_model: HFModel, family: str, linears: Any) -> None:
+def test_tokens_and_logprobs_equal_transformers(hf_model: HFModel, family: str) -> None:
     """Prompts in chunks beside decodes, by compiled kernels and by torch."""
     model_dir = hf_model(family)
     drawn = draw_prompts(model_dir, LENGTHS, NUM_OUTPUT)
-    driver = StepDriver(model_dir, linears=linears)
-    keys = {i: driver.add(str(i), prompt, prompt_logprobs=0) for i, (prompt, _) in drawn.items()}
-    outputs = driver.run(dict.fromkeys(keys.values(), NUM_OUTPUT), budget=64, chunk=48)
-    for i, (prompt, output) in drawn.items():
-        assert outputs[keys[i]] == output
-        expected = logprobs(model_dir, prompt)
-        found = [entry.logprob for entry in driver.prompt_logprobs.get(keys[i], []) if entry is not None]
-        wanted = expected[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=0)
+    for linears in ("auto", "torch"):
+        driver = StepDriver(model_dir, linears=linears)
+        keys = {i: driver.add(str(i), prompt, prompt_logprobs=0) for i, (prompt, _) in drawn.items()}
+        outputs = driver.run(dict.fromkeys(keys.values(), NUM_OUTPUT), budget=64, chunk=48)
+        for i, (prompt, output) in drawn.items():
+            assert outputs[keys[i]] == output
+            found = [entry.logprob for entry in driver.prompt_logprobs[keys[i]] if entry is not None]
+            wanted = logprobs(model_dir, prompt)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_compute_what_one_does(hf_model: HFModel, family: str) -> None:
+    config, tokens = load_model_config(hf_model(family)), torch.arange(2, 40)
+
+    def attend(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
+        assert heads is not None
+        heads.apply(qkv)
+        groups = qkv.shape[1] // 4  # 2 queries for each key and value
+        q, k, v = qkv.transpose(0, 1).split((2 * groups, groups, groups))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out.transpose(0, 1).flatten(1)
+
+    @torch.inference_mode()
+    def run(parallel: TensorParallel) -> torch.Tensor:
+        torch.set_num_threads(1)
+        device, path = torch.device("cpu"), hf_model(family)
+        model = load_decoder(path, config, dtype=torch.float32, device=device, max_model_len=64, parallel=parallel)
+        return model.logits(model.forward(tokens, torch.arange(len(tokens)), attend, None))
+
+    for found in on_ranks(2, run):
+        torch.testing.assert_close(found, run(ALONE), atol=2e-4, rtol=1e-4)
 
 
 def changed(model_dir: Path, path: Path, **fields: Any) -> Path:
@@ -56,6 +83,16 @@ def changed(model_dir: Path, path: Path, **fields: Any) -> Path:
         ("qwen3_moe", {"mlp_only_layers": [3]}, "mlp_only_layers"),
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
+        ("glm4_moe", {"n_group": 3}, "cannot be divided into 3 groups"),
+        ("glm4_moe", {"topk_group": 5}, "5 groups for each token"),
+        ("glm4_moe", {"topk_group": 1}, "fewer than 3 experts"),
+        ("glm4_moe", {"routed_scaling_factor": float("nan")}, "routed_scaling_factor"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("granite", {"residual_multiplier": 0}, "residual_multiplier"),
+        ("smollm3", {"no_rope_layers": [1, 2, 0]}, "no_rope_layers"),
+        ("glm4", {"hidden_act": "gelu"}, "hidden_act"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(

@@ -12,10 +12,12 @@ CLOSE = 1e-4
 
 @cache
 def load(model_dir: Path) -> Any:
-    """The transformers model, in float32."""
+    """The transformers model, in float32, with attention that has soft caps."""
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 @torch.inference_mode()
