@@ -10,7 +10,7 @@ from pdkv.kernels.linear import PackedGroup
 from pdkv.kernels.passes import add_weighted
 from pdkv.models.decoder import GatedMlp, Mlp
 from pdkv.models.expert_config import Experts
-from pdkv.models.linear import CompiledLinear, Linear, linear_kind, make_linear
+from pdkv.models.linear import CompiledLinear, Linear, PlainLinear, linear_kind, make_linear
 from pdkv.models.loader import Loader
 from pdkv.models.parallel_layers import RowParallelLinear
 from pdkv.models.passes import RowPass
@@ -98,6 +98,26 @@ class CompiledExperts:
         return add_weighted(products, places.view_as(experts), weights, residual, threads)
 
 
+class TritonExperts:
+    """The products of all experts by Triton's kernels, without a look at what was chosen."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+        """`gate_up` (experts, 2 * size, hidden), `down` (experts, hidden, size)."""
+        self._gate_up = gate_up
+        self._down = down
+
+    def add(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        from pdkv.kernels.experts_triton import Order, add_weighted_triton, grouped_linear_triton
+        from pdkv.kernels.passes_triton import gated_triton  # Triton, which a CPU need not have
+
+        order = Order.of(experts, len(self._gate_up))
+        gates = gated_triton(grouped_linear_triton(x, self._gate_up, order, gathers=True))
+        products = grouped_linear_triton(gates, self._down, order, gathers=False)
+        return add_weighted_triton(products, order.places, weights, residual)
+
+
 class ExpertMlp:
     """Routed and shared experts."""
 
@@ -127,22 +147,21 @@ def load_experts(load: Loader, layer: int, prefix: str) -> Mlp:
     config, shard = load.config.experts, load.parallel.shard
     if config is None or layer not in config.layers:
         return load.gated_mlp(layer, prefix)
-    gate, up, down = load.family.expert_names
-    names = [f"{prefix}experts.{i}." for i in range(config.num)]
-    parts = [load.gate_up_down(*(name + part for part in (gate, up, down)), config.size) for name in names]
+    parts = [load.gate_up_down(f"{prefix}experts.{i}.", config.size) for i in range(config.num)]
     shared = None
     if config.shared_size:
-        own = [f"{prefix}shared_experts.{part}" for part in (gate, up, down)]
-        shared = GatedMlp(*load.gate_up_down(*own, config.shared_size))
+        shared = GatedMlp(*load.gate_up_down(f"{prefix}shared_experts.", config.shared_size))
     made = ExpertMlp(_load_router(load, prefix + "gate", config), _routed(parts), shared)
     return made if shard.size == 1 else RowParallelLinear(made, load.parallel)
 
 
 def _routed(parts: Sequence[tuple[Linear, Linear]]) -> Routed:
-    gate_up = [layer for layer, _ in parts if isinstance(layer, CompiledLinear)]
-    down = [layer for _, layer in parts if isinstance(layer, CompiledLinear)]
-    if len(gate_up) == len(down) == len(parts):
+    gate_up, down = zip(*parts, strict=True)
+    if all(isinstance(layer, CompiledLinear) for pair in parts for layer in pair):
         return CompiledExperts(gate_up, down)
+    weights = [[layer.weight for layer in each if isinstance(layer, PlainLinear)] for each in (gate_up, down)]
+    if len(weights[0]) == len(weights[1]) == len(parts) and weights[0][0].is_cuda:
+        return TritonExperts(torch.stack(weights[0]), torch.stack(weights[1]))
     return TorchExperts([GatedMlp(*part) for part in parts])
 
 

@@ -32,23 +32,23 @@ class PlainLinear:
     """A dense weight (out, in), on any device."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._weight = weight
+        self.weight = weight
         self._bias = bias
 
     def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
         x = _after(before, x)
         if _is_row(x):
-            return _linear_row(x, self._weight, self._bias)
-        return F.linear(x, self._weight, self._bias)
+            return _linear_row(x, self.weight, self._bias)
+        return F.linear(x, self.weight, self._bias)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
         x = _after(before, x)
         if _is_row(x):
-            return _linear_row(x, self._weight, self._bias, residual)
+            return _linear_row(x, self.weight, self._bias, residual)
         if _adds_in_place(x):
             residual = residual if self._bias is None else residual.add_(self._bias)
-            return residual.addmm_(x, self._weight.t())
-        return F.linear(x, self._weight, self._bias).add_(residual)
+            return residual.addmm_(x, self.weight.t())
+        return F.linear(x, self.weight, self._bias).add_(residual)
 
 
 class PackedLinear:

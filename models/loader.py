@@ -237,11 +237,12 @@ class Loader:
             gelu_mul if config.activation == "gelu_tanh" else silu_mul,
         )
 
-    def gate_up_down(self, gate: str, up: str, down: str, size: int) -> tuple[Linear, Linear]:
-        """An MLP's two products with this rank's part of `size` neurons; the ranks' results are not added up."""
+    def gate_up_down(self, prefix: str, size: int) -> tuple[Linear, Linear]:
+        """An expert's two products with this rank's part of `size` neurons; the ranks' results are not added up."""
         mine = self.parallel.shard.part(size, "neurons of an expert")
-        both = self.fused("", [(gate, size, mine), (up, size, mine)], bias=False)
-        return both, self.by_columns(down, size, mine, bias=False, adds_up=False)
+        gate, up, down = self.family.expert_names
+        both = self.fused("", [(prefix + gate, size, mine), (prefix + up, size, mine)], bias=False, is_fused=False)
+        return both, self.by_columns(prefix + down, size, mine, bias=False, adds_up=False)
 
     def norm(self, name: str) -> RMSNorm:
         """A norm of rows of the hidden size."""
@@ -364,7 +365,8 @@ def _in_halves(parts: list[torch.Tensor], order: torch.Tensor | None) -> list[to
     """The parts, the rows of each head of all but the last in this order."""
     if order is None:
         return parts
-    return [*(part.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1) for part in parts[:-1]), parts[-1]]
+    ordered = [part.view(-1, len(order), *part.shape[1:])[:, order].flatten(0, 1) for part in parts[:-1]]
+    return [*ordered, parts[-1]]
 
 
 def _pieces_of(fused_name: str, parts: list[tuple[str, int, slice]]) -> list[Piece]:

@@ -60,6 +60,16 @@ def test_windows(
     assert not torch.allclose(expected, whole)
 
 
+@pytest.mark.parametrize("window", [None, 65])
+def test_soft_caps(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
+    q, pool, *index = attention_inputs(MIXED, (4, 2), 32, 16, padding=3)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
+    options = {"scale": 0.7, "window": window, "softcap": 1.5}
+    result = paged_attention_triton(q, pool, 1, *index, **options)
+    expected = paged_attention_reference(q.double(), pool.double(), 1, *index, **options)
+    torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
 IN_PARTS = [(1, 200), (3, 130), (1, 64), (0, 70), (1, 65), (2, 2), (9, 110)]  # of 64 tokens
 
 

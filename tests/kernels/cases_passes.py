@@ -52,11 +52,14 @@ def test_rms_norm_of_large_and_small_rows(dtype: torch.dtype, device: torch.devi
     assert not result[1].any()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy remarks on infinities
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 37), (2, 1500)])
 def test_silu_mul(rows: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
     x = make(rows, 2 * size + 5, dtype=dtype, device=device)[:, : 2 * size] * 4
     gate, up = x.double().chunk(2, dim=1)
     assert_rounded(gated_triton(x), F.silu(gate) * up, roundings=2)
+    gelu = F.gelu(gate, approximate="tanh") * up
+    torch.testing.assert_close(gated_triton(x, gelu=True).double(), gelu, atol=1e-5, rtol=0.01)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy remarks on infinities

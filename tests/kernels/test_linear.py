@@ -5,7 +5,7 @@ import torch
 from isas import kernels_of
 
 from pdkv.kernels.compiled import levels
-from pdkv.kernels.linear import BLOCK_ROWS, EightBits, PackedWeight, available, pack
+from pdkv.kernels.linear import BLOCK_ROWS, GATED, EightBits, PackedGroup, PackedWeight, available, pack
 
 pytestmark = pytest.mark.skipif(not available(), reason="no compiler when pdkv was installed")
 
@@ -165,3 +165,23 @@ def test_packed_weights_are_panels_of_32_outputs_by_input(dtype: torch.dtype, in
 def test_rows_of_a_packed_weight_are_an_embeddings(dtype: torch.dtype, weight_dtype: WeightKind) -> None:
     numbers, ids = make_weight((45, 130), weight_dtype), torch.tensor([44, 0, 31, 32, 0])
     assert torch.equal(PackedWeight(numbers, None, dtype).rows(ids), dense(numbers)[ids].to(dtype))
+
+
+@pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
+def test_a_group_gives_each_row_the_bits_of_its_own_weight(
+    isa: str, dtype: torch.dtype, weight_dtype: WeightKind
+) -> None:
+    """Some weights without rows, one with more than are laid out at once, rows of x more than once."""
+    counts, inputs, outputs = (1, 0, BLOCK_ROWS + 40, 3, 60, 0), 96, 70
+    weights = [PackedWeight(make_weight((outputs, inputs), weight_dtype), None, dtype) for _ in counts]
+    x, ends = make((50, inputs), dtype), torch.tensor(counts).cumsum(0)
+    rows = torch.arange(int(ends[-1])) * 7 % 50
+    expected = [
+        weight.multiply(x[rows[end - count : end]], None, 1)
+        for weight, end, count in zip(weights, ends.tolist(), counts, strict=True)
+    ]
+    gates = make((len(rows), 2 * inputs), dtype)
+    alone = weights[2].multiply(gates[1 : 1 + counts[2]], None, 1, GATED)
+    for threads in (1, 2, 5):
+        assert torch.equal(PackedGroup(weights).multiply(x, ends, threads, rows=rows), torch.cat(expected))
+        assert torch.equal(PackedGroup(weights).multiply(gates, ends, threads, gated=True)[1 : 1 + counts[2]], alone)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from isas import kernels_of
 
 from pdkv.kernels.compiled import levels
-from pdkv.kernels.linear import BLOCK_ROWS, GATED, Norm, PackedWeight, available
+from pdkv.kernels.linear import BLOCK_ROWS, GATED, GATED_GELU, Norm, PackedWeight, available
 from pdkv.kernels.passes import rms_norm
 
 pytestmark = pytest.mark.skipif(not available(), reason="no compiler when pdkv was installed")
@@ -75,7 +75,7 @@ def test_a_layer_multiplies_what_the_norm_alone_gives(
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), KINDS)
 @pytest.mark.parametrize("size", SIZES)
-def test_gates_are_within_rounding_of_silu_times_up(
+def test_gates_are_within_rounding_of_silu_or_gelu_times_up(
     isa: str, dtype: torch.dtype, weight_dtype: torch.dtype, size: int
 ) -> None:
     layer = PackedWeight(torch.eye(size, dtype=weight_dtype), None, dtype)
@@ -85,6 +85,9 @@ def test_gates_are_within_rounding_of_silu_times_up(
         out = layer.multiply(x, None, 1, GATED)
         close(out, F.silu(gate) * up, roundings=2)
         assert torch.equal(layer.multiply(x, None, 3, GATED), out)
+        gelu = F.gelu(gate, approximate="tanh") * up
+        difference = (layer.multiply(x, None, 1, GATED_GELU).double() - gelu).abs()
+        assert bool((difference <= gelu.abs() * (2.0**-7 if dtype == BF16 else 1e-6) + up.abs() * 1e-6).all())
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

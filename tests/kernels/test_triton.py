@@ -88,9 +88,10 @@ def test_attention_compiles_for_a_gpu(
     pointers = {"q": f"*{dtype}", "keys": f"*{stored}", "values": f"*{stored}"}
     pointers |= {"out": "*fp32" if in_parts else f"*{dtype}", "bests": "*fp32", "totals": "*fp32", "parts": "*fp32"}
     pointers |= {"block_tables": "*i32", "seq_lens": "*i32", "cu_seqlens_q": "*i32", "scale": "fp32", "v_scale": "fp32"}
+    pointers["softcap"] = "fp32"
     both = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": 1 << (head_size - 1).bit_length(), "HAS_WINDOW": has_window}
     constants = both | {"BLOCK_SIZE": 16, "GROUP_SIZE": 4, "TILE_QUERIES": tiles.queries, "TILE_ROWS": tiles.rows}
-    constants |= {"TILE_KV": tiles.kv, "IN_PARTS": in_parts}
+    constants |= {"TILE_KV": tiles.kv, "IN_PARTS": in_parts, "HAS_SOFTCAP": in_parts}
     compiled = compile_for_gpu(
         _paged_attention_kernel, pointers, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )
@@ -112,6 +113,17 @@ def test_write_kv_compiles_for_a_gpu(
     types |= {"slot_mapping": "*i64", "k_scale": "fp32", "v_scale": "fp32"}
     constants = {"BLOCK_SIZE": 16, "NUM_HEADS": 8, "HEAD_SIZE": 128, "PADDED": 1024, "QUANTIZE": stored != computed}
     assert compile_for_gpu(_write_kv_kernel, types, constants).asm["cubin"]
+
+
+def test_experts_compile_for_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels.experts_triton import _grouped_kernel
+
+    types = dict.fromkeys(("out", "x", "weights"), "*bf16") | dict.fromkeys(("x_rows", "ends", "tile_ends"), "*i64")
+    constants = {"SIZE_IN": 2048, "SIZE_OUT": 1536, "GATHERS": True, "TILE_ROWS": 64, "TILE_OUT": 64, "TILE_IN": 64}
+    compiled = compile_for_gpu(_grouped_kernel, types, constants)
+    assert compiled.asm["cubin"]
+    assert compiled.metadata.shared <= MAX_SHARED_BYTES
 
 
 def test_launches_pass_each_argument_under_its_own_name() -> None:
@@ -272,7 +284,7 @@ def test_rows_in_fp8_compile_for_a_gpu(has_scale: bool, tmp_path: Path, monkeypa
 def test_passes_compile_for_a_gpu(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole vectors are read and written: a thread's load is of 16 bytes."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    from pdkv.kernels.passes_triton import _heads_kernel, _rms_norm_kernel, _silu_mul_kernel
+    from pdkv.kernels.passes_triton import _gated_kernel, _heads_kernel, _rms_norm_kernel
 
     types = dict.fromkeys(("out", "x", "weight"), f"*{dtype}") | {"epsilon": "fp32"}
     aligned = ("out", "x", "weight", "stride_row")
@@ -281,7 +293,7 @@ def test_passes_compile_for_a_gpu(dtype: str, tmp_path: Path, monkeypatch: pytes
     compiled = compile_for_gpu(_rms_norm_kernel, norm, {"SIZE": 4096, "PADDED": 4096}, num_warps=8, aligned=aligned)
     assert vector in compiled.asm["ptx"]
     gated = {"out": f"*{dtype}", "x": f"*{dtype}"}
-    compiled = compile_for_gpu(_silu_mul_kernel, gated, {"SIZE": 14336, "TILE": 1024}, aligned=aligned)
+    compiled = compile_for_gpu(_gated_kernel, gated, {"SIZE": 14336, "TILE": 1024, "GELU": True}, aligned=aligned)
     assert vector in compiled.asm["ptx"]
     names = ("qkv", "cosines", "sines", "q_weight", "k_weight")
     types = dict.fromkeys(names, f"*{dtype}") | {"positions": "*i64", "q_epsilon": "fp32", "k_epsilon": "fp32"}

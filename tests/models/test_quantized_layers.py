@@ -61,7 +61,7 @@ def layers_of(decoder: Decoder) -> list[Linear]:
 def dense_of(layer: Linear) -> torch.Tensor:
     """The weight in bfloat16, by the layer's inputs as they come."""
     if isinstance(layer, PlainLinear):
-        return layer._weight
+        return layer.weight
     assert isinstance(layer, Int4Linear)
     weight = unpack_int4(layer._weight, torch.bfloat16)
     if layer._order is None:
@@ -121,7 +121,7 @@ def test_fp8_layers_are_within_what_rounding_inputs_costs(
     layer, plain = layers_of(load(quantized, config))[1], layers_of(load(dense, dtype=torch.float32))[1]
     assert isinstance(layer, Fp8Linear)
     assert isinstance(plain, PlainLinear)
-    weight = plain._weight.double()
+    weight = plain.weight.double()
     scales = torch.full((9, 1), 0.02) if is_static else x.float().abs().amax(1, keepdim=True) / 448
     of_inputs = (x.double().abs() / 16 + scales.double() * 2.0**-10) @ weight.abs().T
     expected = x.double() @ weight.T
@@ -162,7 +162,7 @@ def test_ranks_hold_their_parts_of_fp8_weights(name: str, ranks: int, tiny_model
         for one, other in zip(found, expected, strict=True):
             assert isinstance(one, Fp8Linear)
             assert isinstance(other, PlainLinear)
-            torch.testing.assert_close(one._weight.float() * one._scales.T, other._weight, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(one._weight.float() * one._scales.T, other.weight, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", [*INT4, "compressed-fp8-tensor", "compressed-fp8-channel"])

@@ -9,7 +9,7 @@ import torch
 from attention_case import MIXES, Case, Shape, layers_of, without_compiled_kernel
 from isas import kernels_of
 
-from pdkv.engine.worker.attention.backend import AttentionBackend
+from pdkv.engine.worker.attention.backend import AttentionBackend, Scores
 from pdkv.engine.worker.attention.cpu import CpuAttention, TorchQueries
 from pdkv.engine.worker.attention.select import make_backend
 from pdkv.kernels import host
@@ -46,6 +46,22 @@ def test_single_queries_equal_attention_written_out_at_every_level(
             torch.testing.assert_close(
                 result, expected, **close, msg=lambda text, isa=isa, n=threads: f"{isa}, {n} threads: {text}"
             )
+
+
+@needs_compiled_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_soft_caps_equal_the_reference_at_every_level(dtype: torch.dtype) -> None:
+    close = {"rtol": 1e-5, "atol": 2e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for scores in (Scores(0.9, 1.5), Scores(0.9, 50.0), Scores(20.0, 3.0)):
+        case = Case(MIXES[3], dtype)
+        backend = CpuAttention(case.pool, SHAPE.heads, case.layers, scores)
+        backend._singles = backend._prompts = TorchQueries(case.pool, SHAPE.heads, scores)
+        expected = case.run(backend, 1)
+        for isa in levels():
+            with kernels_of(isa):
+                case = Case(MIXES[3], dtype)
+                result = case.run(CpuAttention(case.pool, SHAPE.heads, case.layers, scores), 1)
+            torch.testing.assert_close(result, expected, **close, msg=lambda text, isa=isa: f"{isa}: {text}")
 
 
 @needs_compiled_kernel
