@@ -21,8 +21,8 @@ class Gemma2(Family):
         "tie_word_embeddings": True, "eos_token_id": 1, "bos_token_id": 2,
     }  # fmt: skip
     reads = (
-        "sliding_window layer_types sliding_window_pattern _sliding_window_pattern hidden_activation "
-        "query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping rope_local_base_freq"
+        "sliding_window layer_types sliding_window_pattern _sliding_window_pattern sliding_window_size "
+        "hidden_activation query_pre_attn_scalar attn_logit_softcapping final_logit_softcapping rope_local_base_freq"
     )
     activation, activation_field = "gelu_pytorch_tanh", "hidden_activation"
     attention_bias = attention_output_bias = None

@@ -24,12 +24,12 @@ from equality import (
     run_twice,
     run_until_preempted,
 )
-from small_models import FEATURES
+from small_models import FEATURES, NEWER
 
 SLOW = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=["llama", *(pytest.param(name, marks=SLOW) for name in FEATURES)])
+@pytest.fixture(scope="module", params=["llama", *(pytest.param(name, marks=SLOW) for name in (*FEATURES, *NEWER))])
 def workload(
     request: pytest.FixtureRequest, hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Workload:

@@ -1,14 +1,23 @@
 """Any backend between any engines: the tokens are those of transformers; decode computes none of the prompt (F20)."""
 
+import itertools
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from equality import Workload, check_decode_computed_nothing, check_undisturbed, deployed, greedy_workload, run_all
-from matrix_rows import BACKENDS, Row, all_rows, cover, window_cover, window_rows
-from small_models import FEATURES
+from equality import (
+    CHUNKED,
+    Workload,
+    check_decode_computed_nothing,
+    check_undisturbed,
+    deployed,
+    greedy_workload,
+    run_all,
+)
+from matrix_rows import BACKENDS, BLOCKS, FAMILY_BACKENDS, RANKS, Row, all_rows, cover, window_cover, window_rows
+from small_models import FEATURES, NEWER
 
 RESULTS = "MATRIX_RESULTS"
 """Names a file that each passed row is appended to. Not PDKV_…: a launcher refuses options that it does not know."""
@@ -30,12 +39,12 @@ def windows(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     return greedy_workload(model, tmp_path_factory.mktemp("windows"))
 
 
-def check_row(row: Row, workload: Workload, directory: Path) -> None:
+def check_row(row: Row, workload: Workload, directory: Path, flags: tuple[str, ...] = ()) -> None:
     """First pass and replay; noted for the table."""
     started = time.monotonic()
     with (
         BACKENDS[row.backend](directory=directory) as chosen,
-        deployed(workload, *row.flags, *chosen.flags) as deployment,
+        deployed(workload, *row.flags, *chosen.flags, *flags) as deployment,
     ):
         first, replay = (run_all(deployment, workload) for _ in range(2))
     for books in (first, replay):
@@ -66,3 +75,20 @@ def test_cover_of_windows(row: Row, windows: Workload, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", [row for row in window_rows() if row not in window_cover()], ids=str)
 def test_windows_over_every_backend(row: Row, windows: Workload, tmp_path: Path) -> None:
     check_row(row, windows, tmp_path)
+
+
+FAMILY_ROWS = [
+    (family, Row(backend, "1P1D", RANKS[i % 3], BLOCKS[0]))
+    for i, (family, backend) in enumerate(itertools.product(NEWER, FAMILY_BACKENDS))
+]
+"""Each family with each kind of connector, over ranks in turn."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "row"), FAMILY_ROWS, ids=str)
+def test_families_over_each_kind_of_connector(
+    family: str, row: Row, hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With chunks of prompts."""
+    workload = greedy_workload(hf_model(family, initializer_range=0.2), tmp_path / "model")
+    check_row(row, workload, tmp_path, CHUNKED)

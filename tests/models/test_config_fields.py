@@ -56,6 +56,13 @@ _PHI: dict[str, Any] = {
     "rope_theta": 10000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
     "vocab_size": 32064,
 }  # fmt: skip
+_COMMON: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": [1, 107],
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 8192,
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pad_token_id": 0,
+    "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": _LLAMA,
     "Llama-2-7b": {**_LLAMA, "_name_or_path": "meta-llama/Llama-2-7b-hf", "rope_scaling": None, "pad_token_id": 0},
@@ -88,6 +95,38 @@ PUBLISHED: dict[str, dict[str, Any]] = {
                                                   "type": "yarn"}},
     "Qwen3-8B": {**_QWEN, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False,
                  "head_dim": 128, "rope_scaling": None, "sliding_window": None, "max_position_embeddings": 40960},
+    "gemma-2-9b": {
+        **_COMMON, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+        "sliding_window_size": 4096, "cache_implementation": "hybrid"},
+    "gemma-3-1b": {
+        **_COMMON, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256, "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "cache_implementation": "hybrid"},
+    "OLMo-2-7B": {**_COMMON, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "granite-3.3-8b": {
+        **_COMMON, "architectures": ["GraniteForCausalLM"], "model_type": "granite", "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12.0, "logits_scaling": 16.0, "residual_multiplier": 0.22, "mlp_bias": False},
+    "SmolLM3-3B": {
+        **_COMMON, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "max_window_layers": 28,
+        "layer_types": ["full_attention"] * 32, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 8,
+        "pretraining_tp": 2, "sliding_window": None, "use_sliding_window": False},
+    "GLM-4-9B": {**_COMMON, "architectures": ["Glm4ForCausalLM"], "model_type": "glm4", "partial_rotary_factor": 0.5},
+    "GLM-4.5-Air": {
+        **_COMMON, "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "attention_bias": True,
+        "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408, "n_group": 1, "topk_group": 1,
+        "n_routed_experts": 128, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8,
+        "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "routed_scaling_factor": 1.0, "use_qk_norm": False},
+    "Qwen3-30B-A3B": {
+        **_COMMON, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "decoder_sparse_step": 1,
+        "head_dim": 128, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "output_router_logits": False,
+        "router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False},
+    "Mixtral-8x7B": {
+        **_COMMON, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2,
+        "num_local_experts": 8, "output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None},
 }  # fmt: skip
 """What the model pages on the Hub say, as far as it matters here."""
 

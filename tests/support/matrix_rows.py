@@ -64,6 +64,8 @@ BACKENDS: dict[str, Callable[..., Choice]] = {
 }
 """name -> (directory) -> the flags that choose it, while its server runs."""
 
+FAMILY_BACKENDS = ("shared_memory", "p2p", "nixl pull", "store redis")
+
 HAVE_CONNECTIONS = ("p2p", "p2p tcp", "store redis", "store lmcache")
 """Engines have connections to each other, or to a server; others reach each other's memory, or files."""
 

@@ -71,6 +71,9 @@ FEATURES: dict[str, dict[str, Any]] = {
 }
 """What a family can do beside what all do: for tests of whole models."""
 
+NEWER = ("qwen3_moe", "mixtral", "glm4_moe", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3", "glm4")
+"""Families that compute something that Llama does not: by transformers' names of their configurations."""
+
 
 def make_hf_model(path: Path, family: str, dtype: str, **overrides: Any) -> Path:
     """Write a random model; biases and norms are random too, so that leaving one out changes the tokens."""

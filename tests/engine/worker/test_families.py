@@ -9,6 +9,7 @@ import pytest
 import torch
 from rank_threads import on_ranks
 from safetensors.torch import load_file, save_file
+from small_models import NEWER
 
 from pdkv.errors import ModelError
 from pdkv.models.config import load_model_config
@@ -21,14 +22,11 @@ from tests.engine.worker.transformers_oracle import draw_prompts, logprobs
 
 torch.set_num_threads(1)
 
-FAMILIES = (
-    "qwen3_moe", "mixtral", "glm4_moe", "gemma2", "gemma3_text", "olmo2", "granite", "smollm3", "glm4",
-)  # fmt: skip
 LENGTHS = [17, 130]
 NUM_OUTPUT = 4
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NEWER)
 def test_tokens_and_logprobs_equal_transformers(hf_model: HFModel, family: str) -> None:
     """Prompts in chunks beside decodes, by compiled kernels and by torch."""
     model_dir = hf_model(family)
@@ -44,7 +42,7 @@ def test_tokens_and_logprobs_equal_transformers(hf_model: HFModel, family: str) 
             torch.testing.assert_close(torch.tensor(found), wanted, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", NEWER)
 def test_two_ranks_compute_what_one_does(hf_model: HFModel, family: str) -> None:
     config, tokens = load_model_config(hf_model(family)), torch.arange(2, 40)
 
