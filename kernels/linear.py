@@ -59,7 +59,7 @@ GATED: Final = "gated"
 """Rows of (rows, 2 * inputs), gates and what they gate: silu(gate) * up is multiplied."""
 
 GATED_GELU: Final = "gated gelu"
-"""The same with gelu, by tanh, instead of silu."""
+"""As GATED, with gelu by tanh instead of silu."""
 
 _GATES = {GATED: 2, GATED_GELU: 3}
 

@@ -82,7 +82,8 @@ def add_weighted(
     """residual + the weighted sum of some rows of x (rows, size), rounded once: (n, size).
 
     Args:
-        places: (n, chosen) int64, rows of x for each of the result's, contiguous; `weights` likewise, float32.
+        places: (n, chosen) int64, rows of x for each of the result's.
+        weights: (n, chosen) float32, their factors.
         residual: (n, size); None: 0.
     """
     n, size = len(places), x.shape[1]

@@ -1,6 +1,7 @@
 """An MLP of experts: each token goes through the few that a router chooses for it, and through the shared ones."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -147,6 +148,8 @@ def load_experts(load: Loader, layer: int, prefix: str) -> Mlp:
     config, shard = load.config.experts, load.parallel.shard
     if config is None or layer not in config.layers:
         return load.gated_mlp(layer, prefix)
+    if load.device.type == "cuda":  # whose grouped products read dense weights
+        load = replace(load, kept=None)
     parts = [load.gate_up_down(f"{prefix}experts.{i}.", config.size) for i in range(config.num)]
     shared = None
     if config.shared_size:

@@ -58,7 +58,8 @@ _PHI: dict[str, Any] = {
 }  # fmt: skip
 _COMMON: dict[str, Any] = {
     "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "eos_token_id": [1, 107],
-    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 8192,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
     "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pad_token_id": 0,
     "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": True,
     "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "vocab_size": 32000,
