@@ -46,6 +46,12 @@ class Fields:
             raise ModelError(f"{self.path}: field {name!r} must be above 0 and finite, got {value!r}")
         return value
 
+    def whole(self, name: str, default: int, most: int) -> int:
+        value = self.number(name, default)
+        if not math.isfinite(value) or value != int(value) or not 0 <= value <= most:
+            raise ModelError(f"{self.path}: field {name!r} must be a whole number from 0 to {most}, got {value!r}")
+        return int(value)
+
     def count(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
         if not math.isfinite(value) or value != int(value) or not 1 <= value <= _MAX_COUNT:

@@ -41,7 +41,7 @@ class Glm4Moe(Family):
     def read(cls, fields: Fields) -> dict[str, Any]:
         size, num_layers = fields.count("moe_intermediate_size"), fields.count("num_hidden_layers")
         experts = Experts(
-            layers=tuple(range(int(fields.number("first_k_dense_replace", 1)), num_layers)),
+            layers=tuple(range(fields.whole("first_k_dense_replace", 1, num_layers), num_layers)),
             num=num_experts(fields, "n_routed_experts", 128),
             chosen=fields.count("num_experts_per_tok"),
             size=size,
@@ -54,9 +54,9 @@ class Glm4Moe(Family):
             chosen_groups=fields.count("topk_group", 1),
             group_best=2,
         )
-        extra = fields.number("num_nextn_predict_layers", fields.number("num_mtp_layers", 1))
+        extra = fields.whole("num_nextn_predict_layers", fields.whole("num_mtp_layers", 1, num_layers), num_layers)
         return {
             "experts": check_experts(fields, experts) if experts.layers else None,
             "qk_norm": fields.flag("use_qk_norm"),
-            "extra_layers": int(extra),
+            "extra_layers": extra,
         }

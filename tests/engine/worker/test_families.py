@@ -82,6 +82,8 @@ def changed(model_dir: Path, path: Path, **fields: Any) -> Path:
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
         ("mixtral", {"num_local_experts": 0}, "num_local_experts"),
         ("glm4_moe", {"n_group": 3}, "cannot be divided into 3 groups"),
+        ("glm4_moe", {"first_k_dense_replace": float("nan")}, "first_k_dense_replace"),
+        ("glm4_moe", {"num_nextn_predict_layers": 2**31}, "num_nextn_predict_layers"),
         ("glm4_moe", {"topk_group": 5}, "5 groups for each token"),
         ("glm4_moe", {"topk_group": 1}, "fewer than 3 experts"),
         ("glm4_moe", {"routed_scaling_factor": float("nan")}, "routed_scaling_factor"),
