@@ -91,7 +91,7 @@ INLINE void cap_scores(float *scores, int64_t count, float cap) {
     }
 }
 
-#define MAX_HEAD_SIZE 256
+#define MAX_HEAD_SIZE 576 /* latent rows */
 
 /* Paged KV jumps about: no hardware prefetcher follows. Into the first cache, which took a seventh less than the second. */
 INLINE void prefetch(const char *from, int64_t bytes) {
@@ -349,7 +349,7 @@ static int attend_apart(const attention *a, sharing by) {
     return failed;
 }
 
-/* Returns 0; 1: no memory for scores, out is undefined; 2: a head size that is no multiple of 16 or above 256. */
+/* Returns 0; 1: no memory for scores, out is undefined; 2: a head size that is no multiple of 16 or above 576. */
 int pdkv_attend(const attention *a) {
     if (a->head_size % 16 || a->head_size > MAX_HEAD_SIZE) return 2;
     const sharing by = share(a);

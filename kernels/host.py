@@ -17,7 +17,7 @@ from pdkv.kernels.compiled import NUMBER, POINTER, load_library
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Dtypes that the kernels take, by torch's name, with their numbers in vectors.h."""
 
-MAX_HEAD_SIZE = 256
+MAX_HEAD_SIZE = 576
 
 
 class AttentionArgs(ctypes.Structure):

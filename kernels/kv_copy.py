@@ -27,9 +27,10 @@ def write_kv(
     """Write this step's K and V of one layer into the pool, in place.
 
     Args:
-        kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size).
+        kv_pool: (num_blocks, num_layers, sides, num_kv_heads, block_size, head_size).
         layer: which layer of the pool.
-        k, v: (T, num_kv_heads, head_size), of the pool's dtype, or of any dtype if the pool is in FP8.
+        k, v: (T, num_kv_heads, head_size), of the pool's dtype, or of any dtype if the pool is in FP8. Of a pool of
+            latent rows, whose sides are one, both are the rows.
         slot_mapping: (T,) int64, block * block_size + offset; a negative one is padding and is never written.
         kv_scales: the values that 1.0 in an FP8 pool represents, for K and for V; values are divided by it, rounded to
             the nearest, and clamped to +-448. Non-finite values become NaN.
@@ -38,8 +39,6 @@ def write_kv(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     _check_pool(kv_pool)
-    if kv_pool.shape[2] != 2:
-        raise ValueError(f"K and V are two sides, but the pool has {kv_pool.shape[2]}")
     expected = (slot_mapping.shape[0], kv_pool.shape[3], kv_pool.shape[5])
     if k.shape != expected or v.shape != expected or slot_mapping.dim() != 1:
         raise ValueError(f"k and v must be {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
@@ -74,7 +73,7 @@ def write_kv_reference(
     block_size = kv_pool.shape[4]
     blocks = slot_mapping.div(block_size, rounding_mode="floor")
     offsets = slot_mapping - blocks * block_size
-    for side, values in enumerate((k, v)):
+    for side, values in enumerate((k, v)[: kv_pool.shape[2]]):
         stored = quantize(values, kv_scales[side]) if kv_pool.dtype == FP8 != values.dtype else values
         raw(kv_pool)[:, layer, side].transpose(1, 2)[blocks, offsets] = raw(stored)
 

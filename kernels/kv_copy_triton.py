@@ -110,13 +110,15 @@ def write_kv_triton(
     num_tokens, num_heads, head_size = k.shape
     if num_tokens == 0:
         return
+    last = kv_pool.shape[2] - 1  # side: of latent rows the first, which is written twice
     _write_kv_kernel[(num_tokens,)](
         kv_pool[0, layer, 0],
-        kv_pool[0, layer, 1],
+        kv_pool[0, layer, last],
         k,
         v,
         slot_mapping,
-        *kv_scales,
+        kv_scales[0],
+        kv_scales[last],
         k.stride(0),
         k.stride(1),
         v.stride(0),

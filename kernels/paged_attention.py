@@ -1,5 +1,7 @@
 """Causal attention over a paged KV pool: prefill chunks and decode rows mixed in one launch."""
 
+from typing import Any
+
 import torch
 
 from pdkv.kernels.kv_copy import FP8, NO_SCALES, Scales, raw
@@ -20,12 +22,13 @@ def paged_attention(
     window: int | None = None,
     kv_scales: Scales = NO_SCALES,
     softcap: float = 0.0,
+    value_size: int | None = None,
 ) -> torch.Tensor:
     """Causal attention for the last tokens of each sequence.
 
     Args:
         q: (T, num_heads, head_size), the sequences' queries one after another.
-        kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), K and V of every token of the
+        kv_pool: (num_blocks, num_layers, sides, num_kv_heads, block_size, head_size), K and V of every token of the
             sequences, this step's included; with q's dtype, or in FP8.
         layer: which layer of the pool.
         block_tables: (R, max_blocks) int32; entries after a sequence's last block are not read. The launch depends only
@@ -37,9 +40,10 @@ def paged_attention(
         window: how many tokens each query attends to, including its own; None: all up to its own.
         kv_scales: the values that 1.0 in an FP8 pool represents, for K and for V.
         softcap: c, where logits x become c * tanh(x / c); 0: they stay.
+        value_size: of a pool of latent rows, whose sides are one: so many of a row's first numbers are its value.
 
     Returns:
-        (T, num_heads, head_size) in q's dtype; zeros in rows from cu_seqlens_q[R] on (padding). Non-finite values in K
+        (T, num_heads, head_size or value_size) in q's dtype; zeros in rows from cu_seqlens_q[R] on (padding). Non-finite values in K
         and V affect only the queries that attend to them.
 
     Raises:
@@ -48,12 +52,15 @@ def paged_attention(
     _check(q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q)
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
+    if (kv_pool.shape[2] == 1) != (value_size is not None) or not 0 < (value_size or 1) <= q.shape[2]:
+        raise ValueError(f"value_size {value_size} does not fit kv_pool {tuple(kv_pool.shape)}")
     tensors = q, kv_pool, layer, block_tables, seq_lens, cu_seqlens_q
+    options: Any = {"window": window, "kv_scales": kv_scales, "softcap": softcap, "value_size": value_size}
     if q.is_cuda:
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
-        return paged_attention_triton(*tensors, scale, window=window, kv_scales=kv_scales, softcap=softcap)
-    return paged_attention_reference(*tensors, scale, window=window, kv_scales=kv_scales, softcap=softcap)
+        return paged_attention_triton(*tensors, scale, **options)
+    return paged_attention_reference(*tensors, scale, **options)
 
 
 def paged_attention_reference(
@@ -68,18 +75,21 @@ def paged_attention_reference(
     window: int | None = None,
     kv_scales: Scales = NO_SCALES,
     softcap: float = 0.0,
+    value_size: int | None = None,
 ) -> torch.Tensor:
     """What `paged_attention` computes, sequence by sequence in torch; in float32, or float64 for float64 inputs."""
     precision = torch.promote_types(q.dtype, torch.float32)
     kv_heads, block_size, head_size = kv_pool.shape[3:]
-    out = torch.zeros_like(q)
+    size = head_size if value_size is None else value_size
+    out = q.new_zeros((*q.shape[:2], size))
     starts = cu_seqlens_q.tolist()
     for i, (start, stop, seq_len) in enumerate(zip(starts[:-1], starts[1:], seq_lens.tolist(), strict=True)):
         if start == stop:
             continue
         blocks = block_tables[i, : -(-seq_len // block_size)].long()
-        kv = raw(kv_pool)[blocks, layer].view(kv_pool.dtype)  # (blocks, 2, num_kv_heads, block_size, head_size)
-        keys, values = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].to(precision)
+        kv = raw(kv_pool)[blocks, layer].view(kv_pool.dtype)  # (blocks, sides, num_kv_heads, block_size, head_size)
+        sides = kv.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len].to(precision)
+        keys, values = sides[0], sides[-1, ..., :size]
         bad = ~values.isfinite()  # even a weight of 0 would bring them to queries that do not see them
         is_bad = bool(bad.any())
         values = values.masked_fill(bad, 0.0) if is_bad else values
@@ -98,10 +108,10 @@ def paged_attention_reference(
             logits = logits.div_(softcap).tanh_().mul_(softcap) if softcap else logits
             logits = logits.masked_fill_(hidden, -torch.inf)
             weights = logits.softmax(dim=-1).flatten(1, 2)
-            result = (weights @ values[:, :seen]).view(kv_heads, -1, count, head_size)
+            result = (weights @ values[:, :seen]).view(kv_heads, -1, count, size)
             if is_bad:
                 result.masked_fill_(((~hidden).to(precision) @ bad[:, :seen].to(precision) > 0)[:, None], torch.nan)
-            result = (result * kv_scales[1]).permute(2, 0, 1, 3).reshape(count, -1, head_size)
+            result = (result * kv_scales[len(sides) - 1]).permute(2, 0, 1, 3).reshape(count, -1, size)
             out[first : first + count] = result.to(q.dtype)
     return out
 
@@ -114,7 +124,7 @@ def _check(
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
 ) -> None:
-    if q.dim() != 3 or kv_pool.dim() != 6 or kv_pool.shape[2] != 2:
+    if q.dim() != 3 or kv_pool.dim() != 6 or kv_pool.shape[2] > 2:
         raise ValueError(f"q must be (T, heads, D) and kv_pool 6-d, got {tuple(q.shape)} and {tuple(kv_pool.shape)}")
     if q.shape[2] != kv_pool.shape[5] or q.shape[1] % kv_pool.shape[3]:
         raise ValueError(f"q {tuple(q.shape)} does not fit the heads of kv_pool {tuple(kv_pool.shape)}")

@@ -170,12 +170,18 @@ def pass_heads_triton(
 
     Args:
         qkv: (n, num_heads + 2 * num_kv_heads, head_size), a token's numbers contiguous; the V part is not changed.
+            Without norms it may be a part of each vector's numbers.
         positions: (n,) int64, each below the tables' length.
         cosines, sines: (length, 1, rotary size) as in `RopeTable`, contiguous.
     """
     num_tokens, _, head_size = qkv.shape
-    rotary_size = cosines.shape[-1]
-    if qkv.stride()[1:] != (head_size, 1) or not cosines.is_contiguous() or not sines.is_contiguous():
+    rotary_size, head_stride = cosines.shape[-1], qkv.stride(1)
+    if (
+        qkv.stride(2) != 1
+        or (norms is not None and head_stride != head_size)
+        or not cosines.is_contiguous()
+        or not sines.is_contiguous()
+    ):
         raise ValueError(
             f"tokens, and tables of rotations, must be contiguous, got qkv {tuple(qkv.shape)}, {qkv.stride()}"
         )
@@ -192,7 +198,7 @@ def pass_heads_triton(
         qkv.stride(0),
         NUM_HEADS=num_heads,
         NUM_ROTATED=num_heads + num_kv_heads,
-        HEAD_SIZE=head_size,
+        HEAD_SIZE=head_stride,
         HALF=rotary_size // 2,
         HALF_PADDED=triton.next_power_of_2(rotary_size // 2),
         REST_PADDED=triton.next_power_of_2(rest) if rest else 0,

@@ -15,7 +15,7 @@
 #define KEYS 128       /* of a tile */
 #define PIECE_ROWS 252 /* queries' heads of a piece: so that packing keys costs little beside their products */
 #define MAX_TILES 64
-#define MAX_HEAD_SIZE 256
+#define MAX_HEAD_SIZE 576 /* latent rows */
 #define SHARED_PRODUCTS (1 << 20) /* multiplications from which a second thread gains more than its waking costs */
 
 /* One layer of a step: runs of queries at adjacent positions, in adjacent rows. Strides count elements. */

@@ -13,6 +13,7 @@ from pdkv.models.directory import ModelDirectory
 from pdkv.models.expert_config import Experts
 from pdkv.models.family import FAMILIES, Family, find_family
 from pdkv.models.json_fields import Fields
+from pdkv.models.latent_config import Latent
 from pdkv.models.quantization import Quantization, read_quantization
 from pdkv.models.rope_config import Rope, RopeScaling, read_rope
 from pdkv.models.weight_files import stored_dtype
@@ -60,6 +61,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
     positions_are_stretched: bool = False  # max_position_embeddings has RoPE's factor already
+    latent: Latent | None = None  # attention is over latent rows, each one KV head; None: over keys and values
     extra_layers: int = 0  # behind the last, which guess further tokens: they are not read
 
     @property
@@ -218,7 +220,7 @@ def _architecture(fields: Fields, ignored: Collection[str]) -> tuple[str, type[F
             f"{fields.path}: {family.activation_field} {activation!r} is not supported, only {family.activation!r}"
         )
     model_type = fields.values.get("model_type")
-    if model_type not in (None, family.model_type):
+    if model_type not in (None, family.model_type, *family.other_types):
         raise ModelError(
             f"{fields.path}: model_type {clip(repr(model_type))} is not that of architecture {name!r}, "
             f"{family.model_type!r}: transformers goes by model_type, vLLM by the architecture"

@@ -25,6 +25,7 @@ class Family:
     """
 
     model_type: ClassVar[str]
+    other_types: ClassVar[tuple[str, ...]] = ()  # other values of model_type that mean the same
     defaults: ClassVar[Mapping[str, Any]] = {}  # of fields that are absent, where they are not those of all families
     reads: ClassVar[str] = ""  # fields that this family reads beside those of all, parted by spaces
     activation: ClassVar[str] = "silu"
@@ -77,6 +78,8 @@ FAMILIES: "Registry[Family]" = Registry(
         "Qwen3ForCausalLM": _FAMILIES + "qwen:Qwen3",
         "Qwen3MoeForCausalLM": _FAMILIES + "qwen:Qwen3Moe",
         "MixtralForCausalLM": _FAMILIES + "mistral:Mixtral",
+        "DeepseekV2ForCausalLM": _FAMILIES + "deepseek:DeepseekV2",
+        "DeepseekV3ForCausalLM": _FAMILIES + "deepseek:DeepseekV3",
         "Phi3ForCausalLM": _FAMILIES + "phi:Phi3",
         "Gemma2ForCausalLM": _FAMILIES + "gemma:Gemma2",
         "Gemma3ForCausalLM": _FAMILIES + "gemma:Gemma3",

@@ -29,7 +29,7 @@ class Heads(Protocol):
     """One layer's pass over a step's (n, heads + 2 * kv_heads, head_size) queries, keys and values."""
 
     def apply(self, qkv: torch.Tensor) -> None:
-        """Norm and rotate queries and keys in place."""
+        """Norm and rotate queries and keys in place. Without norms, `qkv` may be a part of each vector's numbers."""
 
     def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
         """As `apply`, and write keys and values to their slots."""
@@ -167,9 +167,11 @@ class _CompiledHeads:
         self._run(qkv)
 
     def _run(self, qkv: torch.Tensor) -> None:
-        assert (len(qkv), qkv.is_contiguous()) == (self._args.rows, True), qkv.shape
+        size = qkv.stride(1)  # more than the shape's where it is a part
+        expected = (self._args.rows, qkv.shape[1] * size, 1)
+        assert (len(qkv), qkv.stride(0), qkv.stride(2)) == expected, (qkv.shape, qkv.stride())
         args = self._args
-        args.qkv, args.head_size = qkv.data_ptr(), qkv.shape[2]
+        args.qkv, args.head_size = qkv.data_ptr(), size
         pass_heads(args)
 
 

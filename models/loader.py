@@ -139,6 +139,7 @@ class Loader:
             words = self._embedding(embedding)
         del embedding, table
         num_heads, num_kv_heads = self.heads.stop - self.heads.start, self.kv_heads.stop - self.kv_heads.start
+        rotated = (num_heads, num_kv_heads) if config.latent is None else (num_heads + 1, 0)
         tables = [make_rope_table(rope, max_model_len, self.dtype, self.device) for rope in self.ropes]
         return Decoder(
             config,
@@ -148,7 +149,7 @@ class Loader:
             layers=[self._next_layer(i) for i in range(config.num_layers)],
             norm=self.norm("model.norm"),
             lm_head=self._head(head),
-            rotations=[make_rotation(table, num_heads, num_kv_heads, self.kind) for table in tables],
+            rotations=[make_rotation(table, *rotated, self.kind) for table in tables],
         )
 
     def _output_table(self, embedding: torch.Tensor) -> torch.Tensor:
@@ -289,6 +290,7 @@ class Loader:
         bias: bool,
         is_fused: bool | None = None,
         halves: torch.Tensor | None = None,
+        inputs: int | None = None,
     ) -> Linear:
         """Projections with a common input as one; each part is (name, all its rows, this rank's rows).
 
@@ -296,8 +298,9 @@ class Loader:
             fused_name: the one tensor that holds all parts, in this order, in checkpoints that have them fused.
             is_fused: whether this is such a checkpoint; None: as the configuration says for all layers.
             halves: the order of a head's rows, in all parts but the last.
+            inputs: how many there are; None: the hidden size.
         """
-        hidden = self.config.hidden_size
+        hidden = inputs or self.config.hidden_size
         is_fused = self.config.fused_weights if is_fused is None else is_fused
         biases = [self.tensor(f"{name}.bias", (rows,))[mine] for name, rows, mine in parts] if bias else None
         own_bias = torch.cat(_in_halves(biases, halves)) if biases else None

@@ -160,9 +160,9 @@ def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
             f"{rope.path}: mscale and mscale_all_dim of the RoPE parameters must be 0 or more and finite, "
             f"got {mscale} and {mscale_all_dim}"
         )
-    default = _magnitude(factor)
+    default = yarn_magnitude(factor)
     if mscale and mscale_all_dim:
-        default = _magnitude(factor, mscale) / _magnitude(factor, mscale_all_dim)
+        default = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
     return RopeScaling(
         "yarn",
         factor,
@@ -174,7 +174,8 @@ def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
     )
 
 
-def _magnitude(factor: float, mscale: float = 1.0) -> float:
+def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
+    """The factor by which YaRN multiplies cosines and sines, or two of them logits."""
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 

@@ -47,6 +47,7 @@ def make_layout(
         total_kv_heads=model.num_kv_heads,
         groups=groups,
         kv_scales=kv_scales,
+        sides=2 if model.latent is None else 1,
     )
 
 

@@ -103,7 +103,8 @@ class ModelRunner:
         config = model.config
         windows = config.windows or [None] * config.num_layers
         places = zip(layout.places, windows, layout.scales, strict=True)
-        layers = [Layer(*place, window, scales) for place, window, scales in places]
+        value_size = None if config.latent is None else config.latent.rank
+        layers = [Layer(*place, window, scales, value_size) for place, window, scales in places]
         scores = Scores(config.attention_scale, config.attention_softcap)
         self._attention = make_backend(kv_pool, model.num_heads, layers, attention_backend, scores)
         self._decodes: DecodeSteps | None = None

@@ -16,6 +16,19 @@ _SMALL = {
     "eos_token_id": 1,
 }
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "num_nextn_predict_layers": 0,
+}
 _FAMILY_VALUES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "head_dim": 16,
@@ -57,6 +70,8 @@ _FAMILY_VALUES: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "mistral": {"sliding_window": None},
+    "deepseek_v2": {**_LATENT, "num_experts_per_tok": 3, "n_group": 1, "topk_group": 1, "norm_topk_prob": False},
+    "deepseek_v3": {**_LATENT, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3},
     "phi3": {"pad_token_id": 1, "original_max_position_embeddings": 1024},  # as its defaults fit no small model
 }
 FEATURES: dict[str, dict[str, Any]] = {

@@ -17,6 +17,7 @@ class Layer(NamedTuple):
     layer: int  # of a block's layers
     window: int | None = None  # the number of keys that a query sees, including its own; None: all up to its own
     kv_scales: tuple[float, float] = (1.0, 1.0)  # the value of 1.0 in K and V that are stored in FP8
+    value_size: int | None = None  # of latent rows: so many of a row's first numbers are its value
 
 
 class Scores(NamedTuple):
@@ -65,6 +66,8 @@ class AttentionBackend(ABC):
     @abstractmethod
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
         """Attention of (n, heads + 2 * kv_heads, head_size) -> (n or len(rows), heads * head_size), both padded.
+
+        Over latent rows: (n, heads + 1, row) -> (n or len(rows), heads * value_size).
 
         `heads`: applied to queries and keys first, in place; None: it already has been.
         """

@@ -28,9 +28,11 @@ class _Queries(ABC, Generic[Work, Args]):
     """Attention over one pool. Call `prepare` once per step, then `attend` per layer."""
 
     def __init__(self, kv_pool: torch.Tensor, num_heads: int, scores: Scores) -> None:
-        """`kv_pool` as in `KVLayout.pool_shape`, contiguous, of a dtype that the kernel supports."""
+        """`kv_pool` as in `KVLayout.pool_shape`, contiguous, of a dtype that the kernel supports. Latent rows are keys
+        and values.
+        """
         self._pool = kv_pool
-        _, num_layers, _, kv_heads, block_size, head_size = kv_pool.shape
+        _, num_layers, self._sides, kv_heads, block_size, head_size = kv_pool.shape
         side = kv_heads * block_size * head_size
         self._side_bytes = side * kv_pool.element_size()
         self._block_tables: IntArray = np.empty((0, 0), dtype=np.int64)
@@ -40,8 +42,8 @@ class _Queries(ABC, Generic[Work, Args]):
             kv_heads=kv_heads,
             head_size=head_size,
             block_size=block_size,
-            block_stride=num_layers * 2 * side,
-            row_stride=(num_heads + 2 * kv_heads) * head_size,
+            block_stride=num_layers * self._sides * side,
+            row_stride=(num_heads + self._sides * kv_heads) * head_size,
             dtype=host.DTYPES[_name(kv_pool.dtype)],
         )
         self._args.scale, self._args.softcap = scores.scale_of(head_size), scores.softcap
@@ -73,11 +75,11 @@ class _Queries(ABC, Generic[Work, Args]):
 
         Args:
             layer: index in a block.
-            qkv: (n, heads + 2 * kv_heads, head_size), contiguous.
+            qkv: (n, heads + sides * kv_heads, head_size), contiguous.
         """
         args = self._args
-        first = self._pool.data_ptr() + 2 * layer * self._side_bytes
-        args.keys, args.values = first, first + self._side_bytes
+        first = self._pool.data_ptr() + self._sides * layer * self._side_bytes
+        args.keys, args.values = first, first + (self._sides - 1) * self._side_bytes
         args.qkv, args.out = qkv.data_ptr(), out.data_ptr()
         taken = self._taken.get(id(work)) or self._take(work)
         for name, value in taken.fields:

@@ -30,7 +30,7 @@ class CpuAttention(AttentionBackend):
         self._num_heads, self._num_blocks, self._block_size = num_heads, len(kv_pool), kv_pool.shape[4]
         self._token_kv = [
             kv_pool[:, layer.layer].flatten(1, 2).transpose(1, 2) for layer in layers
-        ]  # (num_blocks, block_size, 2 * kv_heads, head_size) each
+        ]  # (num_blocks, block_size, sides * kv_heads, head_size) each
         self._block_ids: list[torch.Tensor] = []  # by group, the blocks of a step's tokens
         self._offsets = torch.empty(0, dtype=torch.int64)  # and the places within them
         by_torch = TorchQueries(kv_pool, num_heads, scores)
@@ -81,7 +81,9 @@ class CpuAttention(AttentionBackend):
             self._singles.attend(place.layer, qkv, plan.singles, result)
         if len(plan.prompts.slots):
             self._prompts.attend(place.layer, qkv, plan.prompts, result)
-        return result
+        if place.value_size is None:
+            return result
+        return result.view(len(result), self._num_heads, -1)[..., : place.value_size].flatten(1)
 
     def _plan(
         self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray, group: int, window: int | None

@@ -49,7 +49,7 @@ class CudaAttention(AttentionBackend):
         if heads is not None:
             heads.apply(qkv)
         own, kv_heads = self._num_heads, self._kv_heads
-        q, k, v = qkv[:, :own], qkv[:, own : own + kv_heads], qkv[:, own + kv_heads :]
+        q, k, v = qkv[:, :own], qkv[:, own : own + kv_heads], qkv[:, -kv_heads:]  # of latent rows, V is K
         place = self._layers[layer]
         write_kv(self._pool, place.layer, k, v, step.slot_mapping[place.group], place.kv_scales)
         out = self._attention(layer, q).flatten(1)
@@ -72,4 +72,5 @@ class CudaAttention(AttentionBackend):
             window=place.window,
             kv_scales=place.kv_scales,
             softcap=self._softcap,
+            value_size=place.value_size,
         )

@@ -37,6 +37,8 @@ def make_flashinfer(
         return None, f"KV is {str(dtype).removeprefix('torch.')}, not float16 or bfloat16"
     if scores.softcap:
         return None, "the model has soft caps in attention"
+    if kv_pool.shape[2] == 1:
+        return None, "KV is latent rows"
     if head_size not in _HEAD_SIZES:
         return None, f"heads have {head_size} values, not one of {_HEAD_SIZES}"
     try:

@@ -1,0 +1,49 @@
+"""Latent KV (MLA) computes what transformers computes: tokens and logprobs in float32, over every way to cut the work."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from tests.conftest import HFModel
+from tests.engine.worker.step_driver import StepDriver
+from tests.engine.worker.transformers_oracle import draw_prompts, logprobs
+
+torch.set_num_threads(1)
+
+YARN = {
+    "rope_type": "yarn", "factor": 8.0, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 0.7, "beta_fast": 32,
+    "beta_slow": 1, "original_max_position_embeddings": 128,
+}  # fmt: skip
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "v2": ("deepseek_v2", {"q_lora_rank": None}),
+    "v3": ("deepseek_v3", {"rope_parameters": YARN}),
+    "v3 by halves": ("deepseek_v3", {"rope_interleave": False, "qk_nope_head_dim": 8}),
+}
+
+
+def check(model_dir: Path, linears: Literal["auto", "torch"], chunk: int) -> None:
+    drawn = draw_prompts(model_dir, [1, 17, 48, 130], 6)
+    driver = StepDriver(model_dir, linears=linears)
+    keys = {driver.add(str(i), prompt, logprobs=1): (prompt, output) for i, (prompt, output) in drawn.items()}
+    outputs = driver.run(dict.fromkeys(keys, 6), budget=chunk, chunk=chunk)
+    assert outputs == {key: output for key, (_, output) in keys.items()}
+
+
+@pytest.mark.parametrize("chunk", [2048, 40])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_greedy_tokens_equal_transformers(hf_model: HFModel, variant: str, chunk: int) -> None:
+    family, overrides = VARIANTS[variant]
+    check(hf_model(family, **overrides), "auto" if chunk == 40 else "torch", chunk)
+
+
+def test_logprobs_equal_transformers(hf_model: HFModel) -> None:
+    path = hf_model("deepseek_v3", rope_parameters=YARN)
+    [(prompt, _)] = draw_prompts(path, [200], 1).values()
+    driver = StepDriver(path)
+    key = driver.add("a", prompt, prompt_logprobs=0)
+    driver.run({key: 1}, chunk=70)
+    found = [entry.logprob for entry in driver.prompt_logprobs[key] if entry is not None]
+    expected = logprobs(path, prompt)[torch.arange(199), torch.tensor(prompt[1:])]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=0.0, atol=1e-4)
