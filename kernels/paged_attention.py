@@ -43,8 +43,8 @@ def paged_attention(
         value_size: of a pool of latent rows, whose sides are one: so many of a row's first numbers are its value.
 
     Returns:
-        (T, num_heads, head_size or value_size) in q's dtype; zeros in rows from cu_seqlens_q[R] on (padding). Non-finite values in K
-        and V affect only the queries that attend to them.
+        (T, num_heads, head_size or value_size) in q's dtype; zeros in rows from cu_seqlens_q[R] on (padding).
+        Non-finite values in K and V affect only the queries that attend to them.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, or a window that hides even a query's own token.

@@ -15,8 +15,8 @@ from pdkv.models.parallel_layers import Embedding, WideNorms
 from pdkv.models.passes import RMSNorm, RowPass, silu_mul
 
 Attend = Callable[[int, torch.Tensor, Heads | None], torch.Tensor]
-"""(layer, qkv (n, heads + 2 * kv_heads, head_size), heads) -> (rows, heads * head_size); over latent rows, each of which
-is one KV head, (layer, (n, heads + 1, row), None) -> (rows, heads * rank).
+"""(layer, qkv (n, heads + 2 * kv_heads, head_size), heads) -> (rows, heads * head_size).
+Over latent rows, each of which is one KV head: (layer, (n, heads + 1, row), None) -> (rows, heads * rank).
 
 Lets queries and keys go through `heads`, in place (None: they already have), writes K and V to the cache and attends.
 `rows` is n, and in the last layer the rows that the step needs.

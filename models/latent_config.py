@@ -11,7 +11,7 @@ _MOST_ROW = 1024
 
 
 class Latent(NamedTuple):
-    """Sizes of attention in which a token's KV is one row: a latent of `rank` numbers, and `turned` that are rotated."""
+    """Sizes of attention in which a token's KV is one row: a latent of `rank` numbers, and `turned` rotated ones."""
 
     query_rank: int | None  # of the latent that queries are made of; None: they are made of the hidden state
     rank: int

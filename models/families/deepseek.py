@@ -18,7 +18,8 @@ class DeepseekV2(Family):
     model_type = "deepseek_v2"
     defaults: ClassVar[Mapping[str, Any]] = {
         "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
-        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "eos_token_id": 2,
+        "n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407, "topk_method": "greedy",
+        "eos_token_id": 2,
     }  # fmt: skip
     reads = f"""{LATENT_FIELDS} num_nextn_predict_layers first_k_dense_replace moe_layer_freq n_routed_experts
         n_shared_experts num_experts_per_tok moe_intermediate_size n_group topk_group topk_method scoring_func
@@ -52,8 +53,9 @@ class DeepseekV2(Family):
             return None
         for name, known in (("scoring_func", (cls.scoring,)), ("topk_method", cls.choices), ("moe_layer_freq", (1,))):
             if (value := fields.values.get(name, known[0])) not in known:
-                raise ModelError(f"{fields.path}: {name} {value!r:.80} is not supported, only {', '.join(map(str, known))}")
-        size, grouped = fields.count("moe_intermediate_size"), fields.values.get("topk_method") != "greedy"
+                only = " or ".join(map(repr, known))
+                raise ModelError(f"{fields.path}: {name} {value!r:.80} is not supported, only {only}")
+        size, grouped = fields.count("moe_intermediate_size"), fields.values["topk_method"] != "greedy"
         experts = Experts(
             layers=tuple(range(max(int(first), 0), num_layers)),
             num=fields.count("n_routed_experts"),
@@ -81,7 +83,7 @@ class DeepseekV3(DeepseekV2):
     defaults = {
         **DeepseekV2.defaults, "n_routed_experts": 256, "n_shared_experts": 1, "moe_intermediate_size": 2048,
         "n_group": 8, "topk_group": 4, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5, "eos_token_id": 1, "bos_token_id": 0,
+        "routed_scaling_factor": 2.5, "topk_method": "noaux_tc", "eos_token_id": 1, "bos_token_id": 0,
     }  # fmt: skip
     scoring = "sigmoid"
     choices = ("noaux_tc",)

@@ -1,4 +1,4 @@
-"""Latent KV (MLA) computes what transformers computes: tokens and logprobs in float32, over every way to cut the work."""
+"""Latent KV (MLA) gives what transformers computes: tokens and logprobs in float32, over every way to cut the work."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,9 @@ YARN = {
 }  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": ("deepseek_v2", {"q_lora_rank": None}),
+    "v2 groups": ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
     "v3": ("deepseek_v3", {"rope_parameters": YARN}),
-    "v3 by halves": ("deepseek_v3", {"rope_interleave": False, "qk_nope_head_dim": 8}),
+    "v3 by halves": ("deepseek_v3", {"rope_interleave": False, "qk_nope_head_dim": 8, "first_k_dense_replace": 3}),
 }
 
 
