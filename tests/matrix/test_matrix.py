@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from equality import (
+    AMPLE_POOL_BLOCKS,
     CHUNKED,
     Workload,
     check_decode_computed_nothing,
@@ -16,7 +17,18 @@ from equality import (
     greedy_workload,
     run_all,
 )
-from matrix_rows import BACKENDS, BLOCKS, FAMILY_BACKENDS, RANKS, Row, all_rows, cover, window_cover, window_rows
+from matrix_rows import (
+    BACKENDS,
+    BLOCKS,
+    FAMILY_BACKENDS,
+    RANKS,
+    Row,
+    all_rows,
+    cover,
+    latent_rows,
+    window_cover,
+    window_rows,
+)
 from small_models import FEATURES, NEWER
 
 RESULTS = "MATRIX_RESULTS"
@@ -39,12 +51,19 @@ def windows(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     return greedy_workload(model, tmp_path_factory.mktemp("windows"))
 
 
+@pytest.fixture(scope="session")
+def latent(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    """One row for each token and layer, which both of two ranks have."""
+    return greedy_workload(hf_model("deepseek_v3", initializer_range=0.2), tmp_path_factory.mktemp("latent"))
+
+
 def check_row(row: Row, workload: Workload, directory: Path, flags: tuple[str, ...] = ()) -> None:
     """First pass and replay; noted for the table."""
     started = time.monotonic()
+    memory = str(max(row.ranks) * AMPLE_POOL_BLOCKS * workload.block_bytes)  # ranks may hold the same
     with (
         BACKENDS[row.backend](directory=directory) as chosen,
-        deployed(workload, *row.flags, *chosen.flags, *flags) as deployment,
+        deployed(workload, *row.flags, *chosen.flags, "--kv-cache-memory", memory, *flags) as deployment,
     ):
         first, replay = (run_all(deployment, workload) for _ in range(2))
     for books in (first, replay):
@@ -92,3 +111,9 @@ def test_families_over_each_kind_of_connector(
     """With chunks of prompts."""
     workload = greedy_workload(hf_model(family, initializer_range=0.2), tmp_path / "model")
     check_row(row, workload, tmp_path, CHUNKED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", latent_rows(), ids=str)
+def test_latent_rows_over_every_backend(row: Row, latent: Workload, tmp_path: Path) -> None:
+    check_row(row, latent, tmp_path)

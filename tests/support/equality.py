@@ -67,8 +67,12 @@ class Workload:
     def block_bytes(self) -> int:
         """Of a KV block of 16 tokens in float32."""
         config = json.loads((self.path / "config.json").read_text())
-        head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        return int(16 * config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_size * 4)
+        if "kv_lora_rank" in config:
+            row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+        else:
+            size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+            row = 2 * config["num_key_value_heads"] * size
+        return int(16 * config["num_hidden_layers"] * row * 4)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -5,7 +5,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from store_servers import LMCacheServer, RedisServer, StoreServer
 
@@ -14,6 +14,7 @@ RANKS = ((1, 1), (1, 2), (2, 1), (2, 4), (4, 1))
 """(ranks of a prefill engine, of a decode engine)."""
 
 WINDOW_RANKS = ((1, 1), (1, 2), (2, 1), (2, 2))
+LATENT_RANKS = ((1, 2), (2, 1))
 
 BLOCKS = ((16, 16), (16, 32), (32, 16))
 """(block size of prefill, of decode)."""
@@ -77,11 +78,11 @@ class Row(NamedTuple):
     topology: str
     ranks: tuple[int, int]
     blocks: tuple[int, int]
-    windows: bool = False
-    """A model with windows, so with several KV groups."""
+    model: Literal["", "windows", "latent"] = ""
+    """One with windows, so with several KV groups, or with latent KV, which all ranks of an engine have."""
 
     def __str__(self) -> str:
-        model = ", windows" if self.windows else ""
+        model = f", {self.model}" if self.model else ""
         return f"{self.backend}, {self.topology}, TP {self.ranks}, blocks {self.blocks}{model}"
 
     @property
@@ -110,10 +111,25 @@ def cover() -> list[Row]:
 
 def window_rows() -> list[Row]:
     """For a model with KV groups, whose blocks must be of one size."""
-    return [Row(backend, "1P1D", pair, BLOCKS[0], True) for backend, pair in itertools.product(BACKENDS, WINDOW_RANKS)]
+    return [
+        Row(backend, "1P1D", pair, BLOCKS[0], "windows") for backend, pair in itertools.product(BACKENDS, WINDOW_RANKS)
+    ]
 
 
 def window_cover() -> list[Row]:
     """A store, and two connectors together; pulls are in other tests of such models."""
     chosen = {"store tiers": (1, 2), "multi": (2, 1)}
     return [row for row in window_rows() if chosen.get(row.backend) == row.ranks]
+
+
+def latent_rows() -> list[Row]:
+    """For a model with latent KV, over the backends that carry it."""
+    backends = [backend for backend in BACKENDS if backend != "store lmcache"]
+    return [
+        Row(backend, "1P1D", pair, BLOCKS[1], "latent") for backend, pair in itertools.product(backends, LATENT_RANKS)
+    ]
+
+
+def latent_cover() -> list[Row]:
+    """Two ranks' row from one; pulls by one process are in other tests of such models."""
+    return [row for row in latent_rows() if (row.backend, row.ranks) == ("p2p", (2, 1))]

@@ -31,9 +31,7 @@ RANK, TURNED, NUM_LAYERS = 32, 16, 3
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_tokens_and_bytes(
-    hf_model: Callable[..., Path], connector: str, options: dict[str, str], dtype: str
-) -> None:
+def test_tokens_and_bytes(hf_model: Callable[..., Path], connector: str, options: dict[str, str], dtype: str) -> None:
     model = hf_model("deepseek_v3", initializer_range=0.2)
     rng = random.Random(3)
     expected = oracle(model).expect(lambda: [rng.randrange(2, 258) for _ in range(304)], 12)
