@@ -1,8 +1,8 @@
 """`paged_attention` in Triton: one program per (tile of queries of one sequence, KV head), online softmax over its KV.
 
 A tile holds some queries times all query heads that share the KV head, so that a decode row fills the matrix unit's
-rows too. If that makes fewer programs than a GPU can run, each takes a part of the KV, and the parts' results are
-combined.
+rows too. Latent rows are values as well as keys, and all heads share them: a program takes some of the heads. If there
+are fewer programs than a GPU can run, each takes a part of the KV, and the parts' results are combined.
 Sources: online softmax, Dao et al., "FlashAttention", 2022; parts, Dao et al., "Flash-Decoding", 2023; tiles, vLLM's
 unified attention.
 """
@@ -51,6 +51,7 @@ def _attend_tile(
     kv_start: tl.tensor,
     kv_stop: tl.tensor,
     query_tile: tl.tensor,
+    turned_tile: tl.tensor,  # the queries' numbers behind HEAD_SIZE, if TURNED
     positions: tl.tensor,  # (TILE_ROWS,)
     keys: tl.tensor,  # of the KV head
     values: tl.tensor,
@@ -63,6 +64,8 @@ def _attend_tile(
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
+    TURNED: tl.constexpr,
+    TURNED_PADDED: tl.constexpr,
     TILE_KV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
@@ -83,14 +86,20 @@ def _attend_tile(
     offsets = rows[:, None] + dims[None, :]
     if WHOLE and HEAD_SIZE == HEAD_SIZE_PADDED:
         key_tile = tl.load(keys + offsets).to(dtype)
-        value_tile = tl.load(values + offsets).to(dtype)
+        value_tile = key_tile if TURNED else tl.load(values + offsets).to(dtype)
     else:
         load_mask = dims[None, :] < HEAD_SIZE
         if not WHOLE:
             load_mask = load_mask & kv_mask[:, None]
         key_tile = tl.load(keys + offsets, mask=load_mask, other=0.0).to(dtype)
-        value_tile = tl.load(values + offsets, mask=load_mask, other=0.0).to(dtype)
-    logits = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee") * scale
+        value_tile = key_tile if TURNED else tl.load(values + offsets, mask=load_mask, other=0.0).to(dtype)
+    logits = tl.dot(query_tile, tl.trans(key_tile), input_precision="ieee")
+    if TURNED:
+        behind = tl.arange(0, TURNED_PADDED)
+        turned_mask = (kv_positions < kv_stop)[:, None] & (behind[None, :] < TURNED)
+        turned = tl.load(keys + HEAD_SIZE + rows[:, None] + behind[None, :], mask=turned_mask, other=0.0).to(dtype)
+        logits = tl.dot(turned_tile, tl.trans(turned), logits, input_precision="ieee")
+    logits *= scale
     if HAS_SOFTCAP:  # tanh by the logistic function, which neither overflows
         logits = softcap * (2.0 * tl.sigmoid(logits * (2.0 / softcap)) - 1.0)
     if not WHOLE:
@@ -144,6 +153,8 @@ def _paged_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
+    TURNED: tl.constexpr,  # numbers of latent rows behind HEAD_SIZE; 0: KV is keys and values
+    TURNED_PADDED: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     TILE_ROWS: tl.constexpr,  # at least TILE_QUERIES * GROUP_SIZE
@@ -174,6 +185,11 @@ def _paged_attention_kernel(
     query_tile = tl.load(
         q + tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head + dims[None, :], mask=mask, other=0.0
     )
+    turned_tile = query_tile
+    if TURNED:
+        behind = tl.arange(0, TURNED_PADDED)
+        places = tokens[:, None] * stride_q_token + heads[:, None] * stride_q_head + HEAD_SIZE + behind[None, :]
+        turned_tile = tl.load(q + places, mask=row_mask[:, None] & (behind[None, :] < TURNED), other=0.0)
     positions = first_position + queries
 
     best = tl.full([TILE_ROWS], float("-inf"), tl.float32)
@@ -204,9 +220,9 @@ def _paged_attention_kernel(
     for phase in tl.static_range(0 if HAS_WINDOW else 1, 3):
         for kv_start in range(bounds[phase], bounds[phase + 1], TILE_KV):
             best, total, result, spoiled = _attend_tile(
-                best, total, result, spoiled, kv_start, kv_stop, query_tile, positions, keys, values, table, scale,
-                softcap, window, stride_kv_block, stride_kv_token, BLOCK_SIZE, HEAD_SIZE, HEAD_SIZE_PADDED, TILE_KV,
-                HAS_WINDOW, HAS_SOFTCAP, IN_PARTS, phase == 1,
+                best, total, result, spoiled, kv_start, kv_stop, query_tile, turned_tile, positions, keys, values,
+                table, scale, softcap, window, stride_kv_block, stride_kv_token, BLOCK_SIZE, HEAD_SIZE,
+                HEAD_SIZE_PADDED, TURNED, TURNED_PADDED, TILE_KV, HAS_WINDOW, HAS_SOFTCAP, IN_PARTS, phase == 1,
             )  # fmt: skip
     target = tokens * stride_out_token + part * stride_out_part + heads * stride_out_head
     if IN_PARTS:
@@ -290,6 +306,8 @@ class _Tiles(NamedTuple):
         numbers of stages (one of which the block table's loads take) are the fastest of those tried on an H100.
         """
         rows = max(_MIN_DOT_SIZE, triton.next_power_of_2(group_size))
+        if q.shape[2] > 256:  # a latent row, of which a tile of keys is a tile of values, too
+            return cls(rows, rows // group_size, 32, 8, 2)
         if q.dtype != torch.float32 and q.shape[0] * group_size > 2 * rows * num_seqs:
             if q.shape[2] > 128:
                 return cls(64, 64 // group_size, 32, 4, 4)
@@ -349,21 +367,26 @@ def paged_attention_triton(
     window: int | None = None,
     kv_scales: tuple[float, float] = (1.0, 1.0),
     softcap: float = 0.0,
+    value_size: int | None = None,
 ) -> torch.Tensor:
     """Launch the kernels; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
     if q.stride(2) != 1 or kv_pool.stride(5) != 1 or block_tables.stride(1) != 1:
         raise ValueError("the innermost dimension of q, kv_pool and block_tables must be contiguous")
     if q.shape[0] == 0 or seq_lens.shape[0] == 0:
-        return torch.zeros_like(q, memory_format=torch.contiguous_format)
-    num_programs = seq_lens.shape[0] * kv_pool.shape[3]
-    parts = _Parts.of(q.numel(), max(block_tables.shape[1] * kv_pool.shape[4], 1), num_programs)
-    make = torch.zeros_like if parts.num == 1 else torch.empty_like  # what combines parts writes padding, too
-    out = make(q, memory_format=torch.contiguous_format)
+        return q.new_zeros((*q.shape[:2], q.shape[2] if value_size is None else value_size))
+    size = q.shape[2] if value_size is None else value_size
+    group_size = _group_size(q.shape[1], kv_pool)
+    num_programs = seq_lens.shape[0] * q.shape[1] // group_size
+    parts = _Parts.of(q.shape[0] * q.shape[1] * size, max(block_tables.shape[1] * kv_pool.shape[4], 1), num_programs)
+    make = q.new_zeros if parts.num == 1 else q.new_empty  # what combines parts writes padding, too
+    out = make((*q.shape[:2], size))
     results = _Results.of(out, parts.num)
     index = block_tables, seq_lens, cu_seqlens_q
     scale *= kv_scales[0] * math.log2(math.e)  # powers of two are what a GPU computes
     softcap *= math.log2(math.e)
-    _launch_attention(results, q, kv_pool, layer, *index, scale, kv_scales[1], softcap, window, parts)
+    _launch_attention(
+        results, q, kv_pool, layer, *index, scale, kv_scales[kv_pool.shape[2] - 1], softcap, window, parts, group_size
+    )
     if parts.num > 1:
         _launch_combine(out, results, seq_lens, cu_seqlens_q, window, parts)
     return out
@@ -382,17 +405,19 @@ def _launch_attention(
     softcap: float,
     window: int | None,
     parts: _Parts,
+    group_size: int,
 ) -> None:
-    num_tokens, num_heads, head_size = q.shape
-    (num_seqs,), (num_kv_heads, block_size) = seq_lens.shape, kv_pool.shape[3:5]
-    group_size = num_heads // num_kv_heads
+    num_tokens, num_heads, row_size = q.shape
+    num_seqs, block_size, head_size = len(seq_lens), kv_pool.shape[4], results.out.shape[-1]
     tiles = _Tiles.of(q, num_seqs, group_size)
+    stride_kv_head = kv_pool.stride(3) if kv_pool.shape[2] == 2 else 0  # all groups of heads have one latent row
+    turned = row_size - head_size
     # Upper bounds that need no look at the lengths: programs behind a sequence's last tile, or KV, return at once.
-    _paged_attention_kernel[(num_tokens // tiles.queries + num_seqs, num_kv_heads, parts.num)](
+    _paged_attention_kernel[(num_tokens // tiles.queries + num_seqs, num_heads // group_size, parts.num)](
         *results,
         q,
         kv_pool[0, layer, 0],
-        kv_pool[0, layer, 1],
+        kv_pool[0, layer, -1],
         block_tables,
         seq_lens,
         cu_seqlens_q,
@@ -404,10 +429,13 @@ def _launch_attention(
         *q.stride()[:2],
         *results.out.stride()[:3],
         kv_pool.stride(0),
-        *kv_pool.stride()[3:5],
+        stride_kv_head,
+        kv_pool.stride(4),
         block_tables.stride(0),
         parts.tokens,
         BLOCK_SIZE=block_size,
+        TURNED=turned,
+        TURNED_PADDED=max(_MIN_DOT_SIZE, triton.next_power_of_2(turned)) if turned else _MIN_DOT_SIZE,
         GROUP_SIZE=group_size,
         TILE_QUERIES=tiles.queries,
         TILE_ROWS=tiles.rows,
@@ -419,6 +447,13 @@ def _launch_attention(
         **_sizes(head_size, window),
         **LAUNCH_OPTIONS,
     )
+
+
+def _group_size(num_heads: int, kv_pool: torch.Tensor) -> int:
+    """The query heads of a program: those of a KV head, or as many as a tile has rows for whose results are latents."""
+    if kv_pool.shape[2] == 2:
+        return num_heads // kv_pool.shape[3]
+    return next(size for size in range(min(num_heads, _MIN_DOT_SIZE), 0, -1) if num_heads % size == 0)
 
 
 def _launch_combine(

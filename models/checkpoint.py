@@ -1,7 +1,6 @@
 """The weights of a Hugging Face model directory, read from files that are already open."""
 
 import re
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 

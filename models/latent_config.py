@@ -19,7 +19,6 @@ class Latent(NamedTuple):
     turned: int
     value: int  # numbers of a head's result
     interleaved: bool  # neighbours are rotated by one angle, and not numbers half a vector apart
-    scale: float  # of logits
 
     @property
     def row(self) -> int:
@@ -47,13 +46,13 @@ def read_latent(fields: Fields) -> Latent:
         turned=turned,
         value=fields.count("v_head_dim"),
         interleaved=fields.flag("rope_interleave", True),
-        scale=(plain + turned) ** -0.5 * _yarn_scale(fields, turned),
     )
 
 
-def _yarn_scale(fields: Fields, turned: int) -> float:
-    """What YaRN with `mscale_all_dim` multiplies logits by."""
+def read_scale(fields: Fields, latent: Latent) -> float:
+    """The factor of logits: YaRN with `mscale_all_dim` changes it. Raises ModelError."""
     values = fields.values.get("rope_scaling") or fields.values.get("rope_parameters") or {}
-    scaling = read_rope(fields, turned).scaling
+    scaling = read_rope(fields, latent.turned).scaling
     share = Fields(fields.path, values).number("mscale_all_dim", 0.0)
-    return yarn_magnitude(scaling.factor, share) ** 2 if scaling is not None and share else 1.0
+    factor = yarn_magnitude(scaling.factor, share) ** 2 if scaling is not None and share else 1.0
+    return float((latent.plain + latent.turned) ** -0.5 * factor)

@@ -147,3 +147,31 @@ def test_paged_attention_takes_strided_queries(device: torch.device) -> None:
     result = paged_attention_triton(strided, pool, 0, *index, scale=0.2)
     expected = paged_attention_reference(strided.double(), pool.double(), 0, *index, scale=0.2)
     torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("heads", "row", "value", "lengths"),
+    [
+        (6, 48, 32, MIXED),
+        pytest.param(32, 576, 512, MIXED, marks=pytest.mark.slow),
+        pytest.param(24, 40, 24, [*MIXED, (2, 300)], marks=pytest.mark.slow),
+    ],
+)
+def test_latent_rows(
+    heads: int,
+    row: int,
+    value: int,
+    lengths: list[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One program takes some of the heads; the KV is divided, and undivided."""
+    q, pool, *index = attention_inputs(lengths, (heads, 1), row, 16, padding=3)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool[:, :, :1].contiguous().to(dtype), *index))
+    expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=0.1, value_size=value)
+    for most in (32 << 20, 0):
+        monkeypatch.setattr(paged_attention_module, "_MAX_PARTS_BYTES", most)
+        result = paged_attention_triton(q, pool, 1, *index, scale=0.1, value_size=value)
+        assert result.dtype == dtype
+        torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
