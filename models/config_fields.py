@@ -91,15 +91,18 @@ def _is_attention_scale(value: Any, values: Mapping[str, Any]) -> bool:
 
 
 _OWN_CODE = {
-    "AutoConfig": "configuration_phi3.Phi3Config",
-    "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM",
-    "AutoTokenizer": "Xenova/gpt-4o",
+    ("AutoConfig", "configuration_phi3.Phi3Config"),
+    ("AutoModelForCausalLM", "modeling_phi3.Phi3ForCausalLM"),
+    ("AutoTokenizer", "Xenova/gpt-4o"),
+    *(("AutoConfig", f"configuration_deepseek.DeepseekV{n}Config") for n in (2, 3)),
+    *(("AutoModel", f"modeling_deepseek.DeepseekV{n}Model") for n in (2, 3)),
+    *(("AutoModelForCausalLM", f"modeling_deepseek.DeepseekV{n}ForCausalLM") for n in (2, 3)),
 }
 """What `auto_map` says in checkpoints that came with code of their own, which transformers has taken over since."""
 
 
 def _is_own_code(value: Any, values: Mapping[str, Any]) -> bool:
-    return isinstance(value, dict) and all(_OWN_CODE.get(name) == code for name, code in value.items())
+    return isinstance(value, dict) and all((name, str(code)) in _OWN_CODE for name, code in value.items())
 
 
 _NEUTRAL: Mapping[str, _Check] = {

@@ -93,3 +93,13 @@ def test_tokens_over_tiers_beside_hand_offs(row: TierRow, workloads: dict[str, W
 
 def test_every_pair_is_in_a_row() -> None:
     assert set().union(*map(pairs_of, tier_rows())) == all_pairs()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [row for row in tier_rows() if row.model == "windows"][:4], ids=str)
+def test_latent_rows_over_tiers(
+    row: TierRow, hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Of a model with one group; the row names the topology."""
+    model = hf_model("deepseek_v3", initializer_range=0.2)
+    check_row(row, greedy_workload(model, tmp_path_factory.mktemp("latent")), tmp_path_factory.mktemp("tiers"))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from matrix_rows import all_rows, cover, latent_cover, latent_rows, window_cover, window_rows
+from matrix_rows import all_rows, cover, window_cover, window_rows
 from matrix_table import PASSED, every_row, main, passed_rows, table
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
@@ -12,7 +12,6 @@ PAGE = Path(__file__).parents[2] / "docs/conformance.md"
 def test_the_covers_are_part_of_the_matrix() -> None:
     assert set(cover()) < set(all_rows())
     assert set(window_cover()) < set(window_rows())
-    assert set(latent_cover()) < set(latent_rows())
 
 
 def test_results_become_a_table_and_what_is_missing_is_named(

@@ -128,8 +128,3 @@ def latent_rows() -> list[Row]:
     return [
         Row(backend, "1P1D", pair, BLOCKS[1], "latent") for backend, pair in itertools.product(backends, LATENT_RANKS)
     ]
-
-
-def latent_cover() -> list[Row]:
-    """Two ranks' row from one; pulls by one process are in other tests of such models."""
-    return [row for row in latent_rows() if (row.backend, row.ranks) == ("p2p", (2, 1))]

@@ -75,6 +75,7 @@ _FAMILY_VALUES: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 1, "original_max_position_embeddings": 1024},  # as its defaults fit no small model
 }
 FEATURES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"q_lora_rank": None},
     "mistral": {"sliding_window": 100},
     "qwen2": {"use_sliding_window": True, "sliding_window": 61, "max_window_layers": 2},
     "qwen3": {

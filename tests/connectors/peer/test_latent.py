@@ -5,8 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from oracle import oracle
 
+from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.peer.cards import check_compatible
+from pdkv.errors import IncompatiblePeers
 from pdkv.testing.engine import SideBySide, of_type, output_of, submit
 from pdkv.wire.messages import Loaded
 
@@ -43,5 +47,8 @@ def test_tokens_and_bytes(hf_model: Callable[..., Path], connector: str, options
         row = (RANK + TURNED) * {"float32": 4, "bfloat16": 2}[dtype]
         decode = engines.decode.core
         assert decode.card.layout.token_bytes == row * NUM_LAYERS
+        other = replace(decode.card, layout=replace(decode.card.layout, head_size=RANK + TURNED + 8))
+        with pytest.raises(IncompatiblePeers, match=r"KV layout differs: .*head_size=48.*head_size=56"):
+            check_compatible(ConnectorConfig(engine="e", epoch="1", layout=decode.card.layout, num_blocks=4), other)
         if connector != "store":  # whose values have envelopes
             assert decode.decode.counts().bytes_received == 304 * row * NUM_LAYERS

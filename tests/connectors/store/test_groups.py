@@ -261,6 +261,19 @@ def test_another_engine_finds_a_prompt_and_its_continuation(models: Families, fa
         assert sources(messages) == (320, 23), "what was generated is found, too"
 
 
+def test_a_damaged_latent_value_is_a_counted_miss(hf_model: Callable[..., Path]) -> None:
+    model = hf_model("deepseek_v3", initializer_range=0.2)
+    expected = expect(model, 100)
+    with stored(model) as (engines, store):
+        engines.prefill.ask(ask(expected, "a"))
+        (value,) = store._shelf._values.values()
+        value[len(value) // 3] ^= 1
+        messages = engines.decode.ask(ask(expected, "b"))
+        assert output_of(messages, "b") == expected.output
+        assert sources(messages) == (0, 100)
+        assert engines.decode.core.external.num_damaged == 1
+
+
 @pytest.mark.parametrize(
     ("family", "group", "load"),
     [

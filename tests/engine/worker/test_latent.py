@@ -5,7 +5,10 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from attention_case import MIXES, Case, Shape, without_compiled_kernel
 
+from pdkv.engine.worker.attention.backend import Layer
+from pdkv.engine.worker.attention.cpu import CpuAttention
 from tests.conftest import HFModel
 from tests.engine.worker.step_driver import StepDriver
 from tests.engine.worker.transformers_oracle import draw_prompts, logprobs
@@ -48,3 +51,17 @@ def test_logprobs_equal_transformers(hf_model: HFModel) -> None:
     found = [entry.logprob for entry in driver.prompt_logprobs[key] if entry is not None]
     expected = logprobs(path, prompt)[torch.arange(199), torch.tensor(prompt[1:])]
     torch.testing.assert_close(torch.tensor(found), expected, rtol=0.0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_attention_over_rows_of_the_published_size(dtype: torch.dtype) -> None:
+    """Prompts, chunks and outputs of 16 heads, in one step."""
+    case = Case(MIXES[3], dtype, shape=Shape(16, 1, 576, layers=1))
+    case.pool, case.qkv = case.pool[:, :, :1].contiguous(), case.qkv[:, :17].contiguous()
+    layers = [Layer(0, 0, value_size=512)]
+    found = case.run(CpuAttention(case.pool, 16, layers), 0)
+    case.pool, case.qkv = case.pool.double(), case.qkv.double()
+    expected = case.run(without_compiled_kernel(case.pool, 16, layers), 0)
+    assert found.shape == (len(case.qkv), 16 * 512)
+    close = 1e-5 if dtype == torch.float32 else 0.03
+    torch.testing.assert_close(found.double(), expected, rtol=close, atol=close)
