@@ -92,6 +92,7 @@ def test_attention_compiles_for_a_gpu(
     both = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": 1 << (head_size - 1).bit_length(), "HAS_WINDOW": has_window}
     constants = both | {"BLOCK_SIZE": 16, "GROUP_SIZE": 4, "TILE_QUERIES": tiles.queries, "TILE_ROWS": tiles.rows}
     constants |= {"TILE_KV": tiles.kv, "IN_PARTS": in_parts, "HAS_SOFTCAP": in_parts}
+    constants |= {"TURNED": 0, "TURNED_PADDED": 16}
     compiled = compile_for_gpu(
         _paged_attention_kernel, pointers, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )
@@ -100,6 +101,29 @@ def test_attention_compiles_for_a_gpu(
     if in_parts:
         pointers["out"] = f"*{dtype}"
         assert compile_for_gpu(_combine_kernel, pointers, both | {"TILE_PARTS": 16}).asm["cubin"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_attention_over_latent_rows_compiles_for_a_gpu(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of the published size; sums of latents stay in registers."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    from pdkv.kernels.paged_attention_triton import _paged_attention_kernel, _Tiles
+
+    tiles = _Tiles.of(torch.empty(64, 128, 576, dtype=DTYPES[dtype], device="meta"), 1, 16)
+    types = dict.fromkeys(("q", "keys", "values"), f"*{dtype}") | dict.fromkeys(("out", "bests", "totals"), "*fp32")
+    types |= dict.fromkeys(("block_tables", "seq_lens", "cu_seqlens_q"), "*i32")
+    types |= dict.fromkeys(("scale", "v_scale", "softcap"), "fp32")
+    constants = {"HEAD_SIZE": 512, "HEAD_SIZE_PADDED": 512, "TURNED": 64, "TURNED_PADDED": 64, "HAS_WINDOW": False}
+    constants |= {"BLOCK_SIZE": 16, "GROUP_SIZE": 16, "TILE_QUERIES": tiles.queries, "TILE_ROWS": tiles.rows}
+    constants |= {"TILE_KV": tiles.kv, "IN_PARTS": True, "HAS_SOFTCAP": False}
+    compiled = compile_for_gpu(
+        _paged_attention_kernel, types, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages
+    )
+    assert compiled.metadata.shared <= MAX_SHARED_BYTES
+    assert compiled.asm["cubin"]
 
 
 @pytest.mark.parametrize(("stored", "computed"), [("bf16", "bf16"), ("fp8e4nv", "bf16"), ("fp8e4nv", "fp32")])
