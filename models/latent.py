@@ -16,7 +16,7 @@ from pdkv.models.loader import Loader
 from pdkv.models.passes import RMSNorm, RowPass
 
 _EPSILON = 1e-6
-"""Of the norms of latents, whatever config.json says about the others, as in transformers."""
+"""The epsilon of the latents' norms, whatever config.json says about the others, as in transformers."""
 
 
 class LatentWeights(NamedTuple):
