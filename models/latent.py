@@ -43,8 +43,9 @@ class LatentAttention:
     def __call__(self, layer: int, x: torch.Tensor, before: RowPass | None, step: Step) -> torch.Tensor:
         rows = self._rows(x, before)
         step.rotations[self._rotation].of(None, None).apply(rows[..., self._sizes.rank :])
-        sums = step.attend(layer, rows, None).unflatten(1, (-1, self._sizes.rank))
-        return torch.bmm(sums.transpose(0, 1), self._weights.values).transpose(0, 1).flatten(1)
+        values = self._weights.values
+        sums = step.attend(layer, rows, None).view(-1, len(values), self._sizes.rank)
+        return torch.bmm(sums.transpose(0, 1), values).transpose(0, 1).flatten(1)
 
     def _rows(self, x: torch.Tensor, before: RowPass | None) -> torch.Tensor:
         """Queries for latent rows, and behind them each token's own row, not rotated yet: (n, heads + 1, row)."""
@@ -53,7 +54,7 @@ class LatentAttention:
         queries, own = projected.tensor_split([projected.shape[1] - sizes.row], dim=1)
         if weights.query is not None:
             queries = weights.query(queries, weights.query_norm)
-        queries = queries.unflatten(1, (heads, sizes.plain + sizes.turned))
+        queries = queries.reshape(len(x), heads, sizes.plain + sizes.turned)
         rows = own.new_empty(len(x), heads + 1, sizes.row)
         plain = queries[..., : sizes.plain].transpose(0, 1)
         rows[:, :heads, : sizes.rank] = torch.bmm(plain, weights.keys).transpose(0, 1)
@@ -64,7 +65,7 @@ class LatentAttention:
 
     def _by_halves(self, x: torch.Tensor) -> torch.Tensor:
         """(..., turned) with the numbers that are rotated by one angle half of it apart."""
-        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self._sizes.interleaved else x
+        return x.reshape(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2) if self._sizes.interleaved else x
 
 
 def load_latent_attention(loader: Loader, layer: int, prefix: str) -> LatentAttention:
@@ -96,6 +97,6 @@ def _of_latents(loader: Loader, name: str, sizes: Latent) -> tuple[torch.Tensor,
     """What `LatentWeights` has as keys and values."""
     size, heads = sizes.plain + sizes.value, loader.heads
     shape, mine = (loader.config.num_heads * size, sizes.rank), slice(heads.start * size, heads.stop * size)
-    both = loader.tensor(name, shape, (mine, slice(None))).unflatten(0, (-1, size))
+    both = loader.tensor(name, shape, (mine, slice(None))).view(-1, size, sizes.rank)
     keys, values = both.split([sizes.plain, sizes.value], dim=1)
     return keys.clone(memory_format=torch.contiguous_format), values.transpose(1, 2).contiguous().clone()

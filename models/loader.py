@@ -139,7 +139,7 @@ class Loader:
             words = self._embedding(embedding)
         del embedding, table
         num_heads, num_kv_heads = self.heads.stop - self.heads.start, self.kv_heads.stop - self.kv_heads.start
-        rotated = (num_heads, num_kv_heads) if config.latent is None else (num_heads + 1, 0)
+        queries, keys = (num_heads, num_kv_heads) if config.latent is None else (num_heads + 1, 0)
         tables = [make_rope_table(rope, max_model_len, self.dtype, self.device) for rope in self.ropes]
         return Decoder(
             config,
@@ -149,7 +149,7 @@ class Loader:
             layers=[self._next_layer(i) for i in range(config.num_layers)],
             norm=self.norm("model.norm"),
             lm_head=self._head(head),
-            rotations=[make_rotation(table, *rotated, self.kind) for table in tables],
+            rotations=[make_rotation(table, queries, keys, self.kind) for table in tables],
         )
 
     def _output_table(self, embedding: torch.Tensor) -> torch.Tensor:

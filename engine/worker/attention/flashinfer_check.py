@@ -64,7 +64,7 @@ def _find_wrong(module: Any, kv_pool: torch.Tensor, num_heads: int, have_windows
     inputs, tables = _make_step(block_size, generator)
     layers = [Layer(0, 1 + i, _WINDOW if has_window else None) for i, has_window in enumerate(sorted(have_windows))]
     pool = torch.full((tables.size + 1, 1 + len(layers), 2, kv_heads, block_size, head_size), torch.nan)
-    for _, layer, window, _ in layers:
+    for _, layer, window, *_ in layers:
         _fill(pool[:, layer], tables[0], window, generator)
     pool = pool.to(kv_pool.device, kv_pool.dtype)
     backend = FlashInferAttention(pool, num_heads, layers, module)
@@ -72,7 +72,7 @@ def _find_wrong(module: Any, kv_pool: torch.Tensor, num_heads: int, have_windows
     index = (tables[0], inputs.seq_lens, inputs.cu_seqlens_q)
     block_tables, seq_lens, cu_seqlens_q = (torch.from_numpy(array.astype(np.int32)) for array in index)
     rows, tolerance = num_heads + 2 * kv_heads, _TOLERANCES[pool.dtype]
-    for i, (_, layer, window, _) in enumerate(layers):
+    for i, (_, layer, window, *_) in enumerate(layers):
         qkv = torch.randn(len(inputs.positions), rows, head_size, generator=generator).to(pool.device, pool.dtype)
         result = backend.attend(i, qkv).view(-1, num_heads, head_size).cpu().float()
         q, scale = qkv[:, :num_heads].cpu().float(), float(head_size**-0.5)
