@@ -98,5 +98,5 @@ def _of_latents(loader: Loader, name: str, sizes: Latent) -> tuple[torch.Tensor,
     size, heads = sizes.plain + sizes.value, loader.heads
     shape, mine = (loader.config.num_heads * size, sizes.rank), slice(heads.start * size, heads.stop * size)
     both = loader.tensor(name, shape, (mine, slice(None))).view(-1, size, sizes.rank)
-    keys, values = both.split([sizes.plain, sizes.value], dim=1)
+    keys, values = both[:, : sizes.plain], both[:, sizes.plain :]
     return keys.clone(memory_format=torch.contiguous_format), values.transpose(1, 2).contiguous().clone()
