@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import uvicorn
 import zmq
@@ -23,8 +23,10 @@ from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.router.admission.api_keys import KeyRing, read_keys
+from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
+from pdkv.router.engines.foreign_kinds import is_foreign, lacking, read_backend_key
 from pdkv.router.fronts.hall import Hall
 from pdkv.router.garbage import ShortCollections
 from pdkv.router.generations.dispatch import Dispatcher
@@ -45,6 +47,9 @@ from pdkv.router.metrics.tracing import Tracer
 from pdkv.router.spec import RouterSpec
 from pdkv.text import load_tokenizer
 from pdkv.wire.cluster_key import ClusterKey
+
+if TYPE_CHECKING:
+    from pdkv.router.engines.foreign import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -134,13 +139,19 @@ def run_router(
 
     cluster_key = ClusterKey.read(spec.cluster_key_file) if spec.cluster_key_file is not None else None
 
-    def make_client(name: str, endpoint: str) -> EngineClient:
+    served = model_of(spec)
+    terms = functools.cache(functools.partial(_foreign_terms, spec, served))
+
+    def make_client(name: str, endpoint: str) -> Backend:
+        if is_foreign(endpoint):
+            from pdkv.router.engines.foreign import ForeignEngine  # with httpx, which is an extra
+
+            return ForeignEngine(name, endpoint, terms())
         key = cluster_key if endpoint.startswith("tcp://") else None
         return EngineClient(name, endpoint, router_id=spec.router_id, context=context, key=key)
 
     for engine in spec.engines:
         dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
-    served = model_of(spec)
     log_sampling_defaults(spec.model.model, served.sampling_defaults)
     limits = config.http
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(spec.engines))
@@ -310,6 +321,22 @@ def model_of(spec: RouterSpec) -> ServedModel:
         api=spec.config.api,
         sampling_defaults=read_sampling_defaults(files.model, files.generation_config),
         logits_processors=spec.logits_processors,
+        lacks=lacking(spec.engines),
+    )
+
+
+def _foreign_terms(spec: RouterSpec, served: ServedModel) -> "Terms":
+    """What this router wants of servers of other engines. Raises ConfigError for a key that cannot be read."""
+    from pdkv.router.engines.foreign import Terms
+
+    return Terms(
+        tokenizer=served.tokenizer,
+        vocab_size=served.vocab_size,
+        num_positions=served.max_model_len,
+        max_model_len=spec.backend_model_len,
+        names=tuple(served.names),
+        max_num_seqs=spec.backend_num_seqs,
+        key=read_backend_key(spec.backend_key_file) if spec.backend_key_file is not None else "",
     )
 
 

@@ -29,3 +29,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 0.0  # how long requests may continue after SIGTERM
     num_fronts: int = 0  # processes for HTTP; 0: the router serves it itself
     cluster_key_file: Path | None = None  # of engines at tcp:// endpoints
+    # of servers of other engines:
+    backend_key_file: Path | None = None
+    backend_num_seqs: int = 256  # requests that each is given at once
+    backend_model_len: int | None = None  # that they must have; None: any that the model can have

@@ -1,7 +1,7 @@
 """The interface of an engine to the router: it takes messages and answers with messages.
 
-pdkv's engines are one kind (`engine_client.py`). Another could translate: it would answer a Submit by asking an HTTP
-server and turn the stream into Tokens and Finished. An engine's card says what it can do.
+pdkv's engines are one kind (`engine_client.py`). Servers of other engines are another (`foreign.py`): a Submit becomes
+an HTTP request, and its stream becomes Tokens and Finished. An engine's card says what it can do.
 """
 
 from typing import Protocol

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from pdkv.base.log_limit import LogLimit
-from pdkv.errors import MalformedMessage
+from pdkv.errors import IncompatiblePeers, MalformedMessage
 from pdkv.router.engines.beats import BeatReader, beats_endpoint
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import configure_socket, is_readable
@@ -85,6 +85,9 @@ class EngineListener(Protocol):
 
         `suspects`: requests with a message that it had just begun to handle. One of them may have killed it.
         """
+
+    def engine_refused(self, name: str, error: IncompatiblePeers) -> None:
+        """The engine answers, but cannot be one of this fleet."""
 
     def engine_messages(self, name: str, messages: Sequence[RouterToEngine | EngineToRouter]) -> None:
         """One frame, or a beat."""

@@ -137,11 +137,7 @@ class Listener(Driver):
         try:
             self.fleet.came_up(name, card)
         except IncompatiblePeers as error:
-            logger.error("%s is refused: %s", name, error)
-            self.fleet.events.note(self._clock(), "refused", name, str(error))
-            if not self.fleet.complete_once:
-                self._refusal = error
-                self._settled.set()
+            self._note_refusal(name, error)
             return
         logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
         self.fleet.events.note(self._clock(), "up", name)
@@ -156,6 +152,21 @@ class Listener(Driver):
         if self.ready:
             self._settled.set()
         self._place_parked_soon()
+
+    def engine_refused(self, name: str, error: IncompatiblePeers) -> None:
+        """Keep an engine out that says itself that it cannot be one of this fleet, until it comes up."""
+        state = self.fleet.engines[name]
+        if state.refusal != str(error):
+            state.refusal = str(error)
+            self._note_refusal(name, error)
+
+    def _note_refusal(self, name: str, error: IncompatiblePeers) -> None:
+        """Log a refusal; the first start ends with it."""
+        logger.error("%s is refused: %s", name, error)
+        self.fleet.events.note(self._clock(), "refused", name, str(error))
+        if not self.fleet.complete_once:
+            self._refusal = error
+            self._settled.set()
 
     def engine_down(self, name: str, reason: str, suspects: Collection[RequestKey] = ()) -> None:
         """Note that an incarnation is gone: its work continues elsewhere, and its peers are told.

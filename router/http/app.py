@@ -149,6 +149,7 @@ def served_model(
     api: HttpApi | None = None,
     sampling_defaults: Mapping[str, Any] | None = None,
     logits_processors: Sequence[str] = (),
+    lacks: Mapping[str, str] = {},
 ) -> ServedModel:
     """The model as requests may use it.
 
@@ -158,6 +159,7 @@ def served_model(
         api: the options of the API (default: their default values).
         sampling_defaults: fields of SamplingParams for parameters that requests leave out (`read_sampling_defaults`).
         logits_processors: names of the engines' logits processors.
+        lacks: fields that requests cannot have, and an engine that lacks each.
     """
     api = api or HttpApi()
     return ServedModel(
@@ -171,6 +173,7 @@ def served_model(
         reasoning_parser=find_reasoning_parser(api.reasoning_parser),
         stops_in_thoughts=api.stop_in_reasoning,
         logits_processors=tuple(logits_processors),
+        lacks=lacks,
         takes_templates=api.trust_request_chat_template,
     )
 

@@ -36,6 +36,7 @@ from pdkv.wire.kv import KVTerms
 from pdkv.wire.messages import PROBE_SALT
 
 _SAMPLING_FIELDS = ("n", *PARAMS_IN_BODIES)
+_NEUTRAL = SamplingParams()
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -243,6 +244,8 @@ def _sampling_params(
 def _grammar(rules: AnswerRules, model: ServedModel, num_choices: int, cancelled: Cancelled) -> Grammar | None:
     """The shape of an answer, sent to engines in the Submit of every choice."""
     grammar = rules.grammar(model.tokenizer.knows, SchemaTime(cancelled))
+    if grammar is not None and "structured_outputs" in model.lacks:
+        raise _lacking(rules.param, model.lacks["structured_outputs"])
     size = 0 if grammar is None else len(grammar.text)
     if size * num_choices > MAX_GRAMMAR_BYTES_OF_CHOICES:
         raise InvalidRequest(
@@ -279,6 +282,9 @@ def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model
     model.check_token_ids(tuple(params.logit_bias), "logit_bias")
     model.check_token_ids(params.allowed_token_ids or (), "allowed_token_ids")
     check_known(params.logits_processors, model.logits_processors)
+    for name, engine in model.lacks.items():
+        if _asks(name, params, body):
+            raise _lacking(_client_name(name, body), engine)
     if params.min_tokens > model.max_model_len:
         raise InvalidRequest(
             f"min_tokens must be at most the model's length ({model.max_model_len}), got {params.min_tokens}",
@@ -286,6 +292,19 @@ def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model
         )
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise InvalidRequest(f"priority must be a 32-bit integer, got {body.priority}", param="priority")
+
+
+def _asks(name: str, params: SamplingParams, body: CompletionBody | ChatBody) -> bool:
+    """Whether the client asks for something by a field; not where it has no effect."""
+    if name in ("logprobs", "prompt_logprobs"):
+        return getattr(params, name) is not None
+    given = getattr(body, name, None)
+    has_effect = given is not None and given not in ([], {}, getattr(_NEUTRAL, name, ""))
+    return has_effect and not (name == "seed" and params.greedy)
+
+
+def _lacking(name: str, engine: str) -> InvalidRequest:
+    return InvalidRequest(f"{name} is not possible here: {engine} lacks it (docs/other-engines.md)", param=name)
 
 
 def _check_total(num_tokens: int, n: int, param: str) -> None:

@@ -28,6 +28,7 @@ class ServedModel:
     reasoning_parser: type[ReasoningParser] | None = None
     stops_in_thoughts: bool = False  # whether stop strings apply to reasoning, too
     logits_processors: tuple[str, ...] = ()  # names that requests may use
+    lacks: Mapping[str, str] = field(default_factory=dict)  # fields that requests cannot have, and an engine without it
     takes_templates: bool = False  # requests may bring chat templates
 
     @property

@@ -45,6 +45,7 @@ examples:
   pd launch --connector nixl --connector-config mode=push
   pd launch --connector nixl --kv-host-memory 8GiB --kv-store redis://127.0.0.1:6379/0
   pd launch --connector store --connector-config url=redis://127.0.0.1:6379/0
+  pd launch DIR --backend vllm=http://10.0.0.2:8000,http://10.0.0.3:8000
   pd launch --config FILE                               options from a TOML, YAML or JSON file: prefill = 2
 
 Every option is also an environment variable: PDKV_PREFILL=2, PDKV_DECODE_THREADS=4. `pd connector list` names the
@@ -106,7 +107,8 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     values = collect(flags, vars(arguments), environment=environment, file=arguments.config)
     router = RouterConfig(**{name: build(concern, values) for name, concern in _CONCERNS.items()})
     bounds = router.autoscaling.bounds
-    launch = build(LaunchConfig, {role: least for role, (least, _) in bounds.items()} | values)
+    counts = dict.fromkeys(ROLES, 0) if values.get("backend") else {}  # those run everything
+    launch = build(LaunchConfig, counts | {role: least for role, (least, _) in bounds.items()} | values)
     router.autoscaling.check(launch.prefill, launch.decode)
     if bounds and launch.remote_engines:
         raise ConfigError("--autoscale excludes --remote-engines, which this launch can neither start nor end")

@@ -23,6 +23,7 @@ from pdkv.models.hub import with_local_model
 from pdkv.models.shard import Shard
 from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_keys
+from pdkv.router.engines.foreign_kinds import check_backends
 from pdkv.router.fronts.wire import MAX_BODY_BYTES
 from pdkv.router.http.server.certificates import load_context
 from pdkv.router.metrics.recorder import check_recording
@@ -79,6 +80,8 @@ def check_deployment(deployment: Deployment) -> Deployment:
     plan = plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
     if deployment.launch.prefill or deployment.launch.decode:  # engines of other hosts have packages of their own
         check_installed(plan)
+    if deployment.launch.backend:
+        check_backends(deployment.launch.backend_key_file)
     find_policy(deployment.launch.policy)
     isa()  # PDKV_ISA may name a level that this host has not
     api = deployment.router.api

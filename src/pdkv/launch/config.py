@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -14,6 +15,8 @@ from pdkv.base.options import Names, Natural, Options, Positive, option
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers
+from pdkv.router.engines.address import EngineAddress
+from pdkv.router.engines.foreign_kinds import read_backends
 from pdkv.wire.kv import Order
 
 
@@ -27,6 +30,14 @@ class LaunchConfig(Options):
     )
     cluster_key_file: Path | None = option(
         None, "file with the secret shared by this launch and its remote engines", metavar="FILE"
+    )
+    backend: Names = option(
+        (),
+        "servers of other engines (vllm, sglang, openai) that run all requests; no engine is started here",
+        metavar="KIND=URL",
+    )
+    backend_key_file: Path | None = option(
+        None, "file with the API key that is sent to the servers of --backend", metavar="FILE"
     )
     kv_shards: Positive | None = option(
         None,
@@ -65,7 +76,14 @@ class LaunchConfig(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.remote_engines and not self.decode:
+        if self.backends and (self.prefill or self.decode or self.remote_engines):
+            raise ConfigError(
+                f"backend excludes engines of this launch, got --prefill {self.prefill} --decode {self.decode} "
+                f"--remote-engines {' '.join(self.remote_engines) or 'none'}: their KV and their identity differ"
+            )
+        if self.backend_key_file is not None and not self.backend:
+            raise ConfigError("backend_key_file is given, but no --backend to send the key to")
+        if not self.remote_engines and not self.decode and not self.backend:
             raise ConfigError("decode must be at least 1 where there are no --remote-engines, got 0")
         if self.remote_engines and self.cluster_key_file is None:
             raise ConfigError("remote_engines need a --cluster-key-file, the one that they were started with")
@@ -78,6 +96,11 @@ class LaunchConfig(Options):
         """The hand-off orders that the router may use; empty: its own choice."""
         return [] if self.order == "auto" else [self.order]
 
+    @cached_property
+    def backends(self) -> list[EngineAddress]:
+        """The servers of other engines."""
+        return read_backends(self.backend)
+
     @property
     def num_engines(self) -> int:
         """Engines of both roles, on all hosts."""
@@ -86,7 +109,7 @@ class LaunchConfig(Options):
     @property
     def aggregated(self) -> bool:
         """Whether the engines started here both prefill and decode. With remote engines, they have roles."""
-        return not self.prefill and not self.remote_engines
+        return not self.prefill and not self.remote_engines and not self.backend
 
 
 class HostedEngine(Options):
@@ -158,6 +181,8 @@ class Deployment:
         engines = (
             f"{self.launch.prefill} prefill{_ranks(self.prefill)}, {self.launch.decode} decode{_ranks(self.decode)}"
         )
+        if self.launch.backend:
+            return f"{len(self.launch.backends)} servers of other engines"
         if self.launch.aggregated:
             engines = f"{self.launch.decode} aggregated{_ranks(self.decode)}"
         if self.launch.remote_engines:

@@ -55,6 +55,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         engines=[
             *(plan_address(spec, run_dir) for spec in engines),
             *(EngineAddress(name, "any", endpoint) for name, endpoint in launch.remote_engines.items()),
+            *launch.backends,
         ],
         model=deployment.prefill,
         served_model_names=list(launch.served_model_name)
@@ -68,6 +69,9 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         drain_s=launch.drain_s,
         num_fronts=launch.router_fronts,
         cluster_key_file=launch.cluster_key_file,
+        backend_key_file=launch.backend_key_file,
+        backend_num_seqs=deployment.decode.max_num_seqs,
+        backend_model_len=deployment.decode.max_model_len,
     )
     return Fleet(
         engines=engines,

@@ -175,6 +175,8 @@ class EngineCard(Message, frozen=True):
     lends: bool = False  # it lends its cached KV, and reads others' (docs/kv-hierarchy.md)
     draws: Natural = 1  # version of its draws: those of equal ones draw the same tokens with the same seed
     peer_changes: bool = False  # it takes Peers that name only what has changed
+    backend: Id = ""  # the kind of another engine's server (docs/other-engines.md); "": one of pdkv's
+    lacks: Annotated[list[Id], Meta(max_length=64)] = []  # fields of requests that it cannot take
 
 
 class KVHandoff(Message, frozen=True):

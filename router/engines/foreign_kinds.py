@@ -1,0 +1,115 @@
+"""Servers of other engines that a router may use: their kinds, what each lacks, and their addresses."""
+
+import importlib.util
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from pdkv.base.options import did_you_mean
+from pdkv.base.secret_options import MAX_FILE_BYTES, read_own_file, without_secrets
+from pdkv.errors import ConfigError
+from pdkv.router.engines.address import EngineAddress
+from pdkv.sampling.params import PARAMS_IN_BODIES
+
+
+class Kind(NamedTuple):
+    """What servers of one kind do with POST /v1/completions and a prompt of token ids."""
+
+    takes: tuple[str, ...]  # fields of SamplingParams, by their own names
+    tells_ids: bool  # streams token ids; otherwise only text, which the router's tokenizer turns into tokens again
+    takes_salt: bool  # keeps prefixes with different cache_salt apart
+    health: str  # path of a page that answers while it can serve
+
+
+_OF_ALL = ("temperature", "top_p")
+_OF_MOST = (
+    *_OF_ALL,
+    *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("min_tokens", "stop_token_ids", "ignore_eos"),
+)
+KINDS: Mapping[str, Kind] = {
+    "vllm": Kind((*_OF_MOST, "seed", "logprobs", "allowed_token_ids", "bad_words"), True, True, "/health"),
+    "sglang": Kind(_OF_MOST, True, True, "/health"),
+    "openai": Kind(_OF_ALL, False, False, "/v1/models"),
+}
+
+BY_ROUTER = ("stop",)
+"""What the router does itself, whatever its engines can do."""
+
+_MORE = ("logprobs", "prompt_logprobs", "structured_outputs", "cache_salt")
+
+
+def lacks(kind: str) -> list[str]:
+    """What requests cannot have there, by the names of their fields."""
+    own = KINDS[kind]
+    has = {*own.takes, *BY_ROUTER, *(("cache_salt",) if own.takes_salt else ())}
+    return sorted({*PARAMS_IN_BODIES, *_MORE} - has)
+
+
+def lacking(engines: Iterable[EngineAddress]) -> dict[str, str]:
+    """What requests cannot have because an engine lacks it, and that engine with its kind."""
+    foreign = [engine for engine in engines if is_foreign(engine.endpoint)]
+    kinds = {engine.name: split_endpoint(engine.endpoint)[0] for engine in reversed(foreign)}
+    return {field: f"{name} ({kind})" for name, kind in kinds.items() for field in lacks(kind)}
+
+
+def is_foreign(endpoint: str) -> bool:
+    """Whether an endpoint is a server of another engine: KIND+URL."""
+    return endpoint.partition("+")[0] in KINDS
+
+
+def split_endpoint(endpoint: str) -> tuple[str, str]:
+    """The kind and the URL of such an endpoint."""
+    kind, _, url = endpoint.partition("+")
+    return kind, url
+
+
+def read_backends(words: Sequence[str]) -> list[EngineAddress]:
+    """The addresses of KIND=URL words; a word without a kind has that of the word before. Raises ConfigError."""
+    kind, numbers, found = "", Counter[str](), {}
+    for word in words:
+        if (named := re.match(r"([A-Za-z0-9_-]+)=", word)) is not None:
+            kind, word = named[1], word[named.end() :]
+        if kind not in KINDS:
+            known = did_you_mean(kind, KINDS) or f"; known: {', '.join(KINDS)}"
+            raise ConfigError(f"backend: KIND=URL was expected, got the kind {kind!r}{known}")
+        url = _checked(word)
+        if url in found:
+            raise ConfigError(f"backend: {url} is given twice")
+        found[url] = EngineAddress(f"{kind}-{numbers[kind]}", "any", f"{kind}+{url}")
+        numbers[kind] += 1
+    return list(found.values())
+
+
+def check_backends(key_file: Path | None) -> None:
+    """Raise ConfigError if there is no HTTP client, or the key cannot be used."""
+    if importlib.util.find_spec("httpx") is None:
+        raise ConfigError("--backend needs httpx: pip install 'pdkv[backends]'")
+    if key_file is not None:
+        read_backend_key(key_file)
+
+
+def read_backend_key(path: Path) -> str:
+    """The API key in a file. Raises ConfigError."""
+    key = read_own_file(path, "the key file of --backend-key-file", MAX_FILE_BYTES).strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ConfigError(f"the key file {path} must hold one line of ASCII: the key")
+    return key
+
+
+def _checked(text: str) -> str:
+    """The URL without what is implied. Raises ConfigError."""
+    try:
+        url = urlsplit(text)
+        is_good = url.scheme in ("http", "https") and url.hostname and (url.port is None or url.port > 0)
+    except ValueError:
+        is_good = False
+    if not is_good or url.query or url.fragment or "@" in url.netloc or not text.isascii() or not text.isprintable():
+        raise ConfigError(
+            "backend: a server's URL such as http://10.0.0.2:8000, without a user (see --backend-key-file), was "
+            f"expected, got {without_secrets(text)!r}"
+        )
+    return text.rstrip("/").removesuffix("/v1")
