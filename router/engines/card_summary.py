@@ -14,12 +14,15 @@ def describe_card(card: EngineCard | None, load: LoadReport | None = None) -> di
     """
     if card is None:
         return {}
+    if card.backend:  # nothing is known of its KV
+        names = "epoch", "backend", "lacks", "max_model_len", "max_num_seqs"
+        return {name: getattr(card, name) for name in names}
     layout = card.layout
     parts = {} if load is None else load.connectors
     return {
         "version": card.version,
-        "backend": card.backend or "pdkv",
-        "lacks": list(card.lacks),
+        "backend": "pdkv",
+        "lacks": [],
         "epoch": card.epoch,
         "model": card.model,
         "max_model_len": card.max_model_len,

@@ -18,7 +18,6 @@ import msgspec
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC
-from pdkv.base.log_limit import LogLimit
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, InvalidRequest, PdkvError, RequestFailed, ServerBusy
 from pdkv.router.engines.engine_client import EngineListener
 from pdkv.router.engines.foreign_answers import Answer, Events, fault, request_body
@@ -34,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 CONNECT_S, ANSWER_S = 2.0, 5.0
 """Seconds for a connection; and for an answer about health or models, with its body."""
+
+KEEP_S = 1.5
+"""Seconds for which an idle connection is used again: less than servers keep theirs."""
 
 HEALTH_S = 5.0
 """Seconds between two questions for the health of a server that is well."""
@@ -90,7 +92,7 @@ class ForeignEngine:
         """`endpoint`: KIND+URL."""
         self.name = name
         self.kind, self.url = split_endpoint(endpoint)
-        self.num_dropped = 0  # streams that no honest server would send
+        self.num_dropped = 0  # answers that could not be used
         self._terms = terms
         self._model = ""  # its name there
         self._card: EngineCard | None = None
@@ -100,7 +102,7 @@ class ForeignEngine:
         self._num_heard = 0  # pieces of streams
         self._doubts: list[asyncio.Future[None]] = []  # of streams that broke, until the server was asked
         self._is_doubted = asyncio.Event()
-        self._log_limit = LogLimit()
+        self._said = ""  # why it last did not serve
 
     def connect(self, listener: EngineListener) -> None:
         """Begin, in the running event loop; the server may come up later. Returns at once."""
@@ -110,7 +112,7 @@ class ForeignEngine:
             base_url=self.url,
             headers={"accept-encoding": "identity", "user-agent": "pdkv", **headers},
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S, read=None, pool=None),  # reading has its own deadlines
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=4.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_S),
             verify=ssl.create_default_context() if self.url.startswith("https:") else False,
             trust_env=False,
         )
@@ -228,7 +230,8 @@ class ForeignEngine:
     async def _page(self, path: str) -> bytes:
         """The body of a page. Raises _Unwell."""
         try:
-            async with asyncio.timeout(ANSWER_S), self._http.stream("GET", path) as response:
+            once = {"connection": "close"}  # so that each question is one for a connection, too
+            async with asyncio.timeout(ANSWER_S), self._http.stream("GET", path, headers=once) as response:
                 body = await _read(response, MAX_PAGE_BYTES)
         except TimeoutError:
             raise _Unwell(f"GET {path} was not answered within {ANSWER_S:g} s") from None
@@ -243,8 +246,9 @@ class ForeignEngine:
         self._end_requests()
         if was_up and self._listener is not None:
             self._listener.engine_down(self.name, reason)
-        elif self._log_limit.passes():
-            logger.info("%s at %s does not serve yet: %s", self.name, self.url, reason)
+        elif reason != self._said:
+            logger.info("%s at %s does not serve: %s", self.name, self.url, reason)
+        self._said = reason
 
     def _end_requests(self) -> None:
         requests, self._requests, self._doubts = self._requests, {}, []
@@ -302,6 +306,8 @@ class ForeignEngine:
                             limit.reschedule(loop.time() + (END_S if answer.has_ended else TOKEN_S))
                         if answer.is_whole:
                             break
+                    if not answer.has_ended:
+                        raise ConnectionError("it ended without a finish_reason")
         except (TimeoutError, httpx.HTTPError, OSError):
             if not answer.has_ended:
                 raise

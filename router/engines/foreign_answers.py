@@ -23,6 +23,8 @@ _PROMPT_TOKEN_BYTES = 12
 _ANCHOR_TOKENS = 8
 _ID_PREFIX = "token_id:"
 
+_REASONS: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
+
 _OF_OUTPUT = ("presence_penalty", "frequency_penalty", "bad_words")
 """Parameters that concern the output alone: a server that gets a part of it as a prompt would apply them wrongly."""
 
@@ -160,10 +162,9 @@ class Answer:
             raise fault(self._submit, f"an event that cannot be read ({error}): {_shown(data)}") from None
 
     def finished(self) -> Finished:
-        """The last message. Raises RequestFailed if the end was not told."""
+        """The last message, once it `has_ended`."""
+        assert self._reason is not None
         submit = self._submit
-        if self._reason is None:
-            raise fault(submit, "the stream ended without a finish_reason")
         num_prompt = len(submit.prompt_token_ids)
         num_cached = min(max(self._num_cached, 0), num_prompt)
         sources = SourceCounts(computed=num_prompt - num_cached, local_hit=num_cached)
@@ -210,10 +211,9 @@ class Answer:
         ]
 
     def _end(self, choice: _Choice) -> None:
-        reason = choice.finish_reason
-        if reason not in ("stop", "length"):
-            raise fault(self._submit, f"it ended the answer by {_shown(reason)}")
-        self._reason = reason
+        if choice.finish_reason not in _REASONS:
+            raise fault(self._submit, f"it ended the answer by {_shown(choice.finish_reason)}")
+        self._reason = _REASONS[choice.finish_reason]
         stop = choice.stop_reason if choice.stop_reason is not None else choice.matched_stop
         self._stop_token_id = stop if isinstance(stop, int) and 0 <= stop < self._vocab_size else None
 

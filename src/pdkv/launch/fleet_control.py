@@ -54,6 +54,10 @@ class FleetControl:
             PdkvError: an engine did not start (those started before it stay); or an engine could not be drained (others
                 to be removed are already gone).
         """
+        if self.deployment.launch.backend:
+            raise ConfigError(
+                "this launch has only servers of other engines (--backend): start or stop them where they are"
+            )
         kinds = self._kinds(counts)
         for kind, count in kinds.items():
             if count < 1:

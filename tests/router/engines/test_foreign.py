@@ -1,0 +1,298 @@
+"""A server of another engine as a backend, over real connections to one that lies, hangs and goes away."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from coroutines import run
+from wire_rig import Listener
+
+from pdkv.config import DEFAULT_MODEL
+from pdkv.errors import IncompatiblePeers
+from pdkv.router.engines import foreign
+from pdkv.router.engines.foreign import ForeignEngine, Terms
+from pdkv.sampling.params import SamplingParams
+from pdkv.text import Tokenizer
+from pdkv.wire.messages import Abort, AskReport, Failed, Finished, Submit, Tokens
+from pdkv.wire.reports import LoadReport
+
+Handler = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
+
+MODELS = b'{"data": [{"id": "m", "max_model_len": 64}]}'
+HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
+
+
+def event(token_ids: list[int], reason: str | None = None) -> bytes:
+    choice = {"index": 0, "text": "", "token_ids": token_ids, "finish_reason": reason}
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+class Server:
+    """Answers pages as it is told, and requests by `answer`."""
+
+    def __init__(self) -> None:
+        self.pages = {b"/health": b"", b"/v1/models": MODELS}
+        self.heads: list[bytes] = []
+        self.bodies: list[dict[str, object]] = []
+        self.open: dict[asyncio.StreamWriter, asyncio.Task[None]] = {}
+        self.is_mute = False
+
+    async def answer(self, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + event([1, 2]) + event([3], "stop") + b"data: [DONE]\n\n")
+
+    async def start(self, port: int = 0) -> int:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", port)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def die(self) -> None:
+        self._server.close()
+        for writer, task in list(self.open.items()):
+            writer.transport.abort()
+            task.cancel()
+        while self.open:
+            await asyncio.sleep(0)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.open[writer] = asyncio.current_task()  # type: ignore[assignment]
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            while self.is_mute:
+                await asyncio.Event().wait()
+            head = await reader.readuntil(b"\r\n\r\n")
+            path = head.split()[1]
+            if path in self.pages:
+                writer.write(HEAD + self.pages[path])
+            elif path == b"/v1/completions":
+                self.heads.append(head.lower())
+                length = int(self.heads[-1].split(b"content-length:")[1].split()[0])
+                self.bodies.append(json.loads(await reader.readexactly(length)))
+                await self.answer(writer)
+            await writer.drain()
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        del self.open[writer]
+
+
+class Heard(Listener):
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusals: list[str] = []
+
+    def engine_refused(self, name: str, error: IncompatiblePeers) -> None:
+        self.refusals.append(str(error))
+        self.changed.set()
+
+    def of(self, kind: type) -> list[object]:
+        return [message for frame in self.frames for message in frame if isinstance(message, kind)]
+
+
+@contextlib.asynccontextmanager
+async def rig(
+    server: Server, *, up: bool = True, length: int | None = None
+) -> AsyncIterator[tuple[ForeignEngine, Heard]]:
+    port = await server.start()
+    terms = Terms(
+        tokenizer=TOKENIZER,
+        vocab_size=100,
+        num_positions=128,
+        max_model_len=length,
+        names=("m",),
+        max_num_seqs=4,
+        key="sk",
+    )
+    engine, heard = ForeignEngine("vllm-0", f"vllm+http://127.0.0.1:{port}", terms), Heard()
+    engine.connect(heard)
+    try:
+        if up:
+            await heard.until(lambda: bool(heard.cards))
+        yield engine, heard
+    finally:
+        engine.close()
+        await server.die()
+
+
+TOKENIZER = Tokenizer.from_dir(DEFAULT_MODEL)
+
+
+def submit(name: str = "r") -> Submit:
+    params = SamplingParams(max_tokens=8, seed=1)
+    return Submit(request_id=name, transfer_id="t", attempt=0, prompt_token_ids=[5], params=params, cache_salt="salt")
+
+
+def test_a_request_becomes_tokens_and_an_end_and_only_the_operator_s_key_leaves() -> None:
+    async def main() -> None:
+        server = Server()
+        async with rig(server) as (engine, heard):
+            assert (heard.cards[0].max_model_len, heard.cards[0].backend) == (64, "vllm")
+            engine.send(submit())
+            await heard.until(lambda: bool(heard.of(Finished)))
+            assert heard.of(Tokens) == [Tokens("r", 0, 0, [1, 2]), Tokens("r", 0, 2, [3])]
+            engine.send(AskReport(5))
+            await heard.until(lambda: any(isinstance(m, LoadReport) and m.answers == 5 for m in heard.of(LoadReport)))
+        (head,), (body,) = server.heads, server.bodies
+        names = {line.partition(b":")[0] for line in head.split(b"\r\n")[1:] if line}
+        known = {"host", "accept", "accept-encoding", "connection", "user-agent", "authorization", "content-length"}
+        assert names == {name.encode() for name in known | {"content-type"}}
+        assert b"bearer sk" in head
+        assert body["prompt"] == [5]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("page", "length", "error"),
+    [
+        (MODELS, 32, "vllm-0 has max_model_len 64, --max-model-len is 32"),
+        (b'{"data": [{"id": "m", "max_model_len": 256}]}', None, "max_model_len 256, and the model of --model 128"),
+        (b'{"data": [{"id": "x"}, {"id": "y"}]}', None, "has the models x, y, and none is named m"),
+    ],
+)
+def test_another_model_is_refused_with_both_values(page: bytes, length: int | None, error: str) -> None:
+    async def main() -> None:
+        server = Server()
+        server.pages[b"/v1/models"] = page
+        async with rig(server, up=False, length=length) as (_, heard):
+            await heard.until(lambda: bool(heard.refusals))
+            assert error in heard.refusals[0]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "retryable"),
+    [
+        (HEAD + b"data: {\n\n", "cannot be read", True),
+        (HEAD + event([1]) + b"data: " + b"x" * (1 << 19), "bytes without a token", True),
+        (HEAD + event([1]), "it ended without a finish_reason", True),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 900\r\n\r\n" + event([1]), "the stream broke", True),
+        (b"nonsense\r\n\r\n", "the stream broke", True),
+        (b"HTTP/1.1 500 No\r\n\r\nwhy", "HTTP 500: why", True),
+        (b"HTTP/1.1 400 No\r\n\r\nwhy", "HTTP 400: why", False),
+        (b"HTTP/1.1 302 No\r\nlocation: http://127.0.0.1:1/\r\n\r\n", "HTTP 302", False),
+    ],
+)
+def test_an_answer_that_is_none_costs_its_own_request(data: bytes, error: str, retryable: bool) -> None:
+    async def main() -> None:
+        server = Server()
+
+        async def lie(writer: asyncio.StreamWriter) -> None:
+            writer.write(data)
+
+        server.answer = lie  # type: ignore[method-assign]
+        async with rig(server) as (engine, heard):
+            engine.send(submit())
+            await heard.until(lambda: bool(heard.of(Failed)))
+            (failed,) = heard.of(Failed)
+            assert isinstance(failed, Failed)
+            assert error in failed.message
+            assert failed.retryable == retryable
+            assert heard.downs == []
+
+    run(main())
+
+
+def test_the_death_of_a_server_is_one_event_and_it_is_found_again() -> None:
+    async def main() -> None:
+        server = Server()
+
+        async def hang(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD + event([1]))
+            await writer.drain()
+            await asyncio.Event().wait()
+
+        server.answer = hang  # type: ignore[method-assign]
+        async with rig(server) as (engine, heard):
+            for name in "abc":
+                engine.send(submit(name))
+            await heard.until(lambda: len(heard.of(Tokens)) == 3)
+            port = int(engine.url.rpartition(":")[2])
+            await server.die()
+            await heard.until(lambda: bool(heard.downs))
+            assert heard.of(Failed) == []
+            await server.start(port)
+            await heard.until(lambda: len(heard.cards) == 2)
+            assert heard.cards[0].epoch != heard.cards[1].epoch
+            assert len(heard.downs) == 1
+
+    run(main())
+
+
+def test_an_abort_closes_the_connection() -> None:
+    async def main() -> None:
+        server, closed = Server(), asyncio.Event()
+
+        async def until_gone(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD + event([1]))
+            with contextlib.suppress(OSError):
+                while not writer.transport.is_closing():
+                    writer.write(b":\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+            closed.set()
+
+        server.answer = until_gone  # type: ignore[method-assign]
+        async with rig(server) as (engine, heard):
+            engine.send(submit())
+            await heard.until(lambda: bool(heard.of(Tokens)))
+            engine.send(Abort("r", 0))
+            await closed.wait()
+            assert heard.of(Failed) == []
+
+    run(main())
+
+
+def test_a_stream_that_says_nothing_more_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments that keep it open are no tokens."""
+    monkeypatch.setattr(foreign, "TOKEN_S", 0.1)
+
+    async def main() -> None:
+        server = Server()
+
+        async def comment(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD + event([1]))
+            with contextlib.suppress(OSError):
+                while not writer.transport.is_closing():
+                    writer.write(b": still here\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+
+        server.answer = comment  # type: ignore[method-assign]
+        async with rig(server) as (engine, heard):
+            engine.send(submit())
+            await heard.until(lambda: bool(heard.of(Failed)))
+            assert "no token came in time" in str(heard.of(Failed))
+
+    run(main())
+
+
+def test_a_server_that_hangs_is_down_unless_its_streams_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "HEALTH_S", 0.05)
+    monkeypatch.setattr(foreign, "ANSWER_S", 0.2)
+
+    async def main() -> None:
+        server, speaks = Server(), asyncio.Event()
+        speaks.set()
+
+        async def trickle(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD + event([1]))
+            with contextlib.suppress(OSError):
+                while not writer.transport.is_closing():
+                    await speaks.wait()
+                    writer.write(b": still here\n")
+                    await writer.drain()
+                    await asyncio.sleep(0.01)
+
+        server.answer = trickle  # type: ignore[method-assign]
+        async with rig(server) as (engine, heard):
+            engine.send(submit())
+            await heard.until(lambda: bool(heard.of(Tokens)))
+            server.is_mute = True
+            await asyncio.sleep(0.5)
+            assert heard.downs == []
+            speaks.clear()
+            await heard.until(lambda: bool(heard.downs))
+            assert "not answered within" in heard.downs[0]
+
+    run(main())

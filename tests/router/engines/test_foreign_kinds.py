@@ -1,0 +1,52 @@
+"""--backend on the command line, and what such servers lack."""
+
+from pathlib import Path
+
+import pytest
+
+from pdkv.errors import ConfigError
+from pdkv.router.engines.address import EngineAddress
+from pdkv.router.engines.foreign_kinds import is_foreign, lacking, read_backend_key, read_backends
+
+
+def test_a_word_without_a_kind_has_that_of_the_word_before() -> None:
+    assert read_backends(["vllm=http://a:1/v1/", "https://b", "openai=http://c/x", "vllm=http://d:2"]) == [
+        EngineAddress("vllm-0", "any", "vllm+http://a:1"),
+        EngineAddress("vllm-1", "any", "vllm+https://b"),
+        EngineAddress("openai-0", "any", "openai+http://c/x"),
+        EngineAddress("vllm-2", "any", "vllm+http://d:2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["http://a"], "KIND=URL was expected, got the kind ''; known: vllm, sglang, openai"),
+        (["vlm=http://a"], r"got the kind 'vlm' \(did you mean 'vllm'\?\)"),
+        (["vllm=ftp://a"], "such as http://10.0.0.2:8000.*got 'ftp://a'"),
+        (["vllm=http://"], "got 'http://'"),
+        (["vllm=http://a:99999"], "got 'http://a:99999'"),
+        (["vllm=http://a?x=1"], "got"),
+        (["vllm=http://user:secret@a"], r"see --backend-key-file.*got 'http://\*\*\*@a'"),
+        (["vllm=http://a", "vllm=http://a/"], "http://a is given twice"),
+    ],
+)
+def test_a_wrong_address_is_named(words: list[str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        read_backends(words)
+
+
+def test_what_one_engine_lacks_is_lacking() -> None:
+    own = EngineAddress("engine-0", "any", "ipc:///x")
+    mixed = lacking([own, *read_backends(["vllm=http://a", ["openai=http://b", "http://c"][0]])])
+    assert (mixed["seed"], mixed["prompt_logprobs"]) == ("openai-0 (openai)", "vllm-0 (vllm)")
+    assert {"stop", "temperature", "n"} & mixed.keys() == set()
+    assert (lacking([own]), is_foreign(own.endpoint)) == ({}, False)
+
+
+def test_a_key_that_could_not_be_a_header_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "good").write_text("sk-1\n")
+    (tmp_path / "bad").write_text("a\r\nhost: b")
+    assert read_backend_key(tmp_path / "good") == "sk-1"
+    with pytest.raises(ConfigError, match="one line of ASCII"):
+        read_backend_key(tmp_path / "bad")
