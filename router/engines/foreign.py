@@ -184,7 +184,7 @@ class ForeignEngine:
         return (named or bases)[0]
 
     def _length(self, theirs: int | None) -> int:
-        """Its max_model_len. Raises IncompatiblePeers, with both values."""
+        """The max_model_len there. Raises IncompatiblePeers, with both values."""
         wanted, most = self._terms.max_model_len, self._terms.num_positions
         if theirs is not None and wanted not in (None, theirs):
             raise IncompatiblePeers(f"{self.name} has max_model_len {theirs}, --max-model-len is {wanted}")
