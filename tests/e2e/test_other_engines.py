@@ -1,13 +1,17 @@
 """Two servers behind a router that starts no engine; here they are launches, which speak as vLLM does."""
 
 import asyncio
-import signal
 
+import kills
+import pytest
 from deployments import Launch
-from kills import LATER, STREAMS, check, kill_under_load, right_answers
 
 
-def test_streams_go_on_at_another_server_when_theirs_is_killed(launch: Launch) -> None:
+@pytest.mark.slow
+def test_streams_go_on_at_another_server_when_theirs_is_killed(launch: Launch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy: a server that goes on draws with a seed of its own."""
+    greedy = [ask._replace(fields={**ask.fields, "temperature": 0}) for ask in (*kills.STREAMS, *kills.LATER)]
+    monkeypatch.setattr(kills, "STREAMS", greedy[: len(kills.STREAMS)])
     servers = [launch("--prefill", "0", "--decode", "1") for _ in range(2)]
     router = launch("--backend", f"vllm={servers[0].url},{servers[1].url}", "--policy", "round_robin")
     shown = router.get("/topology").json()["engines"]
@@ -17,12 +21,9 @@ def test_streams_go_on_at_another_server_when_theirs_is_killed(launch: Launch) -
     ]
     refused = router.complete("a", prompt_logprobs=1).json()["error"]
     assert (refused["param"], "vllm-0 (vllm) lacks it" in refused["message"]) == ("prompt_logprobs", True)
-    expected = right_answers(servers[1])
-    answers, later = asyncio.run(
-        kill_under_load(router, servers[0].process.pid, when_begun=len(STREAMS) // 2, later=LATER)
-    )
-    servers[0].finish(killed=True)
-    check(answers, expected)
-    check(later, [ids[: ask.max_tokens] for ids, ask in zip(expected, LATER, strict=True)])
-    assert router.get("/topology").json()["engines"][0]["state"] == "dead"
-    assert servers[1].stop(signal.SIGTERM) == 0
+    expected, later = kills.right_answers(servers[1]), greedy[len(kills.STREAMS) :]
+    front = servers[0].child_pid("pd router")
+    answers, meanwhile = asyncio.run(kills.kill_under_load(router, front, when_begun=6, later=later))
+    kills.check(answers, expected)
+    kills.check(meanwhile, [ids[: ask.max_tokens] for ids, ask in zip(expected, later, strict=True)])
+    assert kills.num_migrations(router) > 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -13,6 +14,8 @@ from pdkv.config import DEFAULT_MODEL
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines import foreign
 from pdkv.router.engines.foreign import ForeignEngine, Terms
+from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.router.request import GenerateRequest
 from pdkv.sampling.params import SamplingParams
 from pdkv.text import Tokenizer
 from pdkv.wire.messages import Abort, AskReport, Failed, Finished, Submit, Tokens
@@ -93,15 +96,7 @@ async def rig(
     server: Server, *, up: bool = True, length: int | None = None
 ) -> AsyncIterator[tuple[ForeignEngine, Heard]]:
     port = await server.start()
-    terms = Terms(
-        tokenizer=TOKENIZER,
-        vocab_size=100,
-        num_positions=128,
-        max_model_len=length,
-        names=("m",),
-        max_num_seqs=4,
-        key="sk",
-    )
+    terms = dataclasses.replace(TERMS, max_model_len=length)
     engine, heard = ForeignEngine("vllm-0", f"vllm+http://127.0.0.1:{port}", terms), Heard()
     engine.connect(heard)
     try:
@@ -113,7 +108,15 @@ async def rig(
         await server.die()
 
 
-TOKENIZER = Tokenizer.from_dir(DEFAULT_MODEL)
+TERMS = Terms(
+    tokenizer=Tokenizer.from_dir(DEFAULT_MODEL),
+    vocab_size=100,
+    num_positions=128,
+    max_model_len=None,
+    names=("m",),
+    max_num_seqs=4,
+    key="sk",
+)
 
 
 def submit(name: str = "r") -> Submit:
@@ -215,6 +218,43 @@ def test_the_death_of_a_server_is_one_event_and_it_is_found_again() -> None:
             await heard.until(lambda: len(heard.cards) == 2)
             assert heard.cards[0].epoch != heard.cards[1].epoch
             assert len(heard.downs) == 1
+
+    run(main())
+
+
+def test_a_stream_goes_on_at_another_server_after_the_tokens_that_it_has() -> None:
+    """By the real dispatcher; while its server is gone and while it is found out, nothing fails."""
+
+    async def main() -> None:
+        first, second, told = Server(), Server(), asyncio.Event()
+
+        async def begin(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD + event([1, 2]))
+            await writer.drain()
+            told.set()
+            await asyncio.Event().wait()
+
+        first.answer = begin  # type: ignore[method-assign]
+        dispatcher = Dispatcher()
+        for name, server in (("vllm-0", first), ("vllm-1", second)):
+            dispatcher.add_backend(ForeignEngine(name, f"vllm+http://127.0.0.1:{await server.start()}", TERMS), "any")
+        dispatcher.connect()
+        try:
+            await dispatcher.wait_ready()
+            params = SamplingParams(max_tokens=5, temperature=0.0, seed=1)
+            asked = GenerateRequest(prompt_token_ids=[5], params=params, timeout_s=30.0)
+            generation = dispatcher.start_on("vllm-0", asked)
+            await told.wait()
+            await first.die()
+            tokens = [token async for delta in generation for token in delta.token_ids]
+            assert tokens == [1, 2, 1, 2, 3]
+            (body,) = second.bodies
+            assert (body["prompt"], body["max_tokens"]) == ([5, 1, 2], 3)
+            assert dispatcher.counters.migrated == 1
+        finally:
+            dispatcher.close()
+            await first.die()
+            await second.die()
 
     run(main())
 
