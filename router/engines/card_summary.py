@@ -21,8 +21,6 @@ def describe_card(card: EngineCard | None, load: LoadReport | None = None) -> di
     parts = {} if load is None else load.connectors
     return {
         "version": card.version,
-        "backend": "pdkv",
-        "lacks": [],
         "epoch": card.epoch,
         "model": card.model,
         "max_model_len": card.max_model_len,
