@@ -75,7 +75,8 @@ def request_body(submit: Submit, kind: str, model: str, max_model_len: int, salt
     """
     own, params, done = KINDS[kind], submit.params, len(submit.output_token_ids)
     neutral = type(params)()
-    asked = {name: value for name in own.takes if (value := getattr(params, name)) != getattr(neutral, name)}
+    takes = [name for name in own.takes if name != "seed"]
+    asked = {name: value for name in takes if (value := getattr(params, name)) != getattr(neutral, name)}
     for name in _OF_OUTPUT:
         if done and name in asked:
             raise InvalidRequest(f"no other server can continue after {done} tokens with {name}", param=name)
@@ -83,7 +84,7 @@ def request_body(submit: Submit, kind: str, model: str, max_model_len: int, salt
     if own.tells_ids:  # else the model's own defaults would apply there
         body |= {"return_token_ids": True, "top_k": params.top_k or -1, "min_p": params.min_p}
         body |= {"repetition_penalty": params.repetition_penalty}
-    if "seed" in own.takes:
+    if "seed" in own.takes and not params.greedy:
         body["seed"] = _seed(submit)
     if params.logprobs is not None and "logprobs" in own.takes:
         body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}

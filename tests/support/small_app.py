@@ -75,7 +75,7 @@ def make_app(dispatcher: FakeDispatcher, **options: Any) -> Starlette:
     """The application; `limits`, `api`, `access` and `autoscaling` are parts of its configuration."""
     names = {"limits": "http", "api": "api", "access": "access", "autoscaling": "autoscaling"}
     config = RouterConfig(**{part: options.pop(name) for name, part in names.items() if name in options})
-    of_model = "max_model_len", "sampling_defaults", "logits_processors"
+    of_model = "max_model_len", "sampling_defaults", "logits_processors", "lacks"
     model = served(api=config.api, **{name: options.pop(name) for name in of_model if name in options})
     return create_app(cast(Dispatcher, dispatcher), model, config=config, **options)
 

@@ -119,6 +119,27 @@ TERMS = Terms(
 )
 
 
+REQUEST = GenerateRequest(
+    prompt_token_ids=[5], params=SamplingParams(max_tokens=5, temperature=0.0, seed=1), timeout_s=30.0
+)
+
+
+@contextlib.asynccontextmanager
+async def fleet(*servers: Server) -> AsyncIterator[Dispatcher]:
+    dispatcher = Dispatcher(policy="round_robin")
+    for number, server in enumerate(servers):
+        endpoint = f"vllm+http://127.0.0.1:{await server.start()}"
+        dispatcher.add_backend(ForeignEngine(f"vllm-{number}", endpoint, TERMS), "any")
+    dispatcher.connect()
+    try:
+        await dispatcher.wait_ready()
+        yield dispatcher
+    finally:
+        dispatcher.close()
+        for server in servers:
+            await server.die()
+
+
 def submit(name: str = "r") -> Submit:
     params = SamplingParams(max_tokens=8, seed=1)
     return Submit(request_id=name, transfer_id="t", attempt=0, prompt_token_ids=[5], params=params, cache_salt="salt")
@@ -223,7 +244,7 @@ def test_the_death_of_a_server_is_one_event_and_it_is_found_again() -> None:
 
 
 def test_a_stream_goes_on_at_another_server_after_the_tokens_that_it_has() -> None:
-    """By the real dispatcher; while its server is gone and while it is found out, nothing fails."""
+    """By the real dispatcher."""
 
     async def main() -> None:
         first, second, told = Server(), Server(), asyncio.Event()
@@ -235,15 +256,8 @@ def test_a_stream_goes_on_at_another_server_after_the_tokens_that_it_has() -> No
             await asyncio.Event().wait()
 
         first.answer = begin  # type: ignore[method-assign]
-        dispatcher = Dispatcher()
-        for name, server in (("vllm-0", first), ("vllm-1", second)):
-            dispatcher.add_backend(ForeignEngine(name, f"vllm+http://127.0.0.1:{await server.start()}", TERMS), "any")
-        dispatcher.connect()
-        try:
-            await dispatcher.wait_ready()
-            params = SamplingParams(max_tokens=5, temperature=0.0, seed=1)
-            asked = GenerateRequest(prompt_token_ids=[5], params=params, timeout_s=30.0)
-            generation = dispatcher.start_on("vllm-0", asked)
+        async with fleet(first, second) as dispatcher:
+            generation = dispatcher.start_on("vllm-0", REQUEST)
             await told.wait()
             await first.die()
             tokens = [token async for delta in generation for token in delta.token_ids]
@@ -251,10 +265,24 @@ def test_a_stream_goes_on_at_another_server_after_the_tokens_that_it_has() -> No
             (body,) = second.bodies
             assert (body["prompt"], body["max_tokens"]) == ([5, 1, 2], 3)
             assert dispatcher.counters.migrated == 1
-        finally:
-            dispatcher.close()
-            await first.die()
-            await second.die()
+
+    run(main())
+
+
+def test_a_server_that_lies_is_ejected_and_its_requests_succeed_elsewhere() -> None:
+    async def main() -> None:
+        liar, honest = Server(), Server()
+
+        async def lie(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD + event([10**6]))
+
+        liar.answer = lie  # type: ignore[method-assign]
+        async with fleet(liar, honest) as dispatcher:
+            for _ in range(12):
+                generation = dispatcher.start(REQUEST)
+                assert [token async for delta in generation for token in delta.token_ids] == [1, 2, 3]
+            assert dispatcher.fleet.engines["vllm-0"].score.is_ejected
+            assert len(liar.bodies) < 8
 
     run(main())
 
