@@ -5,6 +5,7 @@ import asyncio
 import kills
 import pytest
 from deployments import Launch
+from traffic import wait_until_true
 
 
 @pytest.mark.slow
@@ -22,8 +23,13 @@ def test_streams_go_on_at_another_server_when_theirs_is_killed(launch: Launch, m
     refused = router.complete("a", prompt_logprobs=1).json()["error"]
     assert (refused["param"], "vllm-0 (vllm) lacks it" in refused["message"]) == ("prompt_logprobs", True)
     expected, later = kills.right_answers(servers[1]), greedy[len(kills.STREAMS) :]
-    front = servers[0].child_pid("pd router")
-    answers, meanwhile = asyncio.run(kills.kill_under_load(router, front, when_begun=6, later=later))
-    kills.check(answers, expected)
-    kills.check(meanwhile, [ids[: ask.max_tokens] for ids, ask in zip(expected, later, strict=True)])
-    assert kills.num_migrations(router) > 0
+
+    def kill() -> int:
+        wait_until_true(lambda: router.get("/topology").json()["engines"][0]["state"] == "ready", "the server is back")
+        front = servers[0].child_pid("pd router")
+        answers, meanwhile = asyncio.run(kills.kill_under_load(router, front, when_begun=6, later=later))
+        kills.check(answers, expected)
+        kills.check(meanwhile, [ids[: ask.max_tokens] for ids, ask in zip(expected, later, strict=True)])
+        return kills.num_migrations(router)
+
+    wait_until_true(kill, "a stream goes on elsewhere", bound_s=kills.KILLS_BOUND_S)

@@ -182,7 +182,7 @@ class Deployment:
             f"{self.launch.prefill} prefill{_ranks(self.prefill)}, {self.launch.decode} decode{_ranks(self.decode)}"
         )
         if self.launch.backend:
-            return f"{len(self.launch.backends)} servers of other engines"
+            return f"{(n := len(self.launch.backends))} server{'s' * (n > 1)} of other engines"
         if self.launch.aggregated:
             engines = f"{self.launch.decode} aggregated{_ranks(self.decode)}"
         if self.launch.remote_engines:
