@@ -51,7 +51,7 @@ def test_single_queries_equal_attention_written_out_at_every_level(
 @needs_compiled_kernel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_soft_caps_equal_the_reference_at_every_level(dtype: torch.dtype) -> None:
-    close = {"rtol": 1e-5, "atol": 2e-6} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype is torch.float32 else {"rtol": 0.02, "atol": 0.02}
     for scores in (Scores(0.9, 1.5), Scores(0.9, 50.0), Scores(20.0, 3.0)):
         case = Case(MIXES[3], dtype)
         backend = CpuAttention(case.pool, SHAPE.heads, case.layers, scores)
