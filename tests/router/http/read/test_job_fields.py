@@ -7,10 +7,8 @@ import pytest
 from asgi_client import Exchange, call, run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MAX_MODEL_LEN, MODEL, eos, ids, make_app, tokenizer
-from starlette.applications import Starlette
 
 from pdkv.config import HttpApi
-from pdkv.router.http import app as app_module
 from pdkv.text import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -179,12 +177,8 @@ def templated(monkeypatch: pytest.MonkeyPatch) -> None:
     import small_tokenizers
 
     rich = Tokenizer(small_tokenizers.byte_level_backend(), chat_template=TEMPLATE)
-    create = app_module.create_app
-
-    def with_template(dispatcher: Any, _: Tokenizer, *rest: Any, **options: Any) -> Starlette:
-        return create(dispatcher, rich, *rest, **{"max_model_len": 1000, **options})
-
-    monkeypatch.setattr(small_app, "create_app", with_template)
+    monkeypatch.setattr(small_app, "tokenizer", lambda: rich)
+    monkeypatch.setattr(small_app, "served", functools.partial(small_app.served, max_model_len=1000))
 
 
 def prompt_of(**fields: Any) -> str:
