@@ -1,5 +1,6 @@
 """Fields of vLLM and of newer OpenAI clients: what they do, and which values of the others are accepted."""
 
+import functools
 import re
 from typing import Any
 
