@@ -4,6 +4,7 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from deployments import Launch, Running
 from traffic import wait_until_true
 
@@ -26,6 +27,7 @@ def prefill_engines(deployment: Running) -> list[str]:
     return [e["name"] for e in engines if e["role"] == "prefill" and e["state"] == "ready" and not e["draining"]]
 
 
+@pytest.mark.slow
 def test_a_burst_brings_an_engine_that_leaves_afterwards(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "slow.toml").write_text(PROFILE)
     deployment = launch(

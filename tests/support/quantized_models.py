@@ -46,11 +46,15 @@ def words_of(rows: list[list[int]], bits: int) -> torch.Tensor:
     return torch.tensor(cut, dtype=torch.int32)
 
 
-def fp8(generator: torch.Generator, out: int, columns: int, scale: torch.Tensor, name: str) -> tuple[Tensors, Any]:
+def fp8(
+    generator: torch.Generator, out: int, columns: int, scale: torch.Tensor, name: str, block: int = 0
+) -> tuple[Tensors, Any]:
+    """`block`: rows and columns of a block, the last of which may be cut; 0: the scales divide both evenly."""
     weight = torch.randn(out, columns, generator=generator).to(torch.float8_e4m3fn)
     rows, places = (torch.arange(n) for n in (out, columns))
     table = scale.reshape(1, 1) if scale.numel() == 1 else scale
-    at = table[rows[:, None] // -(-out // len(table)), places[None] // -(-columns // table.shape[1])]
+    high, wide = block or -(-out // len(table)), block or -(-columns // table.shape[1])
+    at = table[rows[:, None] // high, places[None] // wide]
     return {".weight": weight, name: scale}, weight.float() * at
 
 
@@ -64,7 +68,7 @@ def fp8_channel(generator: torch.Generator, out: int, columns: int) -> tuple[Ten
 
 def fp8_block(generator: torch.Generator, out: int, columns: int) -> tuple[Tensors, torch.Tensor]:
     scale = scales(generator, -(-out // 32), -(-columns // 32))
-    return fp8(generator, out, columns, scale, ".weight_scale_inv")
+    return fp8(generator, out, columns, scale, ".weight_scale_inv", 32)
 
 
 def packed_int4(generator: torch.Generator, out: int, columns: int) -> tuple[Tensors, torch.Tensor]:
