@@ -35,7 +35,10 @@ class Chain:
     """A model whose next token is a function of the last one and its position, by torch's operations alone."""
 
     num_heads, dtype = 1, torch.int64
-    config = SimpleNamespace(num_layers=1, windows=None, vocab_size=VOCAB, hidden_size=1, eos_token_ids=[])
+    config = SimpleNamespace(
+        num_layers=1, windows=None, vocab_size=VOCAB, hidden_size=1, eos_token_ids=[], latent=None,
+        attention_scale=1.0, attention_softcap=0.0,
+    )  # fmt: skip
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -128,5 +128,5 @@ class LoadReport(Message, frozen=True):
     non_finite_requests: Count = 0
     connectors: Annotated[dict[Id, ConnectorStats], Meta(max_length=MAX_CONNECTOR_PARTS)] = {}  # by name, as NAME/PART
     connector_problem: Annotated[str, Meta(max_length=MAX_PROBLEM_CHARS)] = ""  # why it cannot be used now
-    drafts: DraftCounts = DraftCounts()
     answers: Count = 0  # the number of the latest answered AskReport of the router; 0: none
+    drafts: DraftCounts = DraftCounts()
