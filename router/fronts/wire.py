@@ -45,7 +45,7 @@ class Problem(NamedTuple):
 
     kind: str
     text: str
-    fields: dict[str, str | float | None]
+    fields: dict[str, str | bool | int | float | None]
 
     @classmethod
     def of(cls, error: PdkvError) -> "Problem":

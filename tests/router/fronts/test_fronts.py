@@ -15,7 +15,7 @@ from small_app import MODEL, make_app, served, tokenizer
 
 from pdkv.bench.trace import read_trace
 from pdkv.config import RouterConfig
-from pdkv.errors import EngineUnavailable, RequestAborted
+from pdkv.errors import EngineUnavailable, RequestAborted, RequestTimeout
 from pdkv.launch.listening import listen_for_fronts
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.fronts import remote, wire
@@ -298,6 +298,23 @@ def test_a_frame_of_a_huge_size_ends_its_connection(tmp_path: Path, frame: bytes
             link._transport.write(frame)
             while desk._link is link or not desk.welcomed.is_set():
                 await asyncio.sleep(0.01)
+
+    run(main())
+
+
+def test_a_generation_that_fails_ends_its_own_request_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            front = await hall.front()
+            whole, task = begin(front, "POST", COMPLETIONS, body())
+            generation = await hall.dispatcher.next_generation(0)
+            late, late_task = begin(front, "POST", COMPLETIONS, body(stream=False))
+            (await hall.dispatcher.next_generation(1)).put(RequestTimeout("too late", request_id="r", retryable=True))
+            await late_task
+            assert (late.status, late.json()["error"]["code"]) == (504, "timeout")
+            generation.put(tokens(10, end="length"))
+            await task
+            assert events(whole)[-1][1] == "data: [DONE]"
 
     run(main())
 
