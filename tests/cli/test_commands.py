@@ -267,6 +267,11 @@ def test_a_host_that_is_not_here_is_refused() -> None:
         listening.listen("192.0.2.1", 0)
 
 
+def test_autoscaling_excludes_servers_of_other_engines() -> None:
+    with pytest.raises(ConfigError, match="--autoscale excludes --backend"):
+        deployment("--backend", "vllm=http://a", "--autoscale", "decode=1..2")
+
+
 def test_role_flags_change_one_role_only() -> None:
     read = deployment("--threads", "3", "--decode-threads", "2", "--prefill-kv-cache-memory", "1MiB")
     assert (read.prefill.threads, read.decode.threads) == (3, 2)

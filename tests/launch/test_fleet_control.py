@@ -156,6 +156,20 @@ async def test_a_suspect_is_no_stand_in_and_whom_only_suspects_stand_beside_has_
     assert [call for call in router.calls if call.startswith("role")] == ["role decode-1", "role decode-1"]
 
 
+async def test_an_engine_that_alone_does_both_has_a_stand_in(run_dir: RunDirectory) -> None:
+    router = Router({"prefill-0": "any", "decode-0": "decode", "decode-1": "decode"})
+    router.refused = {"drain prefill-0"}
+    with pytest.raises(Refused, match="drain prefill-0: no"):
+        await make_fleet(run_dir, router, LaunchConfig(decode=2)).restart(1.0, lambda _: None)
+    assert [call for call in router.calls if call.startswith("role")] == ["role decode-0", "role decode-0"]
+
+
+async def test_servers_of_other_engines_are_not_restarted(run_dir: RunDirectory) -> None:
+    launch = LaunchConfig(prefill=0, decode=0, backend=("vllm=http://a",))
+    with pytest.raises(ConfigError, match="only servers of other engines"):
+        await make_fleet(run_dir, Router({"vllm-0": "any"}), launch).restart(1.0, lambda _: None)
+
+
 def test_an_engine_that_dies_before_the_router_has_seen_it_is_not_waited_for(run_dir: RunDirectory) -> None:
     """A rolling restart stood still for --start-timeout-s. Found by a soak."""
 

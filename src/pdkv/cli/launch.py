@@ -107,6 +107,8 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     values = collect(flags, vars(arguments), environment=environment, file=arguments.config)
     router = RouterConfig(**{name: build(concern, values) for name, concern in _CONCERNS.items()})
     bounds = router.autoscaling.bounds
+    if bounds and values.get("backend"):
+        raise ConfigError("--autoscale excludes --backend, whose servers this launch can neither start nor end")
     counts = dict.fromkeys(ROLES, 0) if values.get("backend") else {}  # those run everything
     launch = build(LaunchConfig, counts | {role: least for role, (least, _) in bounds.items()} | values)
     router.autoscaling.check(launch.prefill, launch.decode)

@@ -54,10 +54,7 @@ class FleetControl:
             PdkvError: an engine did not start (those started before it stay); or an engine could not be drained (others
                 to be removed are already gone).
         """
-        if self.deployment.launch.backend:
-            raise ConfigError(
-                "this launch has only servers of other engines (--backend): start or stop them where they are"
-            )
+        self._check_own_engines()
         kinds = self._kinds(counts)
         for kind, count in kinds.items():
             if count < 1:
@@ -86,9 +83,10 @@ class FleetControl:
         """Restart the engines one after the other, each once it is drained; returns the result in words.
 
         Raises:
-            ConfigError: there is only one engine, so its requests would have nowhere to go.
+            ConfigError: there is only one engine, so its requests would have nowhere to go, or none of this launch.
             PdkvError: an engine did not restart (it is tried again); later ones were not touched.
         """
+        self._check_own_engines()
         names = list(self.supervisor.engines)
         if len(names) == 1 and not self.deployment.launch.remote_engines:
             raise ConfigError(f"{names[0]} is the only engine: scale up first, or stop the launch and start another")
@@ -96,6 +94,13 @@ class FleetControl:
         for name in names:
             await self._restart_one(name, drain_s, say)
         return f"{len(names)} engines were restarted"
+
+    def _check_own_engines(self) -> None:
+        """Raise ConfigError if this launch has none."""
+        if self.deployment.launch.backend:
+            raise ConfigError(
+                "this launch has only servers of other engines (--backend): start or stop them where they are"
+            )
 
     async def _restart_one(self, name: str, drain_s: float, say: Say) -> None:
         engines = await self.router.engines()
@@ -272,10 +277,11 @@ def _check_rest(leaving: Collection[str], engines: Sequence[Mapping[str, Any]], 
 
 
 def _stand_in_for(name: str, engines: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """The engine that must do the work of the only one of its role, and its own role; None: none is needed."""
+    """The engine that must do what no other one can meanwhile, and its own role; None: none is needed."""
     own = next(e["role"] for e in engines if e["name"] == name)
     others = [e for e in engines if e["name"] != name and e["serves"]]
-    if own == "any" or any(e["role"] in (own, "any") for e in others) or not others:
+    roles, needed = {e["role"] for e in others}, ("prefill", "decode") if own == "any" else (own,)
+    if not others or all(roles & {role, "any"} for role in needed):
         return None
     idlest = min(others, key=lambda e: e["waiting"] + e["running"])
     return idlest["name"], idlest["role"]
