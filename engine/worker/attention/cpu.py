@@ -83,7 +83,7 @@ class CpuAttention(AttentionBackend):
             self._prompts.attend(place.layer, qkv, plan.prompts, result)
         if place.value_size is None:
             return result
-        return result.view(len(result), self._num_heads, -1)[..., : place.value_size].flatten(1)
+        return result.view(len(result), self._num_heads, qkv.shape[2])[..., : place.value_size].flatten(1)
 
     def _plan(
         self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray, group: int, window: int | None

@@ -53,6 +53,17 @@ def test_logprobs_equal_transformers(hf_model: HFModel) -> None:
     torch.testing.assert_close(torch.tensor(found), expected, rtol=0.0, atol=1e-4)
 
 
+def test_a_chunk_in_mid_prompt_alone_in_its_step(hf_model: HFModel) -> None:
+    """Nothing is drawn then, and the last layer has no queries."""
+    path = hf_model("deepseek_v3", rope_parameters=YARN)
+    tokens = []
+    for chunk in (8, 64):
+        driver = StepDriver(path)
+        key = driver.add("a", range(2, 22))
+        tokens.append(driver.run({key: 2}, budget=chunk, chunk=chunk)[key])
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_attention_over_rows_of_the_published_size(dtype: torch.dtype) -> None:
     """Prompts, chunks and outputs of 16 heads, in one step."""
