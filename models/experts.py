@@ -132,7 +132,7 @@ class ExpertMlp:
         return self._routed.add(x, *self._router(x), None if self._shared is None else self._shared(x))
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        x = x if before is None else before(x)
+        x = x.clone() if before is None else before(x)  # `residual` may be x, and is overwritten before x is read last
         experts, weights = self._router(x)
         if self._shared is not None:
             residual = self._shared.add(x, residual)
