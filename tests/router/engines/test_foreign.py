@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -287,17 +288,24 @@ def test_a_server_that_lies_is_ejected_and_its_requests_succeed_elsewhere() -> N
     run(main())
 
 
+async def comment(writer: asyncio.StreamWriter, speaks: asyncio.Event | None = None) -> None:
+    """Send a token, then comments, while it `speaks`, until the client is gone."""
+    writer.write(HEAD + event([1]))
+    with contextlib.suppress(OSError):
+        while not writer.transport.is_closing():
+            if speaks is not None:
+                await speaks.wait()
+            writer.write(b": still here\n")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+
 def test_an_abort_closes_the_connection() -> None:
     async def main() -> None:
         server, closed = Server(), asyncio.Event()
 
         async def until_gone(writer: asyncio.StreamWriter) -> None:
-            writer.write(HEAD + event([1]))
-            with contextlib.suppress(OSError):
-                while not writer.transport.is_closing():
-                    writer.write(b":\n")
-                    await writer.drain()
-                    await asyncio.sleep(0.01)
+            await comment(writer)
             closed.set()
 
         server.answer = until_gone  # type: ignore[method-assign]
@@ -318,14 +326,6 @@ def test_a_stream_that_says_nothing_more_fails(monkeypatch: pytest.MonkeyPatch) 
     async def main() -> None:
         server = Server()
 
-        async def comment(writer: asyncio.StreamWriter) -> None:
-            writer.write(HEAD + event([1]))
-            with contextlib.suppress(OSError):
-                while not writer.transport.is_closing():
-                    writer.write(b": still here\n")
-                    await writer.drain()
-                    await asyncio.sleep(0.01)
-
         server.answer = comment  # type: ignore[method-assign]
         async with rig(server) as (engine, heard):
             engine.send(submit())
@@ -343,16 +343,7 @@ def test_a_server_that_hangs_is_down_unless_its_streams_go_on(monkeypatch: pytes
         server, speaks = Server(), asyncio.Event()
         speaks.set()
 
-        async def trickle(writer: asyncio.StreamWriter) -> None:
-            writer.write(HEAD + event([1]))
-            with contextlib.suppress(OSError):
-                while not writer.transport.is_closing():
-                    await speaks.wait()
-                    writer.write(b": still here\n")
-                    await writer.drain()
-                    await asyncio.sleep(0.01)
-
-        server.answer = trickle  # type: ignore[method-assign]
+        server.answer = functools.partial(comment, speaks=speaks)  # type: ignore[method-assign]
         async with rig(server) as (engine, heard):
             engine.send(submit())
             await heard.until(lambda: bool(heard.of(Tokens)))

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from admin_keys import admin_keys, never
 from asgi_client import call
 from dispatch_rig import System, run
 from small_app import make_app
 
 from pdkv.config import AccessConfig, AutoscaleConfig
-from pdkv.router.admission.api_keys import KeyRing, make_key
-from pdkv.router.engines.backend import Backend
+from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages.admin import LauncherPages
 from pdkv.router.scaling.scaler import Scaler, Told
@@ -20,16 +20,8 @@ from pdkv.wire.reports import LoadReport
 SCALED = AutoscaleConfig(autoscale=("prefill=1..4", "decode=1..4"), scale_down_after_s=3.0)
 
 
-def never(name: str, endpoint: str) -> Backend:
-    raise AssertionError("the launcher adds engines")
-
-
 def test_the_page_is_an_admins_and_the_orders_are_the_launchers(tmp_path: Path) -> None:
-    made = {name: make_key(name, admin=name == "root") for name in ("a", "root")}
-    file = tmp_path / "keys"
-    file.write_text("\n".join(lines for _, lines in made.values()))
-    file.chmod(0o600)
-    root, other = ({"authorization": f"Bearer {made[name][0]}"} for name in ("root", "a"))
+    file, root, other = admin_keys(tmp_path)
 
     async def body(system: System) -> None:
         operations = Operations(system.dispatcher, never)

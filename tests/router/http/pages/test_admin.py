@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from admin_keys import admin_keys, never
 from asgi_client import Exchange, call
 from asgi_client import run as run_alone
 from coroutines import clock
@@ -16,7 +17,6 @@ from small_app import make_app
 
 from pdkv.config import AccessConfig
 from pdkv.router.admission.api_keys import KeyRing, make_key
-from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.fleet import EngineState
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages.admin import LauncherPages
@@ -26,16 +26,8 @@ from pdkv.testing import VirtualLoop
 from pdkv.wire.reports import ConnectorStats, TierHeld
 
 
-def never(name: str, endpoint: str) -> Backend:
-    raise AssertionError("nobody adds an engine")
-
-
 def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> None:
-    made = {name: make_key(name, admin=name == "root") for name in ("a", "root")}
-    file = tmp_path / "keys"
-    file.write_text("\n".join(lines for _, lines in made.values()))
-    file.chmod(0o600)
-    root, other = ({"authorization": f"Bearer {made[name][0]}"} for name in ("root", "a"))
+    file, root, other = admin_keys(tmp_path)
 
     async def body(system: System) -> None:
         operations = Operations(system.dispatcher, never)

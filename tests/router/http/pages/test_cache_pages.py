@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from admin_keys import never
 from asgi_client import call
 from dispatch_rig import System, live, run
 from small_app import make_app, tokenizer
 
 from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.router.admission.api_keys import KeyRing, make_key
-from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.cache_orders import CacheOrders
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages import cache_pages
@@ -29,10 +29,6 @@ Answers = Callable[[str, CacheOrder], list[TierAnswer] | None]
 
 def ids(text: str) -> list[int]:
     return tokenizer().encode(text)
-
-
-def never(name: str, endpoint: str) -> Backend:
-    raise AssertionError("nobody adds an engine")
 
 
 def keys_of(system: System, text: str, salt: str = "") -> list[bytes]:

@@ -4,12 +4,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from admin_keys import admin_keys
 from browser import browser, needs_browser
 from busy_fleet import BusyEngine
 from http_server import serving
 from small_app import served
 
-from pdkv.router.admission.api_keys import KeyRing, make_key
+from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.generations.dispatch import Dispatcher, GenerateRequest
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.app import create_app
@@ -20,12 +21,13 @@ pytestmark = [needs_browser, pytest.mark.processes]
 HOSTILE = '<img src=x onerror="hacked=1"></title><script>hacked=1</script>\'`${hacked=1}'
 
 
+def secret_of(headers: dict[str, str]) -> str:
+    return headers["authorization"].removeprefix("Bearer ")
+
+
 @pytest.mark.parametrize("num_engines", [2, 40], ids=["cards", "grid"])
 async def test_a_hostile_deployment_is_shown_as_it_is(num_engines: int, tmp_path: Path) -> None:
-    made = {name: make_key(name, admin=name == "root") for name in ("a", "root")}
-    file = tmp_path / "keys"
-    file.write_text("\n".join(lines for _, lines in made.values()))
-    file.chmod(0o600)
+    file, root, other = admin_keys(tmp_path)
     dispatcher = Dispatcher(await_all=False)
     engines = [BusyEngine(f"{HOSTILE}{i}", ("prefill", "decode")[i % 2]) for i in range(num_engines)]
     for engine in engines:
@@ -49,14 +51,14 @@ async def test_a_hostile_deployment_is_shown_as_it_is(num_engines: int, tmp_path
         async with serving(app) as server:
             await tab.go(f"http://127.0.0.1:{server.port}/dashboard")
             await tab.until("document.getElementById('key').hidden === false")
-            for name, shown in (("a", "document.getElementById('why').textContent.includes('not an admin')"),
-                                ("root", "document.querySelector('.card, .cell') !== null")):  # fmt: skip
-                secret = made[name][0]
+            for headers, shown in ((other, "document.getElementById('why').textContent.includes('not an admin')"),
+                                   (root, "document.querySelector('.card, .cell') !== null")):  # fmt: skip
+                secret = secret_of(headers)
                 await tab.run(f"secret.value = '{secret}'; document.querySelector('#key button').click()")
                 await tab.until(shown)
-                assert (await tab.run("document.getElementById('data').hidden")) == (name == "a")
+                assert (await tab.run("document.getElementById('data').hidden")) == (headers is other)
             address = await tab.run("location.href + JSON.stringify(localStorage)")
-            assert not any(secret in address for secret, _ in made.values())
+            assert not any(secret_of(headers) in address for headers in (root, other))
             text = await tab.until("document.querySelector('#requests button') && document.body.textContent")
             assert text.count(HOSTILE) > 60
             assert await tab.run("document.querySelectorAll('#events li').length") <= 200

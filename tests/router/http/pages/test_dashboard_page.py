@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from admin_keys import admin_keys
 from asgi_client import call
 from dispatch_rig import System, live
 from small_app import make_app
 
 from pdkv.config import AccessConfig
-from pdkv.router.admission.api_keys import KeyRing, make_key
+from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.http.pages import dashboard_page
 
 FOLDER = Path(dashboard_page.__file__).with_name("dashboard")
@@ -36,11 +37,7 @@ def test_it_only_reads_and_its_key_is_no_part_of_an_address() -> None:
 
 
 async def test_its_files_are_open_and_its_data_is_an_admins(tmp_path: Path) -> None:
-    made = {name: make_key(name, admin=name == "root") for name in ("a", "root")}
-    file = tmp_path / "keys"
-    file.write_text("\n".join(lines for _, lines in made.values()))
-    file.chmod(0o600)
-    root, other = ({"authorization": f"Bearer {made[name][0]}"} for name in ("root", "a"))
+    file, root, other = admin_keys(tmp_path)
     async with live(System(1, 1)) as system:
         app = make_app(system.dispatcher, keys=KeyRing(file), access=AccessConfig(api_key_file=file))  # type: ignore[arg-type]
 
