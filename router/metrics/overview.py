@@ -75,7 +75,7 @@ class Overview:
         totals = {
             "requests": metrics.duration.count, "output_tokens": metrics.inter_token.count + metrics.first_token.count,
             "retries": counters.retried, "migrations": counters.migrated, "moves": health.num_moved,
-            "load_failures": counters.load_failures,
+            "load_failures": counters.load_failures, **_guesses(dispatcher.engines()),
         }  # fmt: skip
         return {
             "at": now,
@@ -100,6 +100,12 @@ def _row(engine: EngineState) -> dict[str, Any]:
     if load is not None:
         row |= {"running": load.running, "waiting": load.waiting, "sources": msgspec.structs.astuple(load.sources)}
     return {name: value for name, value in row.items() if value}
+
+
+def _guesses(engines: Iterable[EngineState]) -> dict[str, int]:
+    """Guesses at tokens to come that all engines together verified, and those of them that were right."""
+    drafts = [engine.load.drafts for engine in engines if engine.load is not None]
+    return {"guesses": sum(each.tokens for each in drafts), "right_guesses": sum(each.accepted for each in drafts)}
 
 
 def _tiers(engines: Iterable[EngineState]) -> dict[str, Counter[str]]:

@@ -13,6 +13,7 @@ from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.metrics.overview import MAX_ENGINES, PERIOD_S, Overview
 from pdkv.router.metrics.requests import Metrics
 from pdkv.testing import VirtualLoop
+from pdkv.wire.reports import BlockCounts, DraftCounts, LoadReport
 
 event_loop = VirtualLoop
 
@@ -48,6 +49,15 @@ async def test_a_choice_that_one_engine_ran_alone_was_not_handed_over() -> None:
             pass
         flows = msgspec.json.decode(overview.json())["flows"]
     assert (flows["pairs"], flows["handed"], flows["local"]) == ([["prefill-0", "", 1]], 0, 1)
+
+
+async def test_guesses_of_all_engines_are_counted_together() -> None:
+    async with live(System(1, 1)) as system:
+        for engine in system.dispatcher.engines():
+            drafts, blocks = DraftCounts(drafts=2, tokens=8, accepted=6), BlockCounts(8, 8, 0, 0, 0, 0)
+            engine.load = LoadReport(waiting=0, running=0, blocks=blocks, drafts=drafts)
+        totals = msgspec.json.decode(overview_of(system.dispatcher, clock=clock().now).json())["totals"]
+    assert (totals["guesses"], totals["right_guesses"]) == (16, 12)
 
 
 async def test_it_is_made_once_a_second_however_many_ask() -> None:

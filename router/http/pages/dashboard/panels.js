@@ -9,9 +9,11 @@ export function drawFigures(series, { now, engines }) {
   const [ttft, tpot] = [series.quantiles("ttft"), series.quantiles("tpot")];
   const pool = engines.reduce((sum, { blocks = [] }) => sum + (blocks[0] ?? 0), 0);
   const failed = series.failed();
+  const guesses = series.rate("guesses");
+  const right = guesses > 0 ? `${percent(series.rate("right_guesses") / guesses)} of guesses right` : "";
   const figures = [
     ["Requests", `${number(series.rate("requests", 5))}/s`, "", "requests"],
-    ["Output tokens", `${number(series.rate("output_tokens", 5))}/s`, "", "output_tokens"],
+    ["Output tokens", `${number(series.rate("output_tokens", 5))}/s`, right, "output_tokens"],
     ["First token, p95", seconds(ttft.p95), `p50 ${seconds(ttft.p50)}`, "ttft"],
     ["Per token, p95", seconds(tpot.p95), `p50 ${seconds(tpot.p50)}`, "tpot"],
     ["In flight", number(now.in_flight), `${number(now.queued)} queued${now.parked ? `, ${now.parked} parked` : ""}`, "in_flight"],
