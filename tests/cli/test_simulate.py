@@ -1,10 +1,16 @@
 """`pd simulate`, `pd plan` and `pd profile`: reports, and bad input."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
+from fake_dispatcher import FakeDispatcher
+from http_server import serving
+from small_app import MAX_MODEL_LEN, MODEL, make_app
 
+from pdkv.bench.serve import Target
+from pdkv.cli.bench import longest_of
 from pdkv.cli.main import main
 
 SMALL = ["--num-prompts", "6", "--input-len", "64", "--output-len", "8"]
@@ -70,3 +76,10 @@ def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytes
 def test_bad_input_is_named(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+async def test_a_server_says_how_long_a_sequence_of_its_model_may_be() -> None:
+    async with serving(make_app(FakeDispatcher())) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        known, unknown = [await asyncio.to_thread(longest_of, Target(url, name)) for name in (MODEL, "other")]
+    assert (known, unknown) == (MAX_MODEL_LEN, None)

@@ -342,9 +342,31 @@ def _first_model(url: str, headers: Mapping[str, str]) -> str:
 
     Client(url)  # refuses what is no URL of a server
     try:
-        return str(json.loads(_get(url, "/v1/models", headers))["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
+        return str(_models(url, headers)[0]["id"])
+    except (LookupError, TypeError):
         raise StartupError(f"{url} lists no model: name one with --model") from None
+
+
+def longest_of(target: "Target") -> int | None:
+    """The tokens that a sequence of the model may have, as vLLM and pdkv list it; None: the server does not say.
+
+    Raises StartupError.
+    """
+    lengths = [
+        card.get("max_model_len")
+        for card in _models(target.url, target.headers)
+        if isinstance(card, dict) and card.get("id") == target.model
+    ]
+    return next((length for length in lengths if isinstance(length, int) and length > 0), None)
+
+
+def _models(url: str, headers: Mapping[str, str]) -> Sequence[Any]:
+    """What the server lists; nothing where that is no list of models. Raises StartupError."""
+    try:
+        found = json.loads(_get(url, "/v1/models", headers))["data"]
+    except (ValueError, LookupError, TypeError):
+        return ()
+    return found if isinstance(found, list) else ()
 
 
 def _get(url: str, path: str, headers: Mapping[str, str]) -> bytes:

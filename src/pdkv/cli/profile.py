@@ -2,10 +2,11 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli.bench import add_target, check_folder, find_target, write_result
+from pdkv.cli.bench import add_target, check_folder, find_target, longest_of, write_result
 from pdkv.cli.options import capitalized
 from pdkv.cli.running import say
 
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_folder(arguments.output, "--output")
     like, target = read_profile(Path(PACED + arguments.like)), find_target(arguments)
+    like = replace(like, max_model_len=min(like.max_model_len, longest_of(target) or like.max_model_len))
     found = fit(server(target), like, seed=arguments.seed, say=say if sys.stderr.isatty() else lambda text: None)
     text = "\n".join(as_toml(found, target.url)) + "\n"
     write_result(arguments.output, text.encode(), "--output")
