@@ -196,7 +196,10 @@ class EngineConfig(ModelFiles):
         metavar="JSON",
     )
     cpu_bind: str | None = option(
-        None, "CPUs to pin engines to, such as 0-1 or 0,2; sets for several engines are separated by |", metavar="CPUS"
+        None,
+        "CPUs to pin engines to, such as 0-1 or 0,2; sets for several engines are separated by |; auto: each "
+        "engine of a launch has the CPUs of one NUMA node, and so its memory; the nodes are taken in turn",
+        metavar="CPUS",
     )
 
     @property

@@ -1,12 +1,13 @@
 """CPU lists and the default number of threads."""
 
 import os
+from pathlib import Path
 
 import pytest
 
 from pdkv.errors import ConfigError
 from pdkv.launch import cpus
-from pdkv.launch.cpus import default_threads, parse_cpu_list, spin_rounds, split_cpu_bind
+from pdkv.launch.cpus import default_threads, numa_node, parse_cpu_list, spin_rounds, split_cpu_bind
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,21 @@ def test_one_list_serves_all_and_several_serve_one_each() -> None:
     assert split_cpu_bind(None, 2) == [None, None]
     assert split_cpu_bind("0-1", 2) == [{0, 1}, {0, 1}]
     assert split_cpu_bind("0|1,2", 2) == [{0}, {1, 2}]
+
+
+def test_engines_take_numa_nodes_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 4})
+    for node, text in enumerate(("0-1,8-9", "2,3", "", "5-7", "4")):  # one without CPUs, one with others' only
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}/cpulist").write_text(text + "\n")
+    assert [numa_node(index, tmp_path) for index in range(4)] == [{0, 1}, {2, 3}, {4}, {0, 1}]
+
+
+def test_one_numa_node_binds_no_engine(tmp_path: Path) -> None:
+    assert numa_node(0, tmp_path) is None
+    (tmp_path / "node0").mkdir()
+    (tmp_path / "node0/cpulist").write_text("0-7\n")
+    assert numa_node(0, tmp_path) is None
 
 
 def test_another_number_of_lists_is_refused() -> None:

@@ -15,6 +15,7 @@ from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError
 from pdkv.launch.check import check_deployment
 from pdkv.launch.config import Deployment, HostedEngine, LaunchConfig
+from pdkv.launch.cpus import default_threads
 from pdkv.launch.engine_host import plan_hosted
 from pdkv.launch.listening import listen_at
 from pdkv.launch.plan import plan_fleet
@@ -92,6 +93,14 @@ def test_roles_have_their_own_options_and_bound_engines_as_many_threads_as_cpus(
     assert [(spec.config.threads, spec.cpus) for spec in decodes] == [(2, [0, 1]), (3, [4, 5, 6])]
     with pytest.raises(ConfigError, match="2 separated by"):
         plan(run_dir, launch, EngineConfig(), EngineConfig(cpu_bind="0|1|2"))
+
+
+def test_engines_of_both_roles_take_numa_nodes_in_turn(run_dir: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pdkv.launch.plan.numa_node", lambda index: frozenset({index, index + 8}))
+    config = EngineConfig(cpu_bind="auto")
+    fleet = plan(run_dir, LaunchConfig(prefill=1, decode=2), config, config)
+    assert [spec.cpus for spec in fleet.engines] == [[0, 8], [1, 9], [2, 10]]
+    assert {spec.config.threads for spec in fleet.engines} == {default_threads(3)}  # nodes may be shared
 
 
 def test_ranks_share_the_machine_and_every_engine_cuts_stored_heads_alike(run_dir: RunDirectory) -> None:

@@ -2,12 +2,16 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from pdkv.base.options import parse_numbers
 from pdkv.errors import ConfigError
 
 _SPIN_ROUNDS = 20_000
 """Seconds that idle threads spin: longer than from one operation of a step to the next, but soon over."""
+
+AUTO = "auto"
+"""--cpu-bind: each engine of a launch has the CPUs of one NUMA node, and with them its memory."""
 
 
 def available_cpus() -> int:
@@ -41,6 +45,17 @@ def parse_cpu_list(text: str) -> frozenset[int]:
         usable = ",".join(map(str, sorted(os.sched_getaffinity(0))))
         raise ConfigError(f"cpu_bind: CPU {min(missing)} cannot be used here (usable: {usable}), got {text!r}")
     return cpus
+
+
+def numa_node(index: int, nodes: Path = Path("/sys/devices/system/node")) -> frozenset[int] | None:
+    """The CPUs of the NUMA node that engine number `index` of a launch has, the nodes taken in turn.
+
+    None: this process may use the CPUs of one node only, or the kernel names no nodes.
+    """
+    usable = os.sched_getaffinity(0)
+    lists = [path.read_text().strip() for path in sorted(nodes.glob("node[0-9]*/cpulist"))]
+    found = [cpus for text in lists if text and (cpus := usable.intersection(parse_numbers("cpulist", text)))]
+    return frozenset(found[index % len(found)]) if len(found) > 1 else None
 
 
 def split_cpu_bind(text: str | None, num_engines: int) -> list[frozenset[int] | None]:

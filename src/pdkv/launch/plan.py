@@ -9,7 +9,7 @@ from pdkv.config import DEFAULT_MODEL, EngineConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import LEAST_POOL_BYTES, check_host_memory, format_bytes, share_for_pools
 from pdkv.launch.config import Deployment
-from pdkv.launch.cpus import default_threads, split_cpu_bind
+from pdkv.launch.cpus import AUTO, default_threads, numa_node, split_cpu_bind
 from pdkv.launch.devices import place_on_devices, with_options
 from pdkv.launch.host_memory import DIRECTORY
 from pdkv.launch.kv_tiers import plan_with_tiers
@@ -38,7 +38,8 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     if launch.aggregated:
         counts = {"engine": launch.decode}
     for kind, count in counts.items():
-        split_cpu_bind(config_of(deployment, kind).cpu_bind, count)
+        if (text := config_of(deployment, kind).cpu_bind) != AUTO:
+            split_cpu_bind(text, count)
     engines = place_on_hardware(
         [
             plan_engine(
@@ -92,7 +93,7 @@ def plan_engine(
     """
     config = config_of(deployment, kind)
     cpus = _cpus(deployment, kind, index)
-    own_cpus = max(1, len(cpus) // config.tp) if cpus else None
+    own_cpus = max(1, len(cpus) // config.tp) if cpus and config.cpu_bind != AUTO else None
     name = f"{kind}-{index}"
     return EngineSpec(
         name=name,
@@ -174,6 +175,8 @@ def check_memory(
 
 def _cpus(deployment: Deployment, kind: Kind, index: int) -> frozenset[int] | None:
     text = config_of(deployment, kind).cpu_bind
+    if text == AUTO:
+        return numa_node(index + (deployment.launch.prefill if kind == "decode" else 0))
     num_lists = len(text.split("|")) if text is not None else 1
     if num_lists > 1 and index >= num_lists:
         raise ConfigError(
