@@ -79,6 +79,7 @@ def engine_metrics(dispatcher: "Dispatcher", model_name: str) -> Iterator[Metric
     yield from _reported(loads)
     yield from _tiers(dispatcher.tiers)
     yield from _vllm(loads, model_name)
+    yield _cache_config(engines, model_name)
     yield from _judgement(dispatcher, engines)
 
 
@@ -173,6 +174,15 @@ def _vllm(loads: list[tuple[EngineState, LoadReport]], model_name: str) -> Itera
     )
     text = "Accepted tokens per draft position."
     yield totals("vllm:spec_decode_num_accepted_tokens_per_pos", text, [*labels, "position"], positions)
+
+
+def _cache_config(engines: list[EngineState], model_name: str) -> Metric:
+    """Sizes of the engines' KV pools in labels, as vLLM has them and a Gateway's endpoint picker reads them."""
+    labels = ["model_name", "engine", "block_size", "num_gpu_blocks"]
+    cards = [engine.card for engine in engines if engine.card is not None]
+    sizes = [(each.engine, str(each.layout.block_size), str(each.num_blocks)) for each in cards]
+    text = "Information of the KV cache."
+    return gauges("vllm:cache_config_info", text, labels, (([model_name, *each], 1.0) for each in sizes))
 
 
 def _judgement(dispatcher: "Dispatcher", engines: list[EngineState]) -> Iterator[Metric]:

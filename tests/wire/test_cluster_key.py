@@ -3,9 +3,11 @@
 import asyncio
 import os
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
+from another_user import NOBODY, as_nobody, needs_root
 from wire_rig import KEY, TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive
 
 from pdkv.errors import ConfigError
@@ -106,6 +108,29 @@ def test_a_key_file_is_private_and_long_enough(tmp_path: Path) -> None:
     path.chmod(0o640)
     with pytest.raises(ConfigError, match=r"is readable by other users: chmod 600"):
         ClusterKey.read(path)
+
+
+@needs_root
+def test_root_may_let_a_group_read_the_key_as_kubernetes_does() -> None:
+    """A volume of a Secret belongs to root; a pod's process has the group of its files."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cluster.key"
+        path.write_text("a" * 32)
+        Path(folder).chmod(0o755)
+        os.chown(path, 0, NOBODY)
+
+        def outcome() -> str:
+            try:
+                ClusterKey.read(path)
+            except ConfigError as error:
+                return str(error)
+            return "read"
+
+        path.chmod(0o440)
+        assert as_nobody(outcome) == "read"
+        for mode in (0o460, 0o444):
+            path.chmod(mode)
+            assert "is readable by other users" in as_nobody(outcome)
 
 
 def test_no_repr_shows_the_key() -> None:

@@ -73,7 +73,8 @@ def _read_secret(path: Path) -> bytes:
             data = file.read(_MAX_FILE_BYTES + 1).strip()
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"the cluster key file {path} cannot be read: {getattr(error, 'strerror', error)}") from None
-    if stat.S_IMODE(status.st_mode) & 0o077:
+    group = stat.S_IRGRP if status.st_uid == 0 != os.geteuid() else 0  # root chose it, as Kubernetes for its secrets
+    if stat.S_IMODE(status.st_mode) & 0o077 & ~group:
         raise ConfigError(f"the cluster key file {path} is readable by other users: chmod 600 {path}")
     if len(data) > _MAX_FILE_BYTES:
         raise ConfigError(f"the cluster key file {path} has more than {_MAX_FILE_BYTES} bytes")

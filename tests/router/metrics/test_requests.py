@@ -11,9 +11,11 @@ from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.parser import text_string_to_metric_families
 from small_app import MODEL, ids, make_app
 from starlette.types import ASGIApp
+from wire_rig import make_card
 
 from pdkv.errors import EngineDied, RequestFailed
 from pdkv.router.admission.tenants import Grant, Tenant
+from pdkv.router.engines.fleet import EngineState
 from pdkv.router.metrics import requests as metrics_module
 from pdkv.router.metrics.keys import key_metrics
 from pdkv.router.metrics.requests import MAX_OUTCOMES, Metrics
@@ -153,6 +155,15 @@ async def test_vllms_names_say_what_vllm_means_by_them() -> None:
     assert samples[("vllm:prefix_cache_hits_total", *engine)] == 7
     assert samples[("vllm:external_prefix_cache_queries_total", *engine)] == 5
     assert samples[("vllm:external_prefix_cache_hits_total", *engine)] == 0
+
+
+async def test_a_gateway_s_endpoint_picker_finds_the_size_of_each_pool() -> None:
+    dispatcher = FakeDispatcher()
+    card = make_card()
+    dispatcher.engines = lambda: [EngineState("decode-1", "decode", "ready", card=card)]  # type: ignore[method-assign]
+    samples = await scrape(make_app(dispatcher))
+    sizes = str(card.layout.block_size), card.engine, MODEL, str(card.num_blocks)
+    assert {key[1:]: value for key, value in samples.items() if key[0] == "vllm:cache_config_info"} == {sizes: 1}
 
 
 async def test_one_observation_stands_in_both_histograms_of_a_pair() -> None:
