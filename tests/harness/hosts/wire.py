@@ -8,6 +8,7 @@ held up, retransmit and are reset as between real hosts.
 import json
 import os
 import queue
+import random
 import select
 import struct
 import subprocess
@@ -20,6 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WAIT_S = 20.0
+
+CONTROL_PORTS = {7000, 7001}
+"""At which engines listen for routers."""
 
 _MAX_PACKET_BYTES = 1 << 16
 _MAX_QUEUED_BYTES = 64 << 20
@@ -53,9 +57,12 @@ class Wire:
         """Bandwidth, each way; None: as fast as it can."""
         self._ask("limit", bytes_per_s)
 
-    def lose(self) -> None:
-        """From now on nothing arrives, and nobody is told."""
-        self._ask("lose")
+    def lose(self, what: str = "all", share: float = 1.0) -> None:
+        """From now on such packets do not arrive, and nobody is told.
+
+        `what`: "all"; "control", between routers and engines; or "kv", all other. `share`: the part of them, by chance.
+        """
+        self._ask("lose", what, share)
 
     def cut(self) -> None:
         """Reset every connection that there is; new ones may be made."""
@@ -118,6 +125,11 @@ class _Segment(NamedTuple):
         start = (packet[0] & 15) * 4
         flow = (packet[12:20], packet[start : start + 4])
         return cls(flow, *struct.unpack_from(">IxB", packet, start + 8))
+
+    @property
+    def is_control(self) -> bool:
+        """Whether it is between a router and an engine."""
+        return not CONTROL_PORTS.isdisjoint(struct.unpack(">HH", self.flow[1]))
 
 
 def _reversed(flow: Flow) -> Flow:
@@ -186,7 +198,8 @@ class _Process:
         self._lanes = {first: _Lane(second), second: _Lane(first)}
         self._delay_s = 0.0
         self._limit: float | None = None
-        self._loses = False
+        self._loses: tuple[str, float] = ("all", 0.0)
+        self._chance = random.Random(0)
         self._acks: dict[Flow, tuple[int, int]] = {}  # by what a host sends: (its descriptor, byte it expects next)
         self._dead: set[Flow] = set()
         self._after: tuple[int, str] | None = None
@@ -212,12 +225,17 @@ class _Process:
         segment = _Segment.of(packet)
         if segment is not None and self._is_dead(fd, segment):
             return
-        if not self._loses:
+        if not self._is_lost(segment):
             self._lanes[fd].put(packet, time.monotonic(), self._delay_s, self._limit)
         if self._after is not None and self._count() >= self._after[0]:
             what, self._after = self._after[1], None
             self._obey(what)
             print(json.dumps({"event": what}), flush=True)
+
+    def _is_lost(self, segment: _Segment | None) -> bool:
+        what, share = self._loses
+        of_them = what == "all" or (what == "control") == (segment is not None and segment.is_control)
+        return of_them and self._chance.random() < share
 
     def _is_dead(self, fd: int, segment: _Segment) -> bool:
         """Whether the packet belongs to a connection that was cut: then its sender is told."""
@@ -241,10 +259,10 @@ class _Process:
                 self._delay_s = seconds
             case "limit", (limit,):
                 self._limit = limit
-            case "lose", ():
-                self._loses = True
+            case "lose", (*which,):
+                self._loses = tuple(which) or ("all", 1.0)  # type: ignore[assignment]
             case "mend", ():
-                self._loses = False
+                self._loses = ("all", 0.0)
             case "cut", ():
                 self._cut()
             case "after", (num_bytes, what):

@@ -1,10 +1,13 @@
 """The chart as a cluster sees it: objects rendered from it, and the commands of its pods."""
 
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+
+sys.path.append(str(Path(__file__).parents[2] / "support"))  # what harnesses share with tests
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 CHART = DEPLOY / "helm" / "pdkv"
