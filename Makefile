@@ -28,7 +28,7 @@ STOPS ?=
 PARTS ?=
 GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
-.PHONY: install lint check test steady planted matrix soak faults operations bench bench-quick gpu gpu-carry demo serve clean
+.PHONY: install lint check test steady planted matrix soak faults chaos operations bench bench-quick gpu gpu-carry demo serve clean
 
 install: $(STAMP)
 
@@ -122,6 +122,12 @@ soak: install
 faults: install
 	cd tests/harness && $(abspath $(BIN))/python -m faults --requests $(CELL) --rate $(RATE) --stop-s $(STOP) \
 		--save --backends $(BACKENDS)
+
+# A bad network between two hosts, and the commands of the Helm chart's pods as processes with a DNS server: partitions,
+# rollouts, lost nodes, what became of their requests. Ten minutes; needs Linux namespaces (unshare).
+chaos: install
+	cd tests/harness && $(abspath $(BIN))/python -m faults.network --save
+	cd tests/harness && $(abspath $(BIN))/python -m pods
 
 # Operations under load (drain, roles, scale, rolling restarts, SIGTERM), and all engines of a role gone for 5 s: what became
 # of CELL=100 requests each, over each backend. BACKENDS="shared_memory nixl" chooses backends; each takes two minutes.

@@ -112,7 +112,7 @@ async def _stream(
         async for line in reply.aiter_lines():
             if ask.end == "close" and number >= ask.amount:
                 return Answer(200, None, None, *_engines(reply), begun=token_ids)
-            if not line:
+            if not line.startswith("data: "):  # empty, or a comment after 15 s of silence
                 continue
             data = line.removeprefix("data: ")
             if data == "[DONE]":
@@ -128,7 +128,7 @@ async def _stream(
 
 def _engines(reply: httpx.Response) -> tuple[str, str]:
     headers = reply.headers
-    return headers["x-pd-prefill-engine"], headers.get("x-pd-decode-engine", "")  # it may be chosen later
+    return headers.get("x-pd-prefill-engine", ""), headers.get("x-pd-decode-engine", "")  # they may be chosen later
 
 
 async def send_all(client: httpx.AsyncClient, asks: Iterable[Ask], *, at_once: int) -> list[Answer]:

@@ -39,14 +39,14 @@ def _part(what: str) -> Callable[[Wire], None]:
     return lambda wire: wire.lose(what)
 
 
-PARTED = {"router | engine": "control", "prefill | decode": "kv", "router and prefill | decode": "all"}
+PARTED = {"router, decode": "control", "prefill, decode": "kv", "the hosts": "all"}
 
 TROUBLES = (
     *(Trouble("partition", place, s, _part(what)) for place, what in PARTED.items() for s in (1.0, 10.0)),
-    Trouble("cut", "router and prefill | decode", 0.0, lambda wire: wire.cut()),
-    Trouble("delay of 100 ms", "router and prefill | decode", 10.0, lambda wire: wire.delay(0.1)),
-    Trouble("loss of 5 %", "router and prefill | decode", 10.0, lambda wire: wire.lose(share=0.05)),
-    Trouble("1 MB/s", "router and prefill | decode", 10.0, lambda wire: wire.limit(1e6)),
+    Trouble("cut", "the hosts", 0.0, lambda wire: wire.cut()),
+    Trouble("delay of 100 ms", "the hosts", 10.0, lambda wire: wire.delay(0.1)),
+    Trouble("loss of 5 %", "the hosts", 10.0, lambda wire: wire.lose(share=0.05)),
+    Trouble("1 MB/s", "the hosts", 10.0, lambda wire: wire.limit(1e6)),
 )
 
 

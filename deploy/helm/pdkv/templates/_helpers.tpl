@@ -67,6 +67,13 @@ matchLabels:
 {{- end }}
 {{- end -}}
 
+{{/* Threads per rank: the processors that a pod asks for, of which the process would otherwise take all of the node's. */}}
+{{- define "pdkv.threads" -}}
+{{- $cpu := dig "requests" "cpu" "1" .resources | toString -}}
+{{- $cpus := hasSuffix "m" $cpu | ternary (div (trimSuffix "m" $cpu) 1000) (int $cpu) -}}
+{{- max 1 (div $cpus (dig "tp" 1 .options)) -}}
+{{- end -}}
+
 {{- define "pdkv.cluster-secret" -}}
 {{ .Values.clusterKey.existingSecret | default (printf "%s-cluster" (include "pdkv.fullname" .)) }}
 {{- end -}}
