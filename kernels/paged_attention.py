@@ -6,6 +6,9 @@ import torch
 
 from pdkv.kernels.kv_copy import FP8, NO_SCALES, Scales, raw
 
+FEW_QUERIES = 8
+"""So many queries of a sequence, or fewer, are best computed as a decode's are: they wait for the KV to be read."""
+
 _MAX_QUERIES = 128
 """Queries of the reference at a time, so that a chunk of a long prompt does not take memory for all its scores."""
 
@@ -23,6 +26,7 @@ def paged_attention(
     kv_scales: Scales = NO_SCALES,
     softcap: float = 0.0,
     value_size: int | None = None,
+    decodes: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Causal attention for the last tokens of each sequence.
 
@@ -41,6 +45,8 @@ def paged_attention(
         kv_scales: the values that 1.0 in an FP8 pool represents, for K and for V.
         softcap: c, where logits x become c * tanh(x / c); 0: they stay.
         value_size: of a pool of latent rows, whose sides are one: so many of a row's first numbers are its value.
+        decodes: so many first sequences, and queries of theirs, are launched apart from those behind them, as suits
+            sequences of few queries beside prompts; None: all have one launch. The result is the same but for rounding.
 
     Returns:
         (T, num_heads, head_size or value_size) in q's dtype; zeros in rows from cu_seqlens_q[R] on (padding).
@@ -59,7 +65,7 @@ def paged_attention(
     if q.is_cuda:
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
-        return paged_attention_triton(*tensors, scale, **options)
+        return paged_attention_triton(*tensors, scale, **options, decodes=decodes)
     return paged_attention_reference(*tensors, scale, **options)
 
 

@@ -2,13 +2,16 @@
 
 A tile holds some queries times all query heads that share the KV head, so that a decode row fills the matrix unit's
 rows too. Latent rows are values as well as keys, and all heads share them: a program takes some of the heads. If there
-are fewer programs than a GPU can run, each takes a part of the KV, and the parts' results are combined.
+are fewer programs than a GPU can run, each takes a part of a sequence's KV, of which there are as many as its own
+length asks for beside the others', and the parts' results are combined. Sequences of few queries and prompts are
+launched apart.
 Sources: online softmax, Dao et al., "FlashAttention", 2022; parts, Dao et al., "Flash-Decoding", 2023; tiles, vLLM's
 unified attention.
 """
 
 import math
-from typing import NamedTuple
+from itertools import pairwise
+from typing import NamedTuple, Self
 
 import torch
 import triton
@@ -18,28 +21,100 @@ from pdkv.kernels.triton_jit import LAUNCH_OPTIONS, jit
 
 _MIN_DOT_SIZE = 16  # the matrix unit's smallest operand
 _PART = 128  # the fewest tokens of KV in a part
-_MAX_PART = 4096
-_PROGRAMS = 512  # four for each processor of an H100, which read KV at 0.9 of its bandwidth: parts grow for no more
-_MAX_PARTS_BYTES = 32 << 20  # for which parts grow: more than that would be read and written beside the KV
+_PROGRAMS = 512  # four for each processor of an H100, which read KV at 0.9 of its bandwidth: KV is divided for no more
+_MAX_PARTS_BYTES = 32 << 20  # for which there are fewer parts: more than that would be read and written beside the KV
 _COMBINED = 16  # parts at once
-_NOT_SPECIALIZED = ["num_seqs", "window", "stride_table", "part_tokens", "num_parts"]  # they change with every step
+_SEQS = 512  # whose lengths a program looks at together
+_NOT_SPECIALIZED = ["first_seq", "num_seqs", "first_token", "window", "stride_table", "num_shares", "least"]
+"""They change with every step."""
 
 
 @jit()
 def _find_sequence(
-    cu_seqlens_q: tl.tensor, tile: tl.tensor, num_seqs: tl.tensor, TILE_QUERIES: tl.constexpr, SPARE: tl.constexpr
+    cu_seqlens_q: tl.tensor, tile: tl.tensor, num_seqs: tl.tensor, TILE_QUERIES: tl.constexpr
 ) -> tl.tensor:
-    """The sequence of a tile: the last one whose first tile, cu[i] // TILE_QUERIES + SPARE * i, is not behind it."""
+    """The sequence of a tile: the last one whose first tile, cu[i] // TILE_QUERIES + i, is not behind it."""
+    start = tl.load(cu_seqlens_q)
     low = 0
     high = num_seqs
     while low < high:
         middle = (low + high) // 2
-        first_tile = tl.load(cu_seqlens_q + middle) // TILE_QUERIES + SPARE * middle
+        first_tile = (tl.load(cu_seqlens_q + middle) - start) // TILE_QUERIES + middle
         if first_tile <= tile:
             low = middle + 1
         else:
             high = middle
     return low - 1
+
+
+@jit()
+def _tiles_and_seen(
+    seqs: tl.tensor,
+    seq_lens: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    num_seqs: tl.tensor,
+    window: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """The tiles of queries of some sequences, and the tokens of KV from the first block on that their queries see."""
+    mask = seqs < num_seqs
+    start = tl.load(cu_seqlens_q + seqs, mask, other=0)
+    num_queries = tl.load(cu_seqlens_q + seqs + 1, mask, other=0) - start
+    seen = tl.load(seq_lens + seqs, mask, other=0)
+    if HAS_WINDOW:
+        seen -= tl.maximum(seen - num_queries + 1 - window, 0) // BLOCK_SIZE * BLOCK_SIZE
+    return tl.cdiv(num_queries, TILE_QUERIES), seen
+
+
+@jit()
+def _find_part(
+    index: tl.tensor,
+    seq_lens: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    num_seqs: tl.tensor,
+    window: tl.tensor,
+    num_shares: tl.tensor,
+    least: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SEQS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """A program's sequence, its number among the parts of that sequence's tiles, the parts of each tile (0: there is no
+    work), and the first slot of the sequence's results.
+
+    A part has at most a share of all KV that tiles see, so each sequence has parts by its own length: as many programs
+    have work as there are tiles, and at most `num_shares` more. Tiles of more than one part need at most twice as many
+    slots as there are shares: each of them sees more than a share.
+    """
+    total = tl.zeros([], tl.int64)
+    for start in range(0, num_seqs, SEQS):
+        tiles, seen = _tiles_and_seen(
+            start + tl.arange(0, SEQS), seq_lens, cu_seqlens_q, num_seqs, window, BLOCK_SIZE, TILE_QUERIES, HAS_WINDOW
+        )
+        total += tl.sum(tiles.to(tl.int64) * seen)
+    share = tl.maximum(tl.cdiv(total, num_shares), least).to(tl.int32)
+    seq, within, num_parts, slot = 0, 0, 0, 0
+    before, slots_before = 0, 0
+    for start in range(0, num_seqs, SEQS):
+        seqs = start + tl.arange(0, SEQS)
+        tiles, seen = _tiles_and_seen(
+            seqs, seq_lens, cu_seqlens_q, num_seqs, window, BLOCK_SIZE, TILE_QUERIES, HAS_WINDOW
+        )
+        parts = tl.cdiv(seen, share)
+        programs = tiles * parts
+        slots = tl.where(parts > 1, programs, 0)
+        first = before + tl.cumsum(programs) - programs
+        is_own = (first <= index) & (index < first + programs)
+        seq += tl.sum(tl.where(is_own, seqs, 0))
+        within += tl.sum(tl.where(is_own, index - first, 0))
+        num_parts += tl.sum(tl.where(is_own, parts, 0))
+        slot += tl.sum(tl.where(is_own, slots_before + tl.cumsum(slots) - slots, 0))
+        before += tl.sum(programs)
+        slots_before += tl.sum(slots)
+    return seq, within, num_parts, slot
 
 
 @jit()
@@ -126,9 +201,11 @@ def _attend_tile(
 
 @jit(do_not_specialize=_NOT_SPECIALIZED)
 def _paged_attention_kernel(
-    out: tl.tensor,  # (tokens, heads, head size); with parts float32 (tokens, parts, heads, head size), not divided yet
-    bests: tl.tensor,  # with parts (tokens, parts, heads): each row's largest logit, in powers of two
+    out: tl.tensor,  # (tokens, heads, head size)
+    parts: tl.tensor,  # with parts float32 (slots * TILE_QUERIES, heads, head size), not divided yet
+    bests: tl.tensor,  # (slots * TILE_QUERIES, heads): each row's largest logit, in powers of two
     totals: tl.tensor,  # and the sum of its weights
+    plans: tl.tensor,  # (tokens of the launch, 2) the number of parts, and the row of the first one's result
     q: tl.tensor,
     keys: tl.tensor,  # the layer's K of block 0
     values: tl.tensor,
@@ -138,18 +215,20 @@ def _paged_attention_kernel(
     scale: tl.tensor,
     v_scale: tl.tensor,
     softcap: tl.tensor,  # in powers of two, as scale
+    first_seq: tl.tensor,  # of the launch
     num_seqs: tl.tensor,
+    first_token: tl.tensor,
     window: tl.tensor,  # tokens that a query sees, its own included; of any size without HAS_WINDOW
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
     stride_out_token: tl.tensor,
-    stride_out_part: tl.tensor,
     stride_out_head: tl.tensor,
     stride_kv_block: tl.tensor,
     stride_kv_head: tl.tensor,
     stride_kv_token: tl.tensor,
     stride_table: tl.tensor,
-    part_tokens: tl.tensor,  # of KV
+    num_shares: tl.tensor,
+    least: tl.tensor,  # tokens of a part
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
@@ -162,13 +241,28 @@ def _paged_attention_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IN_PARTS: tl.constexpr,  # or one program sees all of the KV
+    SEQS: tl.constexpr,
 ) -> None:
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most: they begin first
+    index = tl.num_programs(0) - 1 - tl.program_id(0)  # a prompt's last tiles see the most: they begin first
     kv_head = tl.program_id(1)
-    seq = _find_sequence(cu_seqlens_q, tile, num_seqs, TILE_QUERIES, 1)
+    seq_lens += first_seq
+    cu_seqlens_q += first_seq
+    if IN_PARTS:
+        seq, within, num_parts, slot = _find_part(
+            index, seq_lens, cu_seqlens_q, num_seqs, window, num_shares, least, BLOCK_SIZE, TILE_QUERIES, HAS_WINDOW,
+            SEQS,
+        )  # fmt: skip
+        if num_parts == 0:
+            return
+        part = within % num_parts
+        slot += within - part
+        first_query = within // num_parts * TILE_QUERIES
+    else:
+        seq = _find_sequence(cu_seqlens_q, index, num_seqs, TILE_QUERIES)
+        before = (tl.load(cu_seqlens_q + seq) - tl.load(cu_seqlens_q)) // TILE_QUERIES + seq  # tiles
+        first_query = (index - before) * TILE_QUERIES
     query_start = tl.load(cu_seqlens_q + seq)
     num_queries = tl.load(cu_seqlens_q + seq + 1) - query_start
-    first_query = (tile - (query_start // TILE_QUERIES + seq)) * TILE_QUERIES
     if first_query >= num_queries:
         return
     seq_len = tl.load(seq_lens + seq)
@@ -200,15 +294,17 @@ def _paged_attention_kernel(
     kv_begin = 0
     if HAS_WINDOW:  # from the block on in which the first query's window begins: those before it may be given up
         kv_begin = tl.maximum(first_position + first_query + 1 - window, 0) // BLOCK_SIZE * BLOCK_SIZE
-    part = tl.program_id(2)
-    if IN_PARTS:
-        kv_begin = tl.maximum(kv_begin, part * part_tokens)
-        kv_stop = tl.minimum(kv_stop, (part + 1) * part_tokens)
-        if kv_begin >= kv_stop:
-            return
+    if IN_PARTS:  # of the sequence; one that these queries do not see counts for nothing
+        part_begin = 0
+        if HAS_WINDOW:
+            part_begin = tl.maximum(first_position + 1 - window, 0) // BLOCK_SIZE * BLOCK_SIZE
+        part_tokens = tl.cdiv(tl.cdiv(seq_len - part_begin, num_parts), TILE_KV) * TILE_KV
+        part_begin += part * part_tokens
+        kv_begin = tl.maximum(kv_begin, part_begin)
+        kv_stop = tl.maximum(tl.minimum(kv_stop, part_begin + part_tokens), kv_begin)
     keys += kv_head * stride_kv_head.to(tl.int64)
     values += kv_head * stride_kv_head.to(tl.int64)
-    table = block_tables + seq.to(tl.int64) * stride_table
+    table = block_tables + (first_seq + seq).to(tl.int64) * stride_table
     # Most tiles are seen whole by every row, and are computed without masks; some at either end of the KV are not.
     whole_begin = kv_begin
     if HAS_WINDOW:
@@ -224,64 +320,70 @@ def _paged_attention_kernel(
                 table, scale, softcap, window, stride_kv_block, stride_kv_token, BLOCK_SIZE, HEAD_SIZE,
                 HEAD_SIZE_PADDED, TURNED, TURNED_PADDED, TILE_KV, HAS_WINDOW, HAS_SOFTCAP, IN_PARTS, phase == 1,
             )  # fmt: skip
-    target = tokens * stride_out_token + part * stride_out_part + heads * stride_out_head
-    if IN_PARTS:
-        tl.store(bests + target // HEAD_SIZE, best, mask=row_mask)
-        tl.store(totals + target // HEAD_SIZE, total, mask=row_mask)
-    else:
-        if HAS_WINDOW:
-            total = tl.where(total == 0.0, 1.0, total)  # rows of the tile behind the last query, which nobody stores
-        result = result / total[:, None]
     result = tl.where(spoiled[:, None] > 0.0, float("nan"), result * v_scale)
-    tl.store(out + target[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
+    if IN_PARTS:
+        result_rows = (slot * TILE_QUERIES + rows // GROUP_SIZE).to(tl.int64)  # of the first part
+        if (part == 0) & (kv_head == 0):
+            plan = plans + (tokens - first_token) * 2
+            is_first = row_mask & (rows % GROUP_SIZE == 0)
+            tl.store(plan, tl.zeros([TILE_ROWS], tl.int32) + num_parts, mask=is_first)
+            tl.store(plan + 1, result_rows.to(tl.int32), mask=is_first)
+        if num_parts > 1:
+            target = (result_rows + part * TILE_QUERIES) * (tl.num_programs(1) * GROUP_SIZE) + heads
+            tl.store(bests + target, best, mask=row_mask)
+            tl.store(totals + target, total, mask=row_mask)
+            tl.store(parts + target[:, None] * HEAD_SIZE + dims[None, :], result, mask=mask)
+            return
+    if HAS_WINDOW:
+        total = tl.where(total == 0.0, 1.0, total)  # rows of the tile behind the last query, which nobody stores
+    target = tokens * stride_out_token + heads * stride_out_head
+    tl.store(out + target[:, None] + dims[None, :], (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=_NOT_SPECIALIZED)
+@jit(do_not_specialize=["end_seq", "first_token"])
 def _combine_kernel(
     out: tl.tensor,  # (tokens, heads, head size)
     parts: tl.tensor,
     bests: tl.tensor,
     totals: tl.tensor,
-    seq_lens: tl.tensor,
+    plans: tl.tensor,
     cu_seqlens_q: tl.tensor,
-    num_seqs: tl.tensor,
-    window: tl.tensor,
-    num_parts: tl.tensor,  # for which there is room
-    part_tokens: tl.tensor,
+    end_seq: tl.tensor,  # behind the last one of the launch
+    first_token: tl.tensor,
     TILE_PARTS: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
 ) -> None:
-    """The parts of one token's head that it may see, of which each has seen something; zeros for padding."""
+    """The parts of one token's head, some of which it has seen; zeros for padding. One part is the result already."""
     token = tl.program_id(0)
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
     dims = tl.arange(0, HEAD_SIZE_PADDED)
     mask = dims < HEAD_SIZE
-    target = out + (token.to(tl.int64) * num_heads + head) * HEAD_SIZE + dims
-    if token >= tl.load(cu_seqlens_q + num_seqs):
+    target = out + ((first_token + token).to(tl.int64) * num_heads + head) * HEAD_SIZE + dims
+    if first_token + token >= tl.load(cu_seqlens_q + end_seq):
         tl.store(target, tl.zeros([HEAD_SIZE_PADDED], out.dtype.element_ty), mask=mask)
         return
-    seq = _find_sequence(cu_seqlens_q, token, num_seqs, 1, 0)
-    position = tl.load(seq_lens + seq) - tl.load(cu_seqlens_q + seq + 1) + token
-    first = 0
-    if HAS_WINDOW:
-        first = tl.maximum(position + 1 - window, 0) // part_tokens
+    num_parts = tl.load(plans + 2 * token)
+    if num_parts == 1:
+        return
+    row = tl.load(plans + 2 * token + 1)
     best = float("-inf")
     total = 0.0
     result = tl.zeros([HEAD_SIZE_PADDED], tl.float32)
-    for start in range(first, position // part_tokens + 1, TILE_PARTS):
+    for start in range(0, num_parts, TILE_PARTS):
         some = start + tl.arange(0, TILE_PARTS)
-        seen = some <= position // part_tokens
-        at = (token.to(tl.int64) * num_parts + some) * num_heads + head
-        part_bests = tl.load(bests + at, mask=seen, other=float("-inf"))
+        is_part = some < num_parts
+        at = (row + some * TILE_QUERIES).to(tl.int64) * num_heads + head
+        part_bests = tl.load(bests + at, mask=is_part, other=float("-inf"))
         new_best = tl.maximum(best, tl.max(part_bests, axis=0))
-        correction = tl.exp2(best - new_best)
-        weights = tl.exp2(part_bests - new_best)
-        total = total * correction + tl.sum(tl.load(totals + at, mask=seen, other=0.0) * weights, axis=0)
+        top = tl.where(new_best == float("-inf"), 0.0, new_best)  # none of the parts so far has been seen
+        correction = tl.exp2(best - top)
+        weights = tl.exp2(part_bests - top)
+        total = total * correction + tl.sum(tl.load(totals + at, mask=is_part, other=0.0) * weights, axis=0)
         in_part = parts + at[:, None] * HEAD_SIZE + dims[None, :]
-        some_results = tl.load(in_part, mask=seen[:, None] & mask[None, :], other=0.0)
+        some_results = tl.load(in_part, mask=is_part[:, None] & mask[None, :], other=0.0)
         result = result * correction + tl.sum(some_results * weights[:, None], axis=0)
         best = new_best
     tl.store(target, (result / total).to(out.dtype.element_ty), mask=mask)
@@ -316,43 +418,64 @@ class _Tiles(NamedTuple):
         return cls(rows, rows // group_size, 32, 8 if rows >= 128 else 4, 4)
 
 
-class _Parts(NamedTuple):
-    """How the KV of every sequence is divided."""
+class _Launch(NamedTuple):
+    """Sequences that are computed by one launch, and how they are divided."""
 
-    num: int  # 1: it is not
-    tokens: int  # of each part
+    first_seq: int
+    num_seqs: int
+    first_token: int
+    num_tokens: int
+    tiles: _Tiles
+    num_shares: int  # of all their KV, of which no part has more than one; 0: it is not divided
 
     @classmethod
-    def of(cls, num_elements: int, max_tokens: int, num_programs: int) -> "_Parts":
-        """The parts for an output of `num_elements` and sequences of at most `max_tokens`, which `num_programs`
-        programs would compute undivided: parts are small if there are few programs.
+    def of(
+        cls,
+        q: torch.Tensor,
+        first: tuple[int, int],
+        stop: tuple[int, int],
+        max_tokens: int,
+        group_size: int,
+        value_size: int,
+    ) -> Self:
+        """The launch of the sequences, and queries of q, from `first` to `stop`, of at most `max_tokens` each.
 
-        If there is memory for the results of one part only, the queries are enough work without division.
+        Where tiles alone are enough programs, their KV is divided only if there are few tiles for each sequence: so
+        one long sequence among many is divided.
         """
-        most = _MAX_PARTS_BYTES // (4 * num_elements)
-        if most <= 1:
-            return cls(1, max_tokens)
-        wanted = min(max(_PART, triton.next_power_of_2(triton.cdiv(max_tokens * num_programs, _PROGRAMS))), _MAX_PART)
-        tokens = max(wanted, _PART * triton.cdiv(max_tokens, _PART * most))
-        return cls(triton.cdiv(max_tokens, tokens), tokens)
+        num_seqs, num_tokens = stop[0] - first[0], stop[1] - first[1]
+        tiles = _Tiles.of(q[first[1] : stop[1]], num_seqs, group_size)
+        groups = q.shape[1] // group_size
+        room = _MAX_PARTS_BYTES // (2 * tiles.queries * q.shape[1] * value_size * 4)
+        num_tiles, most = num_tokens // tiles.queries + num_seqs, triton.cdiv(max_tokens, _PART)
+        num_shares = min(max(_PROGRAMS // groups, 1), room, most * num_tiles)
+        is_work_enough = num_tiles * groups >= _PROGRAMS and num_tokens > 2 * tiles.queries * num_seqs
+        if num_shares <= 1 or most == 1 or is_work_enough:
+            num_shares = 0
+        return cls(first[0], num_seqs, first[1], num_tokens, tiles, num_shares)
+
+    @property
+    def num_programs(self) -> int:
+        """For each group of heads: an upper bound, which needs no look at the lengths; the rest return at once."""
+        return self.num_tokens // self.tiles.queries + self.num_seqs + self.num_shares
 
 
 class _Results(NamedTuple):
-    """What the attention kernel writes. Without parts it is the output, and the other two are empty."""
+    """What a launch writes beside the output; empty without parts."""
 
-    out: torch.Tensor  # (tokens, parts, heads, head size), with parts in float32 and not divided by the totals yet
-    bests: torch.Tensor  # (tokens, parts, heads) float32: each row's largest logit
-    totals: torch.Tensor  # (tokens, parts, heads) float32: the sum of its weights
+    parts: torch.Tensor  # (rows, heads, head size) float32, not divided by the totals yet
+    bests: torch.Tensor  # (rows, heads) float32: each row's largest logit
+    totals: torch.Tensor  # (rows, heads) float32: the sum of its weights
+    plans: torch.Tensor  # (tokens, 2) int32
 
     @classmethod
-    def of(cls, out: torch.Tensor, num_parts: int) -> "_Results":
+    def of(cls, out: torch.Tensor, launch: _Launch) -> Self:
         """Memory for the results of the parts; `out` (tokens, heads, head size) is their combined output."""
-        num_tokens, num_heads, head_size = out.shape
-        in_parts = num_parts > 1
-        shape = num_tokens, num_parts, num_heads
-        partial = out.new_empty((*shape, head_size), dtype=torch.float32) if in_parts else out.unsqueeze(1)
+        rows = 2 * launch.num_shares * launch.tiles.queries
         # Each by itself: a place within other memory might not be aligned, which would compile other kernels.
-        return cls(partial, *(out.new_empty(shape if in_parts else 0, dtype=torch.float32) for _ in range(2)))
+        bests, totals = (out.new_empty((rows, out.shape[1]), dtype=torch.float32) for _ in range(2))
+        plans = out.new_empty((launch.num_tokens if rows else 0, 2), dtype=torch.int32)
+        return cls(out.new_empty((rows, *out.shape[1:]), dtype=torch.float32), bests, totals, plans)
 
 
 def paged_attention_triton(
@@ -368,31 +491,34 @@ def paged_attention_triton(
     kv_scales: tuple[float, float] = (1.0, 1.0),
     softcap: float = 0.0,
     value_size: int | None = None,
+    decodes: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Launch the kernels; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
     if q.stride(2) != 1 or kv_pool.stride(5) != 1 or block_tables.stride(1) != 1:
         raise ValueError("the innermost dimension of q, kv_pool and block_tables must be contiguous")
-    if q.shape[0] == 0 or seq_lens.shape[0] == 0:
-        return q.new_zeros((*q.shape[:2], q.shape[2] if value_size is None else value_size))
     size = q.shape[2] if value_size is None else value_size
+    if q.shape[0] == 0 or seq_lens.shape[0] == 0:
+        return q.new_zeros((*q.shape[:2], size))
     group_size = _group_size(q.shape[1], kv_pool)
-    num_programs = seq_lens.shape[0] * q.shape[1] // group_size
-    parts = _Parts.of(q.shape[0] * q.shape[1] * size, max(block_tables.shape[1] * kv_pool.shape[4], 1), num_programs)
-    make = q.new_zeros if parts.num == 1 else q.new_empty  # what combines parts writes padding, too
+    end = seq_lens.shape[0], q.shape[0]
+    places = sorted({(0, 0), decodes or end, end})
+    sizes = block_tables.shape[1] * kv_pool.shape[4], group_size, size
+    launches = [_Launch.of(q, *pair, *sizes) for pair in pairwise(places) if pair[0][0] < pair[1][0]]
+    make = q.new_empty if launches[-1].num_shares else q.new_zeros  # what combines parts writes padding, too
     out = make((*q.shape[:2], size))
-    results = _Results.of(out, parts.num)
-    index = block_tables, seq_lens, cu_seqlens_q
     scale *= kv_scales[0] * math.log2(math.e)  # powers of two are what a GPU computes
-    softcap *= math.log2(math.e)
-    _launch_attention(
-        results, q, kv_pool, layer, *index, scale, kv_scales[kv_pool.shape[2] - 1], softcap, window, parts, group_size
-    )
-    if parts.num > 1:
-        _launch_combine(out, results, seq_lens, cu_seqlens_q, window, parts)
+    numbers = scale, kv_scales[kv_pool.shape[2] - 1], softcap * math.log2(math.e)
+    for launch in launches:
+        results = _Results.of(out, launch)
+        index = block_tables, seq_lens, cu_seqlens_q
+        _launch_attention(out, results, q, kv_pool, layer, *index, numbers, window, launch, group_size)
+        if launch.num_shares:
+            _launch_combine(out, results, cu_seqlens_q, launch)
     return out
 
 
 def _launch_attention(
+    out: torch.Tensor,
     results: _Results,
     q: torch.Tensor,
     kv_pool: torch.Tensor,
@@ -400,20 +526,18 @@ def _launch_attention(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    scale: float,
-    v_scale: float,
-    softcap: float,
+    numbers: tuple[float, float, float],
     window: int | None,
-    parts: _Parts,
+    launch: _Launch,
     group_size: int,
 ) -> None:
-    num_tokens, num_heads, row_size = q.shape
-    num_seqs, block_size, head_size = len(seq_lens), kv_pool.shape[4], results.out.shape[-1]
-    tiles = _Tiles.of(q, num_seqs, group_size)
+    """`numbers`: scale, v_scale and softcap."""
+    num_heads, row_size = q.shape[1:]
+    tiles, block_size, head_size = launch.tiles, kv_pool.shape[4], out.shape[-1]
     stride_kv_head = kv_pool.stride(3) if kv_pool.shape[2] == 2 else 0  # all groups of heads have one latent row
     turned = row_size - head_size
-    # Upper bounds that need no look at the lengths: programs behind a sequence's last tile, or KV, return at once.
-    _paged_attention_kernel[(num_tokens // tiles.queries + num_seqs, num_heads // group_size, parts.num)](
+    _paged_attention_kernel[(launch.num_programs, num_heads // group_size)](
+        out,
         *results,
         q,
         kv_pool[0, layer, 0],
@@ -421,18 +545,17 @@ def _launch_attention(
         block_tables,
         seq_lens,
         cu_seqlens_q,
-        scale,
-        v_scale,
-        softcap,
-        num_seqs,
+        *numbers,
+        *launch[:3],
         window or 0,
         *q.stride()[:2],
-        *results.out.stride()[:3],
+        *out.stride()[:2],
         kv_pool.stride(0),
         stride_kv_head,
         kv_pool.stride(4),
         block_tables.stride(0),
-        parts.tokens,
+        launch.num_shares,
+        _PART,
         BLOCK_SIZE=block_size,
         TURNED=turned,
         TURNED_PADDED=max(_MIN_DOT_SIZE, triton.next_power_of_2(turned)) if turned else _MIN_DOT_SIZE,
@@ -440,11 +563,13 @@ def _launch_attention(
         TILE_QUERIES=tiles.queries,
         TILE_ROWS=tiles.rows,
         TILE_KV=tiles.kv,
-        HAS_SOFTCAP=softcap > 0.0,
-        IN_PARTS=parts.num > 1,
+        HAS_WINDOW=window is not None,
+        HAS_SOFTCAP=numbers[2] > 0.0,
+        IN_PARTS=launch.num_shares > 0,
+        SEQS=_SEQS,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **_sizes(head_size, window),
+        **_sizes(head_size),
         **LAUNCH_OPTIONS,
     )
 
@@ -456,32 +581,21 @@ def _group_size(num_heads: int, kv_pool: torch.Tensor) -> int:
     return next(size for size in range(min(num_heads, _MIN_DOT_SIZE), 0, -1) if num_heads % size == 0)
 
 
-def _launch_combine(
-    out: torch.Tensor,
-    results: _Results,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    window: int | None,
-    parts: _Parts,
-) -> None:
-    num_tokens, num_heads, head_size = out.shape
-    _combine_kernel[(num_tokens, num_heads)](
+def _launch_combine(out: torch.Tensor, results: _Results, cu_seqlens_q: torch.Tensor, launch: _Launch) -> None:
+    _combine_kernel[(launch.num_tokens, out.shape[1])](
         out,
         *results,
-        seq_lens,
         cu_seqlens_q,
-        seq_lens.shape[0],
-        window or 0,
-        parts.num,
-        parts.tokens,
+        launch.first_seq + launch.num_seqs,
+        launch.first_token,
         TILE_PARTS=_COMBINED,
+        TILE_QUERIES=launch.tiles.queries,
         num_warps=4,
-        **_sizes(head_size, window),
+        **_sizes(out.shape[2]),
         **LAUNCH_OPTIONS,
     )
 
 
-def _sizes(head_size: int, window: int | None) -> dict[str, int | bool]:
+def _sizes(head_size: int) -> dict[str, int]:
     """What both kernels are compiled for."""
-    padded = max(_MIN_DOT_SIZE, triton.next_power_of_2(head_size))
-    return {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": padded, "HAS_WINDOW": window is not None}
+    return {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(_MIN_DOT_SIZE, triton.next_power_of_2(head_size))}

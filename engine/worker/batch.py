@@ -26,6 +26,7 @@ class StepInputs(NamedTuple):
     sampling: IntArray  # (m,) the requests that draw
     num_drafts: IntArray  # (r,) number of guesses at the end of each request's tokens
     num_guesses: IntArray = np.zeros(0, np.int64)  # (r,) the most tokens to guess after the draw
+    new_entries: IntArray = np.zeros(0, np.int64)  # (k,) of block tables: slot * width + column
 
     @classmethod
     def of_nobody(cls, num_groups: int) -> "StepInputs":
@@ -56,6 +57,7 @@ class PersistentBatch:
         self.num_tokens = np.zeros(max_num_seqs, dtype=np.int64)  # known tokens of prompt + output
         self.num_drafts = np.zeros(max_num_seqs, dtype=np.int64)  # guesses after them in `token_ids`
         self._has_drafts = has_drafts
+        self._new_entries: list[IntArray] = []  # of the block tables
         self.requests: list[NewRequest | None] = [None] * max_num_seqs
         self._slots: dict[RequestKey, int] = {}
         self._free = list(range(max_num_seqs - 1, -1, -1))
@@ -103,6 +105,7 @@ class PersistentBatch:
         start = int(self.num_blocks[slot])
         stop = self.num_blocks[slot] = start + len(block_ids[0])
         np.maximum(np.asarray(block_ids, dtype=np.int64), 0, out=self.block_tables[:, slot, start:stop])
+        self._new_entries.append(slot * self.block_tables.shape[2] + np.arange(start, stop))
 
     def rewrite(self, key: RequestKey, token_ids: IntArray) -> IntArray:
         """Give a request these tokens as all that are known. Returns those that it had in their places."""
@@ -162,6 +165,8 @@ class PersistentBatch:
             positions = np.arange(num_tokens) + (num_computed - cu_seqlens_q[:-1]).repeat(num_scheduled)
             of = slots.repeat(num_scheduled)
         blocks, offsets = np.divmod(positions, self.block_size)
+        new_entries = np.concatenate([np.zeros(0, np.int64), *self._new_entries])
+        self._new_entries.clear()
         return StepInputs(
             slots=slots,
             cu_seqlens_q=cu_seqlens_q,
@@ -174,4 +179,5 @@ class PersistentBatch:
             sampling=samples.nonzero()[0],
             num_drafts=num_drafts,
             num_guesses=guesses,
+            new_entries=new_entries,
         )

@@ -27,6 +27,7 @@ from pdkv.engine.worker.sampling.logit_processors import TokenMasks
 from pdkv.engine.worker.sampling.prompt_logprobs import PromptLogprobs
 from pdkv.engine.worker.sampling.sampler import SamplingState
 from pdkv.engine.worker.warm_up import WarmUp
+from pdkv.kernels.paged_attention import FEW_QUERIES
 from pdkv.kernels.streams import streams_of
 from pdkv.kernels.upload import to_tensor
 from pdkv.models.decoder import Attend, Decoder
@@ -225,6 +226,8 @@ class ModelRunner:
 
     def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> "Computed | Draws":
         """Forward pass, prompt logprobs and sampling of one step that is not empty."""
+        if self._decodes is not None:  # a device computes requests of few tokens apart from prompts
+            scheduled = sorted(scheduled, key=lambda each: each.num_scheduled > FEW_QUERIES)
         inputs = self._batch.prepare(scheduled)
         if self._queue is not None and not self._needs_host_tokens(inputs):
             return self._queue_inputs(self._queue, inputs, attend)

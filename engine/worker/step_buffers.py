@@ -5,7 +5,7 @@ padded sizes find each of their tensors at the same address, as a captured graph
 """
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -101,36 +101,55 @@ class _Place(NamedTuple):
 
 
 class _Layout:
-    """The places of a step in a slab. All but the rows and the new block tables depend only on the padded sizes."""
+    """The places of a step in a slab. All but the rows and the new entries of block tables, which come last and are
+    copied by themselves, depend only on the padded sizes.
+    """
 
-    def __init__(self, num_groups: int, num_tokens: int, num_seqs: int, num_rows: int, tables: tuple[int, ...]) -> None:
+    def __init__(self, num_groups: int, num_tokens: int, num_seqs: int, num_rows: int, num_entries: int) -> None:
         places = _Places()
         self.token_ids = places.add(np.int64, num_tokens)
         self.positions = places.add(np.int64, num_tokens)
         self.slots = places.add(np.int64, num_groups, _aligned(num_tokens))
         self.seq_lens = places.add(np.int32, num_seqs)
         self.cu_seqlens_q = places.add(np.int32, num_seqs + 1)
+        self.batch_slots = places.add(np.int64, num_seqs)
         self.rows = places.add(np.int64, num_rows)
-        self.tables = places.add(np.int32, *tables)
+        self.num_step_bytes = places.num_bytes
+        self.entries = places.add(np.int64, num_entries)
+        self.blocks = places.add(np.int32, num_groups, num_entries)
         self.num_bytes = places.num_bytes
+
+
+class DeviceTables:
+    """The block tables of the whole batch on a device, by KV group and slot: a step brings the new entries alone."""
+
+    def __init__(self, device: torch.device, shape: tuple[int, ...]) -> None:
+        """`shape`: (groups, max_num_seqs, max_blocks) of the batch's own."""
+        self.shape, self.device = shape, device
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def write(self, entries: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Write blocks (groups, k) into entries (k,), each slot * max_blocks + column."""
+        self._tables.view(self.shape[0], -1).index_copy_(1, entries, blocks)
+
+    def read(self, slots: torch.Tensor, out: torch.Tensor) -> None:
+        """The first columns of the tables in these slots (r,), into `out` (groups, r, columns)."""
+        torch.index_select(self._tables[:, :, : out.shape[2]], 1, slots, out=out)
 
 
 class StepBuffers:
     """The tensors of the latest loaded step; the next `load` overwrites them, on the current stream."""
 
-    def __init__(
-        self, device: torch.device, block_size: int, tables_shape: tuple[int, int, int], num_tokens: int = 0
-    ) -> None:
-        """`tables_shape`: (groups, most requests of a step, most blocks of one). `num_tokens`: tokens of a step with as
-        many requests; larger steps move the tensors.
-        """
-        self._device = device
+    def __init__(self, batch_tables: DeviceTables, block_size: int, *, num_tokens: int = 0) -> None:
+        """`num_tokens`: tokens of a step with as many requests; larger steps move the tensors."""
+        self._batch_tables, self._device = batch_tables, batch_tables.device
         self._block_size = block_size
-        num_groups, num_seqs, num_blocks = tables_shape
-        self._tables = torch.zeros(num_groups, num_seqs, _aligned(num_blocks), dtype=torch.int32, device=device)
-        self._host = HostSlabs(streams_of(device))
-        size = _Layout(num_groups, num_tokens, num_tokens, 0, (num_groups, num_tokens, num_blocks)).num_bytes
-        self._slab = torch.empty(size, dtype=torch.uint8, device=device)
+        num_groups, num_seqs, num_blocks = batch_tables.shape
+        where: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
+        self._tables = torch.zeros(num_groups, num_seqs, _aligned(num_blocks), **where)
+        self._host = HostSlabs(streams_of(self._device))
+        size = _Layout(num_groups, num_tokens, num_tokens, 0, 0).num_step_bytes
+        self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def load(
         self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None = None, *, size: int | None = None
@@ -147,17 +166,22 @@ class StepBuffers:
         assert num_tokens == num_real or len(inputs.slots) == num_real <= num_tokens, (size, num_real)
         num_seqs = len(inputs.slots) + num_tokens - num_real
         num_blocks = -(-int(inputs.seq_lens.max(initial=0)) // self._block_size)
-        tables = (len(block_tables), len(inputs.slots), num_blocks)
-        layout = _Layout(len(block_tables), num_tokens, num_seqs, 0 if rows is None else len(rows), tables)
+        entries, num_groups = inputs.new_entries, len(block_tables)
+        layout = _Layout(num_groups, num_tokens, num_seqs, 0 if rows is None else len(rows), len(entries))
         host = self._host.take(layout.num_bytes)
         _pack(layout, host.memory.numpy(), inputs, rows, self._block_size)
-        layout.tables.in_array(host.memory.numpy())[:] = block_tables[:, inputs.slots, :num_blocks]
-        if len(self._slab) < layout.num_bytes:
+        layout.blocks.in_array(host.memory.numpy())[:] = block_tables.reshape(num_groups, -1)[:, entries]
+        if len(self._slab) < layout.num_step_bytes:
             assert size is None, size  # a graph would read the old addresses
             self._slab = torch.empty(len(host.memory), dtype=torch.uint8, device=self._device)
-        self._slab[: layout.num_bytes].copy_(host.memory[: layout.num_bytes], non_blocking=True)
+        self._slab[: layout.num_step_bytes].copy_(host.memory[: layout.num_step_bytes], non_blocking=True)
+        if len(entries):
+            new = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
+            new[layout.num_step_bytes :].copy_(host.memory[layout.num_step_bytes : layout.num_bytes], non_blocking=True)
+            self._batch_tables.write(layout.entries.in_tensor(new), layout.blocks.in_tensor(new))
         host.copied.record()
-        self._tables[:, : tables[1], :num_blocks].copy_(layout.tables.in_tensor(self._slab))
+        slots = layout.batch_slots.in_tensor(self._slab)[: len(inputs.slots)]
+        self._batch_tables.read(slots, self._tables[:, : len(slots), :num_blocks])
         return StepTensors(
             token_ids=layout.token_ids.in_tensor(self._slab),
             positions=layout.positions.in_tensor(self._slab),
@@ -180,6 +204,8 @@ def _pack(layout: _Layout, slab: NDArray[np.uint8], inputs: StepInputs, rows: In
     seq_lens, cu_seqlens_q = layout.seq_lens.in_array(slab), layout.cu_seqlens_q.in_array(slab)
     seq_lens[:num_seqs], seq_lens[num_seqs:] = inputs.seq_lens, 0
     cu_seqlens_q[: num_seqs + 1], cu_seqlens_q[num_seqs + 1 :] = inputs.cu_seqlens_q, num_real
+    layout.batch_slots.in_array(slab)[:num_seqs] = inputs.slots
+    layout.entries.in_array(slab)[:] = inputs.new_entries
     if rows is not None:
         layout.rows.in_array(slab)[:] = rows
 

@@ -51,7 +51,7 @@ class WarmUp(NamedTuple):
         return self._plans(
             [
                 ([(0, each)] * count, _EVERYTHING),
-                ([(0, min(max_num_tokens, self.max_model_len))], _GREEDY),
+                (self._prompts(max_num_tokens), _GREEDY),
                 *(([(max(length - _CHUNK, 0), min(length, _CHUNK))], _GREEDY) for length in lengths),
                 *((self._prompts(rows), _GREEDY) for rows in sorted({min(rows, count * each) for rows in _ROWS})),
                 *(([(length - 1, 1)], _EVERYTHING) for length in lengths),

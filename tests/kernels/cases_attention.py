@@ -2,6 +2,8 @@
 own.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from kernel_inputs import FLOAT32_FIRST, MIXED, attention_inputs, randn
@@ -95,36 +97,111 @@ def test_parts_of_the_kv_are_combined(
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize("num_parts", [2, 0])  # for which there is room: larger ones; not divided
+@pytest.mark.parametrize("num_shares", [2, 0])  # for which there is room: larger parts; not divided
 def test_where_many_parts_have_no_room_few_give_the_same(
-    num_parts: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    num_shares: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q, pool, *index = (t.to(device) for t in attention_inputs(IN_PARTS, (4, 2), 32, 16, padding=3))
     monkeypatch.setattr(paged_attention_module, "_PART", 64)
-    monkeypatch.setattr(paged_attention_module, "_MAX_PARTS_BYTES", num_parts * 4 * q.numel())
+    monkeypatch.setattr(paged_attention_module, "_MAX_PARTS_BYTES", num_shares * 2 * 8 * 4 * 32 * 4)
     result = paged_attention_triton(q, pool, 1, *index, scale=0.2)
     expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=0.2)
     torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=2e-6)
 
 
-def test_parts_are_small_where_programs_are_few_and_grow_where_there_is_no_room_for_many() -> None:
-    """By 32 MiB of float32 for all parts together, in tokens of 32 heads of 128, 8 of which have KV."""
-    cases = ((1, 1024), (1, 131072), (31, 131072), (64, 4096), (512, 131072), (512, 500), (1025, 131072))
-    parts = {
-        (num_tokens, longest): tuple(
-            paged_attention_module._Parts.of(num_tokens * 32 * 128, longest, num_programs=num_tokens * 8)
-        )
-        for num_tokens, longest in cases
-    }
-    assert parts == {
-        (1, 1024): (8, 128),
-        (1, 131072): (64, 2048),
-        (31, 131072): (32, 4096),
-        (64, 4096): (1, 4096),
-        (512, 131072): (4, 32768),
-        (512, 500): (1, 4096),
-        (1025, 131072): (1, 131072),
-    }
+def parts_of(
+    seq_lens: list[int], device: torch.device, patch: pytest.MonkeyPatch, window: int | None = None, size: int = 0
+) -> list[int]:
+    """The parts in which the KV of sequences of one query is computed, of 64 shares as with Llama 3.1's 8 heads of KV,
+    whose block tables are wide enough for 131,072 tokens; padded to `size` sequences.
+    """
+    patch.setattr(paged_attention_module, "_PROGRAMS", 64)
+    noted: list[torch.Tensor] = []
+    make = paged_attention_module._Results.of
+
+    def note(*arguments: Any) -> Any:
+        results = make(*arguments)
+        results.plans.fill_(0)
+        noted.append(results.plans)
+        return results
+
+    patch.setattr(paged_attention_module._Results, "of", note)
+    padding = max(size - len(seq_lens), 0)
+    q, pool, tables, lengths, cu = attention_inputs([(1, n) for n in seq_lens], (1, 1), 16, 16, padding=padding)
+    wide = torch.zeros(len(seq_lens) + padding, 131_072 // 16, dtype=torch.int32)
+    wide[: len(seq_lens), : tables.shape[1]] = tables
+    lengths, cu = torch.nn.functional.pad(lengths, (0, padding)), torch.cat((cu, cu[-1:].expand(padding)))
+    on_device = [t.to(device) for t in (q, pool, wide, lengths, cu)]
+    result = paged_attention_triton(on_device[0], on_device[1], 1, *on_device[2:], scale=0.2, window=window)
+    expected = paged_attention_reference(*(t.double() for t in on_device[:2]), 1, *on_device[2:], 0.2, window=window)
+    torch.testing.assert_close(result.double(), expected, atol=2e-6, rtol=2e-6)
+    return [int(count) for count in noted[0][: len(seq_lens), 0]]
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "window", "size", "parts"),
+    [
+        ([1024], None, 0, [8]),  # 64 programs, where a division by the model's length would leave 8
+        ([1024], None, 4, [8]),
+        ([100], None, 0, [1]),
+        ([2000, 90, 1, 700], None, 0, [16, 1, 1, 6]),
+        ([2000, 90, 700], 300, 0, [3, 1, 3]),
+    ],
+)
+def test_decodes_are_divided_by_their_own_lengths(
+    seq_lens: list[int],
+    window: int | None,
+    size: int,
+    parts: list[int],
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever the width of the block tables."""
+    assert parts_of(seq_lens, device, monkeypatch, window, size) == parts
+
+
+def test_a_long_sequence_among_short_ones_is_divided_and_they_are_not(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eighth of all tokens is a share; lengths are looked at in two passes."""
+    monkeypatch.setattr(paged_attention_module, "_SEQS", 4)
+    monkeypatch.setattr(paged_attention_module, "_MAX_PARTS_BYTES", 8 * 2 * 16 * 16 * 4)
+    assert parts_of([40, 30, 50, 20, 1200, 60], device, monkeypatch) == [1, 1, 1, 1, 7, 1]
+
+
+def test_a_decode_step_has_as_many_programs_as_work_and_at_most_as_many_empty_ones_as_shares() -> None:
+    """32 heads of 128, 8 of which have KV: 20,480 programs of 64 rows were 98 % empty."""
+    for num_seqs, most in ((1, 65 * 8), (8, (8 + 2 + 64) * 8), (64, (64 + 16 + 64) * 8)):
+        q = torch.empty(num_seqs, 32, 128, dtype=torch.bfloat16, device="meta")
+        launch = paged_attention_module._Launch.of(q, (0, 0), (num_seqs, num_seqs), 131_072, 4, 128)
+        assert (launch.num_shares, launch.num_programs * 8) == (64, most)
+
+
+MIXED_STEP = [(1, 150), (3, 40), (1, 20), (40, 60), (9, 9)]
+"""Decodes first."""
+
+
+@pytest.mark.parametrize("window", [35, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16], indirect=True, ids=str)
+def test_decodes_beside_prompts_are_launched_apart(
+    window: int | None, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In small tiles, and parts; the prompts in large ones."""
+    launches: list[Any] = []
+    launch = paged_attention_module._launch_attention
+
+    def note(*arguments: Any) -> None:
+        launches.append(next(a for a in arguments if isinstance(a, paged_attention_module._Launch)))
+        launch(*arguments)
+
+    monkeypatch.setattr(paged_attention_module, "_launch_attention", note)
+    q, pool, *index = attention_inputs(MIXED_STEP, (4, 2), 32, 16, padding=3)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
+    result = paged_attention_triton(q, pool, 1, *index, scale=0.2, window=window, decodes=(3, 5))
+    expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=0.2, window=window)
+    torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    assert [each.num_seqs for each in launches] == [3, 2]
+    assert [each.tiles.rows for each in launches] == [16, 128]
 
 
 @pytest.mark.parametrize("window", [70, pytest.param(None, marks=pytest.mark.slow)])

@@ -1,16 +1,17 @@
-"""Paged attention on CUDA: the Triton kernels over the whole step in one launch per layer; on a CPU, their references
-for FP8 pools.
+"""Paged attention on CUDA: the Triton kernels over the whole step, in one launch per layer for decodes and one for
+prompts; on a CPU, their references for FP8 pools.
 """
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Scores
 from pdkv.engine.worker.batch import IntArray, StepInputs
-from pdkv.engine.worker.step_buffers import StepBuffers, StepTensors
+from pdkv.engine.worker.step_buffers import DeviceTables, StepBuffers, StepTensors
 from pdkv.kernels.kv_copy import write_kv
-from pdkv.kernels.paged_attention import paged_attention
+from pdkv.kernels.paged_attention import FEW_QUERIES, paged_attention
 from pdkv.models.heads import Heads
 
 
@@ -27,16 +28,18 @@ class CudaAttention(AttentionBackend):
         self._buffers: StepBuffers | None = None
         self._padded_buffers: StepBuffers | None = None  # of padded steps: these keep their addresses
         self._step: StepTensors | None = None
+        self._first_prompt: tuple[int, int] | None = None
 
     def prepare(
         self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
     ) -> ModelInputs:
         if self._buffers is None or self._padded_buffers is None:
-            num_groups, num_seqs, num_blocks = block_tables.shape
-            where = self._pool.device, self._pool.shape[4], (num_groups, num_seqs, num_blocks)
-            self._buffers, self._padded_buffers = StepBuffers(*where), StepBuffers(*where, num_tokens=num_seqs)
+            where = DeviceTables(self._pool.device, block_tables.shape), self._pool.shape[4]
+            self._buffers = StepBuffers(*where)
+            self._padded_buffers = StepBuffers(*where, num_tokens=block_tables.shape[1])
         buffers = self._buffers if size is None else self._padded_buffers
         step = self._step = buffers.load(inputs, block_tables, rows, size=size)
+        self._first_prompt = None if size is not None else _first_prompt(inputs)
         return ModelInputs(step.token_ids, step.positions, step.rows)
 
     @property
@@ -73,4 +76,12 @@ class CudaAttention(AttentionBackend):
             kv_scales=place.kv_scales,
             softcap=self._softcap,
             value_size=place.value_size,
+            decodes=self._first_prompt,
         )
+
+
+def _first_prompt(inputs: StepInputs) -> tuple[int, int]:
+    """How many requests of few tokens, and tokens of theirs, a step begins with."""
+    is_prompt = np.diff(inputs.cu_seqlens_q) > FEW_QUERIES
+    first = int(is_prompt.argmax()) if is_prompt.any() else len(is_prompt)
+    return first, int(inputs.cu_seqlens_q[first])

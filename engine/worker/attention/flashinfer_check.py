@@ -97,6 +97,7 @@ def _make_step(block_size: int, generator: torch.Generator) -> tuple[StepInputs,
     positions = np.arange(len(of_token)) - cu_seqlens_q[of_token] + computed[of_token]
     inputs = StepInputs(
         slots=requests,
+        new_entries=np.arange(tables.size),
         cu_seqlens_q=cu_seqlens_q,
         seq_lens=seq_lens,
         token_ids=np.zeros_like(positions),

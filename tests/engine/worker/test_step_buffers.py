@@ -1,5 +1,7 @@
 """Steps in buffers: what is read back is what was loaded, padding is nobody's, and nothing is overwritten too early."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ from recorded_streams import Order, RecordedStreams, check_every_call, use_recor
 
 from pdkv.engine.plan import NewRequest, ScheduledRequest
 from pdkv.engine.worker.batch import PersistentBatch, StepInputs
-from pdkv.engine.worker.step_buffers import HostSlabs, StepBuffers, StepTensors
+from pdkv.engine.worker.step_buffers import DeviceTables, HostSlabs, StepBuffers, StepTensors
 from pdkv.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -27,7 +29,7 @@ def schedule(batch: PersistentBatch, shares: dict[int, tuple[int, int]]) -> Step
 
 
 def make_buffers() -> StepBuffers:
-    return StepBuffers(CPU, 16, (2, 8, 10), num_tokens=8)
+    return StepBuffers(DeviceTables(CPU, (2, 8, 10)), 16, num_tokens=8)
 
 
 def test_a_step_is_read_back_as_it_is() -> None:
@@ -60,6 +62,40 @@ def test_padding_has_no_slot_and_no_query() -> None:
     assert step.seq_lens.tolist() == [40, 32, 0, 0, 0, 0, 0, 0]
     assert step.token_ids.tolist() == [40, 32, 0, 0, 0, 0, 0, 0]
     assert step.positions.tolist() == [39, 31, 0, 0, 0, 0, 0, 0]
+
+
+def copied_by(buffers: StepBuffers, inputs: StepInputs, batch: PersistentBatch) -> int:
+    """Bytes that a step brings to the device."""
+    taken: list[int] = []
+    take = buffers._host.take
+
+    def note(num_bytes: int) -> Any:
+        taken.append(num_bytes)
+        return take(num_bytes)
+
+    buffers._host.take = note  # type: ignore[method-assign]
+    step = buffers.load(inputs, batch.block_tables, size=8)
+    for group, tables in enumerate(step.block_tables.tolist()):
+        for slot, table, seq_len in zip(inputs.slots, tables, inputs.seq_lens, strict=False):
+            num_blocks = -(-int(seq_len) // 16)
+            assert table[:num_blocks] == batch.block_tables[group, slot, :num_blocks].tolist()
+    return sum(taken)
+
+
+def test_a_step_brings_the_new_entries_of_block_tables_alone() -> None:
+    """As much with long tables as with short ones; a slot that another request has got brings its own."""
+    copied = []
+    for length in (20, 150):
+        batch, buffers = make_batch([length] * 7), make_buffers()
+        copied_by(buffers, schedule(batch, dict.fromkeys(range(7), (length - 1, 1))), batch)
+        copied.append(copied_by(buffers, schedule(batch, dict.fromkeys(range(7), (length - 2, 1))), batch))
+        batch.append_blocks(3, [[7], [8]])
+        more = copied_by(buffers, schedule(batch, dict.fromkeys((5, 3, 0), (length - 1, 1))), batch)
+        assert 0 < more - copied[-1] <= 2 * 64  # one entry of each group, aligned
+        batch.remove(("2", 0))
+        batch.add(NewRequest(("2", 1), 0, [1] * 20, [], SamplingParams(), [[900, 901], [950, 951]]))
+        copied_by(buffers, batch.prepare([ScheduledRequest(("2", 1), 19, 1, [], True)]), batch)
+    assert copied[0] == copied[1]
 
 
 def addresses(step: StepTensors) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
