@@ -1,8 +1,9 @@
 """The draw of a token from each row of logits in Triton, with exactly the tokens of engine/worker/sampling/draw.py.
 
 Every number is made by the same float64 operations, each rounded (no multiply-add as one instruction), and every sum is
-exact. The filters' thresholds are found by bisection over all float32 values. All tokens of a row race in one program
-per tile, then the winners of the tiles race. The host never waits.
+exact. The filters' thresholds take three passes over a row: its largest and smallest logit; how many tokens each of
+many bins between them has; and the few tokens that may be the threshold, to be bisected where they lie together. All
+tokens of a row race in one program per tile, then the winners of the tiles race. The host never waits.
 """
 
 import torch
@@ -13,8 +14,10 @@ from pdkv.kernels.triton_jit import jit
 
 _TILE = 4096  # tokens that a program looks at together
 _WARPS = 16
-_PIVOTS = 4  # looked at in one pass over a row: 16 passes find one of 2**32 values
-_SCRATCH_ELEMENTS = 1 << 25  # float64 weights that exist at a time: 256 MiB
+_PIVOTS = 4  # looked at in one pass over some tokens: 16 passes find one of 2**32 values
+_BINS = 1024  # of a row
+_KEPT = 8  # of which part of a row's tokens one may be kept; where more may be the threshold, the row is bisected
+_LOWEST = -64.0  # scaled logits below have weight 0, as in draw.py
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of logits that the kernels support."""
 
@@ -109,37 +112,74 @@ def _split(weight: tl.tensor, high_magic: tl.tensor, low_magic: tl.tensor) -> tu
 
 
 @jit()
-def _find(
-    logits: tl.tensor,
-    weights: tl.tensor,
+def _tokens(row: tl.tensor, start: tl.tensor, count: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """A tile of a row's logits in float32; -inf behind the last one."""
+    at = start + tl.arange(0, TILE)
+    return tl.load(row + at, mask=at < count, other=float("-inf")).to(tl.float32)
+
+
+@jit()
+def _weight(x: tl.tensor, best: tl.tensor, temperature: tl.tensor, floor: tl.tensor) -> tl.tensor:
+    """What tokens weigh that the filters before have kept, 1 at the likeliest; 0 of the others."""
+    scaled = (x.to(tl.float64) - best.to(tl.float64)) / temperature
+    return tl.where(scaled >= floor, _exp(scaled), 0.0)
+
+
+@jit()
+def _sums(
+    row: tl.tensor,
+    count: tl.tensor,
     best: tl.tensor,
-    wanted: tl.tensor,
+    temperature: tl.tensor,
+    floor: tl.tensor,
     high_magic: tl.tensor,
     low_magic: tl.tensor,
-    vocab_size: tl.tensor,
+    TILE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """What all tokens weigh, in two parts."""
+    high = tl.zeros([], tl.float64)
+    low = tl.zeros([], tl.float64)
+    for start in range(0, count, TILE):
+        weight = _weight(_tokens(row, start, count, TILE), best, temperature, floor)
+        most, least = _split(weight, high_magic, low_magic)
+        high += tl.sum(most)
+        low += tl.sum(least)
+    return high, low
+
+
+@jit()
+def _find(
+    row: tl.tensor,
+    count: tl.tensor,
+    best: tl.tensor,
+    temperature: tl.tensor,
+    floor: tl.tensor,
+    wanted: tl.tensor,
+    outside: tl.tensor,
+    outside_rest: tl.tensor,
+    high_magic: tl.tensor,
+    low_magic: tl.tensor,
     IS_WEIGHED: tl.constexpr,
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The smallest number, from -inf to `best`, such that what lies above it weighs less than `wanted`.
+    """The smallest number, from -inf to `best`, such that what lies above it weighs less than `wanted`, beside what
+    weighs `outside` and lies above all of these tokens.
 
     Without IS_WEIGHED every token weighs 1.
     """
-    lowest = float("-inf")
     low = tl.full([], -2139095041, tl.int64)  # -inf's
     high = _order(best).to(tl.int64)
     share = tl.arange(0, PIVOTS)
     while low < high:
         pivots = low + (high - low) * share // PIVOTS
-        above = tl.zeros([PIVOTS], tl.float64)
-        rest = tl.zeros([PIVOTS], tl.float64)
-        for start in range(0, vocab_size, TILE):
-            at = start + tl.arange(0, TILE)
-            x = tl.load(logits + at, mask=at < vocab_size, other=lowest).to(tl.float32)
+        above = tl.zeros([PIVOTS], tl.float64) + outside
+        rest = tl.zeros([PIVOTS], tl.float64) + outside_rest
+        for start in range(0, count, TILE):
+            x = _tokens(row, start, count, TILE)
             is_above = _order(x)[:, None] > pivots[None, :]
             if IS_WEIGHED:
-                weight = tl.load(weights + at, mask=at < vocab_size, other=0.0)
-                most, least = _split(weight, high_magic, low_magic)
+                most, least = _split(_weight(x, best, temperature, floor), high_magic, low_magic)
                 above += tl.sum(tl.where(is_above, most[:, None], 0.0), axis=0)
                 rest += tl.sum(tl.where(is_above, least[:, None], 0.0), axis=0)
             else:
@@ -151,30 +191,45 @@ def _find(
     return _number(low)
 
 
-@jit(do_not_specialize=["num_rows", "vocab_size"])
-def _begin_kernel(
+@jit()
+def _bin(x: tl.tensor, best: tl.tensor, per_bin: tl.tensor, BINS: tl.constexpr) -> tl.tensor:
+    """Bins of logits, which never lie before those of larger ones; the last one's are as small as can be."""
+    return tl.minimum((best - x) * per_bin, BINS - 1.0).to(tl.int32)
+
+
+@jit(do_not_specialize=["num_rows", "vocab_size", "room"])
+def _filter_kernel(
     logits: tl.tensor,
     table: tl.tensor,  # (4, rows) temperature, top_k, top_p, floor of min-p
     bests: tl.tensor,
     tokens: tl.tensor,
+    kept: tl.tensor,  # (rows, room) float32
     num_rows: tl.tensor,
     vocab_size: tl.tensor,
     stride_row: tl.tensor,
+    room: tl.tensor,
+    high_magic: tl.tensor,
+    low_magic: tl.tensor,
+    BINS: tl.constexpr,
     PIVOTS: tl.constexpr,
     TILE: tl.constexpr,
+    LOWEST: tl.constexpr,
 ) -> None:
-    """Each row's largest logit, and the floor of min-p and top-k; or its token, where no finite one is the largest."""
+    """Each row's largest logit, and the floor of min-p, top-k and top-p; or its token, where no finite one is the
+    largest.
+    """
     row = tl.program_id(0)
     own = logits + row.to(tl.int64) * stride_row
-    lowest = float("-inf")
-    best = tl.full([], lowest, tl.float32)
+    infinity = float("inf")
+    best = tl.full([], -infinity, tl.float32)
+    least = tl.full([], infinity, tl.float32)
     first_nan = vocab_size
     for start in range(0, vocab_size, TILE):
-        at = start + tl.arange(0, TILE)
-        x = tl.load(own + at, mask=at < vocab_size, other=lowest).to(tl.float32)
-        first_nan = tl.minimum(first_nan, tl.min(tl.where(x != x, at, vocab_size)))
-        best = tl.maximum(best, tl.max(tl.where(x != x, lowest, x)))
-    if (first_nan < vocab_size) | (tl.abs(best) == float("inf")):
+        x = _tokens(own, start, vocab_size, TILE)
+        first_nan = tl.minimum(first_nan, tl.min(tl.where(x != x, start + tl.arange(0, TILE), vocab_size)))
+        best = tl.maximum(best, tl.max(tl.where(x != x, -infinity, x)))
+        least = tl.minimum(least, tl.min(tl.where((x != x) | (x == -infinity), infinity, x)))
+    if (first_nan < vocab_size) | (tl.abs(best) == infinity):
         first = vocab_size
         for start in range(0, vocab_size, TILE):
             at = start + tl.arange(0, TILE)
@@ -184,72 +239,82 @@ def _begin_kernel(
         return
     tl.store(tokens + row, tl.full([], -1, tl.int64))
     tl.store(bests + row, best)
+    temperature = tl.load(table + row)
     top_k = tl.load(table + num_rows + row)
-    if top_k > 0.0:
-        temperature = tl.load(table + row)
-        last = _find(own, own, best, top_k, 0.0, 0.0, vocab_size, False, PIVOTS, TILE)
-        floor = table + 3 * num_rows + row
-        tl.store(floor, tl.maximum(tl.load(floor), (last - best.to(tl.float64)) / temperature))
-
-
-@jit(do_not_specialize=["first_row", "num_rows", "vocab_size"])
-def _weigh_kernel(
-    logits: tl.tensor,
-    table: tl.tensor,
-    bests: tl.tensor,
-    tokens: tl.tensor,
-    weights: tl.tensor,  # (rows of this launch, vocab_size)
-    first_row: tl.tensor,
-    num_rows: tl.tensor,
-    vocab_size: tl.tensor,
-    stride_row: tl.tensor,
-    TILE: tl.constexpr,
-) -> None:
-    """In rows with top-p: what the tokens weigh that min-p and top-k keep, 1 at the likeliest; 0 at the others."""
-    row = first_row + tl.program_id(0)
-    if (tl.load(tokens + row) >= 0) | (tl.load(table + 2 * num_rows + row) >= 1.0):
-        return
-    at = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    x = tl.load(logits + row.to(tl.int64) * stride_row + at, mask=at < vocab_size, other=0.0).to(tl.float32)
-    scaled = (x.to(tl.float64) - tl.load(bests + row).to(tl.float64)) / tl.load(table + row)
-    weight = tl.where(scaled >= tl.load(table + 3 * num_rows + row), _exp(scaled), 0.0)
-    tl.store(weights + tl.program_id(0).to(tl.int64) * vocab_size + at, weight, mask=at < vocab_size)
-
-
-@jit(do_not_specialize=["first_row", "num_rows", "vocab_size"])
-def _top_p_kernel(
-    logits: tl.tensor,
-    table: tl.tensor,
-    bests: tl.tensor,
-    tokens: tl.tensor,
-    weights: tl.tensor,
-    first_row: tl.tensor,
-    num_rows: tl.tensor,
-    vocab_size: tl.tensor,
-    stride_row: tl.tensor,
-    high_magic: tl.tensor,
-    low_magic: tl.tensor,
-    PIVOTS: tl.constexpr,
-    TILE: tl.constexpr,
-) -> None:
-    """Raise the floor of rows with top-p."""
-    row = first_row + tl.program_id(0)
     top_p = tl.load(table + 2 * num_rows + row)
-    if (tl.load(tokens + row) >= 0) | (top_p >= 1.0):
+    if (top_k == 0.0) & (top_p >= 1.0):
         return
-    own = logits + row.to(tl.int64) * stride_row
-    weighed = weights + tl.program_id(0).to(tl.int64) * vocab_size
-    best = tl.load(bests + row)
-    high = tl.zeros([], tl.float64)
-    low = tl.zeros([], tl.float64)
+    floor = tl.load(table + 3 * num_rows + row)
+    # Bins end where weights do: what weighs nothing decides nothing. A k-th token may lie behind that.
+    most_span = -LOWEST * tl.where(top_k > 0.0, tl.maximum(temperature, 1.0), temperature)
+    span = tl.minimum(tl.minimum(best.to(tl.float64) - least.to(tl.float64), most_span), 1e38).to(tl.float32)
+    per_bin = BINS / tl.maximum(span, 1e-30)
+    counts = tl.zeros([BINS], tl.int32)
     for start in range(0, vocab_size, TILE):
-        at = start + tl.arange(0, TILE)
-        most, least = _split(tl.load(weighed + at, mask=at < vocab_size, other=0.0), high_magic, low_magic)
-        high += tl.sum(most)
-        low += tl.sum(least)
-    last = _find(own, weighed, best, top_p * (high + low), high_magic, low_magic, vocab_size, True, PIVOTS, TILE)
-    floor = table + 3 * num_rows + row
-    tl.store(floor, tl.maximum(tl.load(floor), (last - best.to(tl.float64)) / tl.load(table + row)))
+        x = _tokens(own, start, vocab_size, TILE)
+        is_finite = x > -infinity
+        counts += tl.histogram(_bin(tl.where(is_finite, x, best), best, per_bin, BINS), BINS, mask=is_finite)
+    bins = tl.arange(0, BINS)
+    first_bin = tl.zeros([], tl.int32)
+    if top_k > 0.0:  # all down to the bin of the k-th
+        last_bin = tl.sum((tl.cumsum(counts) < top_k).to(tl.int32))
+    else:  # those in which the threshold may lie if each token weighs as much as the middle of its bin, nearly
+        width = 1.0 / (per_bin * temperature.to(tl.float32))
+        middles = -(bins + 0.5) * width
+        upto = tl.cumsum(counts * tl.where(middles >= floor, tl.exp(middles), 0.0))
+        total_about, share = tl.max(upto), top_p.to(tl.float32)
+        error = 1.1 * width * tl.minimum(share, 1.0 - share) + 1e-5
+        first_bin = tl.sum((upto < (share - error) * total_about).to(tl.int32))
+        last_bin = tl.sum((upto < (share + error) * total_about).to(tl.int32))
+    num_kept = tl.sum(tl.where((bins >= first_bin) & (bins <= last_bin), counts, 0))
+    has_room = num_kept <= room
+    above = tl.zeros([], tl.float64)
+    rest = tl.zeros([], tl.float64)
+    total = tl.zeros([], tl.float64)
+    total_rest = tl.zeros([], tl.float64)
+    last = tl.full([], -infinity, tl.float64)
+    mine = kept + row.to(tl.int64) * room
+    if has_room:
+        stored = tl.zeros([], tl.int32)
+        for start in range(0, vocab_size, TILE):
+            x = _tokens(own, start, vocab_size, TILE)
+            is_finite = x > -infinity
+            bin = _bin(tl.where(is_finite, x, best), best, per_bin, BINS)
+            is_kept = is_finite & (bin >= first_bin) & (bin <= last_bin)
+            places = stored + tl.cumsum(is_kept.to(tl.int32)) - 1
+            tl.store(mine + places, x, mask=is_kept)
+            stored += tl.sum(is_kept.to(tl.int32))
+            if top_k == 0.0:
+                high, low = _split(_weight(x, best, temperature, floor), high_magic, low_magic)
+                is_above = is_finite & (bin < first_bin)
+                above += tl.sum(tl.where(is_above, high, 0.0))
+                rest += tl.sum(tl.where(is_above, low, 0.0))
+                total += tl.sum(high)
+                total_rest += tl.sum(low)
+        tl.debug_barrier()  # threads read what others have kept from here on
+    if top_k > 0.0:
+        if has_room:
+            last = _find(mine, num_kept, best, temperature, floor, top_k, 0.0, 0.0, 0.0, 0.0, False, PIVOTS, TILE)
+        else:
+            last = _find(own, vocab_size, best, temperature, floor, top_k, 0.0, 0.0, 0.0, 0.0, False, PIVOTS, TILE)
+        floor = tl.maximum(floor, (last - best.to(tl.float64)) / temperature)
+    if top_p < 1.0:
+        if not has_room:
+            total, total_rest = _sums(own, vocab_size, best, temperature, floor, high_magic, low_magic, TILE)
+        elif top_k > 0.0:
+            total, total_rest = _sums(mine, num_kept, best, temperature, floor, high_magic, low_magic, TILE)
+        wanted = top_p * (total + total_rest)
+        last = tl.full([], -infinity, tl.float64)
+        if has_room & (above + rest < wanted):
+            last = _find(
+                mine, num_kept, best, temperature, floor, wanted, above, rest, high_magic, low_magic, True, PIVOTS, TILE
+            )
+        if last == -infinity:  # it does not lie among those that were kept
+            last = _find(
+                own, vocab_size, best, temperature, floor, wanted, 0.0, 0.0, high_magic, low_magic, True, PIVOTS, TILE
+            )
+        floor = tl.maximum(floor, (last - best.to(tl.float64)) / temperature)
+    tl.store(table + 3 * num_rows + row, floor)
 
 
 @jit(do_not_specialize=["num_rows", "vocab_size"])
@@ -291,14 +356,13 @@ def _race_kernel(
     tl.store(winners + place, tl.min(tl.where(time == first, at, vocab_size)))
 
 
-def draw_triton(logits: torch.Tensor, table: torch.Tensor, *, has_top_p: bool) -> torch.Tensor:
+def draw_triton(logits: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """One token per row, (n,) int64, as `draw` in engine/worker/sampling/draw.py says; nothing is copied to the host.
 
     Args:
         logits: (n, vocab) float32, bfloat16 or float16, rows contiguous; left as they are.
         table: (7, n) int64, contiguous, on the same device, as made by `_table` in draw.py. Its fourth row is
             overwritten.
-        has_top_p: whether any row has a top_p below 1.
     """
     num_rows, vocab_size = logits.shape
     if logits.dtype not in DTYPES or logits.stride(1) != 1:
@@ -312,16 +376,11 @@ def draw_triton(logits: torch.Tensor, table: torch.Tensor, *, has_top_p: bool) -
     winners = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=device)
     sizes, options = (num_rows, vocab_size, logits.stride(0)), {"num_warps": _WARPS, "enable_fp_fusion": False}
     state = logits, table[:4].view(torch.float64), bests, tokens
-    _begin_kernel[(num_rows,)](*state, *sizes, PIVOTS=_PIVOTS, TILE=_TILE, **options)
-    if has_top_p:
-        rows_per_launch = min(num_rows, max(1, _SCRATCH_ELEMENTS // vocab_size))
-        weights = torch.empty(rows_per_launch * vocab_size, dtype=torch.float64, device=device)
-        bits = vocab_size.bit_length()
-        magic = 1.5 * 2.0 ** (bits - 1), 1.5 * 2.0 ** (2 * bits - 54)
-        for first in range(0, num_rows, rows_per_launch):
-            count = min(rows_per_launch, num_rows - first)
-            _weigh_kernel[(count, num_tiles)](*state, weights, first, *sizes, TILE=_TILE, **options)
-            _top_p_kernel[(count,)](*state, weights, first, *sizes, *magic, PIVOTS=_PIVOTS, TILE=_TILE, **options)
+    room, bits = triton.cdiv(vocab_size, _KEPT), vocab_size.bit_length()
+    kept = torch.empty(num_rows * room, dtype=torch.float32, device=device)
+    magic = 1.5 * 2.0 ** (bits - 1), 1.5 * 2.0 ** (2 * bits - 54)
+    constants = {"BINS": _BINS, "PIVOTS": _PIVOTS, "TILE": _TILE, "LOWEST": _LOWEST}
+    _filter_kernel[(num_rows,)](*state, kept, *sizes, room, *magic, **constants, **options)
     _race_kernel[(num_rows, num_tiles)](*state, table[4:], times, winners, *sizes, TILE=_TILE, **options)
     winner = torch.where(times == times.amin(dim=1, keepdim=True), winners, vocab_size).amin(dim=1)
     return torch.where(tokens < 0, winner, tokens)

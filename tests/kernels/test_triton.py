@@ -86,11 +86,13 @@ def test_attention_compiles_for_a_gpu(
 
     tiles = _Tiles.of(torch.empty(num_queries, 8, head_size, dtype=DTYPES[dtype], device="meta"), 1, 4)
     pointers = {"q": f"*{dtype}", "keys": f"*{stored}", "values": f"*{stored}"}
-    pointers |= {"out": "*fp32" if in_parts else f"*{dtype}", "bests": "*fp32", "totals": "*fp32", "parts": "*fp32"}
+    pointers |= {"out": f"*{dtype}", "bests": "*fp32", "totals": "*fp32", "parts": "*fp32", "plans": "*i32"}
     pointers |= {"block_tables": "*i32", "seq_lens": "*i32", "cu_seqlens_q": "*i32", "scale": "fp32", "v_scale": "fp32"}
     pointers["softcap"] = "fp32"
-    both = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": 1 << (head_size - 1).bit_length(), "HAS_WINDOW": has_window}
-    constants = both | {"BLOCK_SIZE": 16, "GROUP_SIZE": 4, "TILE_QUERIES": tiles.queries, "TILE_ROWS": tiles.rows}
+    both = {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": 1 << (head_size - 1).bit_length()}
+    both["TILE_QUERIES"] = tiles.queries
+    constants = both | {"BLOCK_SIZE": 16, "GROUP_SIZE": 4, "TILE_ROWS": tiles.rows, "HAS_WINDOW": has_window}
+    constants["SEQS"] = 512
     constants |= {"TILE_KV": tiles.kv, "IN_PARTS": in_parts, "HAS_SOFTCAP": in_parts}
     constants |= {"TURNED": 0, "TURNED_PADDED": 16}
     compiled = compile_for_gpu(
@@ -99,7 +101,6 @@ def test_attention_compiles_for_a_gpu(
     assert compiled.metadata.shared <= MAX_SHARED_BYTES
     assert compiled.asm["cubin"]
     if in_parts:
-        pointers["out"] = f"*{dtype}"
         assert compile_for_gpu(_combine_kernel, pointers, both | {"TILE_PARTS": 16}).asm["cubin"]
 
 
@@ -113,12 +114,13 @@ def test_attention_over_latent_rows_compiles_for_a_gpu(
     from pdkv.kernels.paged_attention_triton import _paged_attention_kernel, _Tiles
 
     tiles = _Tiles.of(torch.empty(64, 128, 576, dtype=DTYPES[dtype], device="meta"), 1, 16)
-    types = dict.fromkeys(("q", "keys", "values"), f"*{dtype}") | dict.fromkeys(("out", "bests", "totals"), "*fp32")
-    types |= dict.fromkeys(("block_tables", "seq_lens", "cu_seqlens_q"), "*i32")
+    types = dict.fromkeys(("out", "q", "keys", "values"), f"*{dtype}")
+    types |= dict.fromkeys(("parts", "bests", "totals"), "*fp32")
+    types |= dict.fromkeys(("plans", "block_tables", "seq_lens", "cu_seqlens_q"), "*i32")
     types |= dict.fromkeys(("scale", "v_scale", "softcap"), "fp32")
     constants = {"HEAD_SIZE": 512, "HEAD_SIZE_PADDED": 512, "TURNED": 64, "TURNED_PADDED": 64, "HAS_WINDOW": False}
     constants |= {"BLOCK_SIZE": 16, "GROUP_SIZE": 16, "TILE_QUERIES": tiles.queries, "TILE_ROWS": tiles.rows}
-    constants |= {"TILE_KV": tiles.kv, "IN_PARTS": True, "HAS_SOFTCAP": False}
+    constants |= {"TILE_KV": tiles.kv, "IN_PARTS": True, "HAS_SOFTCAP": False, "SEQS": 512}
     compiled = compile_for_gpu(
         _paged_attention_kernel, types, constants, num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )
@@ -224,24 +226,24 @@ def test_the_draw_compiles_for_a_gpu_as_it_is_written(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from pdkv.kernels import draw_triton
 
-    pointers = {"logits": f"*{dtype}", "table": "*fp64", "bests": "*fp32", "tokens": "*i64", "weights": "*fp64"}
+    pointers = {"logits": f"*{dtype}", "table": "*fp64", "bests": "*fp32", "tokens": "*i64", "kept": "*fp32"}
     pointers |= {"keys": "*i64", "times": "*fp64", "winners": "*i64"} | dict.fromkeys(
         ("high_magic", "low_magic"), "fp32"
     )
     code = {}
-    for name in ("begin", "weigh", "top_p", "race"):
+    for name in ("filter", "race"):
         kernel = getattr(draw_triton, f"_{name}_kernel")
         own = {p.name: pointers[p.name] for p in kernel.params if p.name in pointers}
-        sizes = {"TILE": draw_triton._TILE, "PIVOTS": draw_triton._PIVOTS}
+        sizes = {"TILE": draw_triton._TILE, "PIVOTS": draw_triton._PIVOTS, "BINS": draw_triton._BINS, "LOWEST": -64.0}
         constants = {p.name: sizes[p.name] for p in kernel.params if p.name in sizes}
         compiled = compile_for_gpu(kernel, own, constants, num_warps=draw_triton._WARPS, fuses=False)
         assert compiled.asm["cubin"]
         code[name] = compiled.asm["ptx"].lower()
         assert "fma.rn.f64" not in code[name]
         assert "div.rn.f64" in code[name]
-    assert "mul.rn.f64" in code["weigh"]
+    assert "mul.rn.f64" in code["filter"]
     for constant in (1.26177193074810590878e-4, 2.27265548208155028766e-1, 2.52448340349684104192e-3):
-        assert struct.pack(">d", constant).hex() in code["weigh"]
+        assert struct.pack(">d", constant).hex() in code["filter"]
     for constant in (1.01875663804580931796e-4, 2.31251620126765340583e1, 4.52279145837532221105e1):
         assert struct.pack(">d", constant).hex() in code["race"]
 

@@ -66,8 +66,7 @@ def draw(logits: torch.Tensor, params: DrawParams) -> torch.Tensor:
         from pdkv.kernels.draw_triton import draw_triton  # Triton, which a CPU may lack
 
         logits = logits if logits.stride(1) == 1 else logits.contiguous()
-        has_top_p = bool((params.top_p < 1.0).any())
-        return draw_triton(logits, to_tensor(_table(logits, params, floor), logits.device), has_top_p=has_top_p)
+        return draw_triton(logits, to_tensor(_table(logits, params, floor), logits.device))
     if logits.stride(1) == 1 and _name(logits.dtype) in host.DTYPES and host.can_draw():
         table, drawn = _table(logits, params, floor), np.empty(len(logits), np.int64)
         sizes = *logits.shape, logits.stride(0), host.DTYPES[_name(logits.dtype)], torch.get_num_threads()
