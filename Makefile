@@ -28,7 +28,8 @@ STOPS ?=
 PARTS ?=
 GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
-.PHONY: install lint check test steady planted matrix soak faults chaos operations bench bench-quick gpu gpu-carry demo serve clean
+GPU_SETS := smoke full
+.PHONY: $(GPU_SETS) install lint check test steady planted matrix soak faults chaos operations bench bench-quick gpu gpu-carry demo serve clean
 
 install: $(STAMP)
 
@@ -140,14 +141,23 @@ bench-quick: install
 bench: install
 	$(BIN)/python -m benchmarks.run
 
-# What is to be seen on a GPU, in at most eight minutes: PARTS="smoke tokens" runs those (docs/gpu.md). PYTHON is one
-# that has torch, Triton and setuptools; no package index is asked. What else it lacks `make gpu-carry` has packed.
+# What is to be seen on a GPU: `make gpu smoke` in at most eight minutes, `make gpu full` all of it, PARTS="launch tokens"
+# those (docs/gpu.md). PYTHON is one that has torch, Triton and setuptools; no package index is asked. What else it lacks
+# `make gpu-carry` has packed. Without a card, all that it needs is looked for, with the Python of this environment.
 GPU_SITE := $(abspath .bench/gpu)
+GPU_RUNS = $(or $(PARTS),$(filter $(GPU_SETS),$(MAKECMDGOALS)))
 gpu:
+ifeq ($(wildcard /dev/nvidia[0-9]*),)
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu $(GPU_RUNS)
+else
 	mkdir -p $(GPU_SITE)
 	if [ -e $(GPU_CARRY) ]; then tar -xf $(GPU_CARRY) -C $(GPU_SITE); fi
 	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-build-isolation --upgrade --target $(GPU_SITE) .
-	PYTHONPATH=$(GPU_SITE) $(PYTHON) -m benchmarks.gpu $(PARTS)
+	PYTHONPATH=$(GPU_SITE) $(PYTHON) -m benchmarks.gpu $(GPU_RUNS)
+endif
+
+$(GPU_SETS): gpu
+	@:
 
 gpu-carry: install
 	$(BIN)/python -m benchmarks.gpu.carry $(GPU_CARRY)

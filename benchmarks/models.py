@@ -12,7 +12,7 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,22 @@ SIZES: dict[str, dict[str, int]] = {
     "large": dict(zip(_SHAPE, (2048, 5632, 20, 16, 8), strict=True)),
     "8b": {**dict(zip(_SHAPE, (4096, 14336, 32, 32, 8), strict=True)), "vocab_size": 128_256},  # Llama 3.1 8B's
 }
+_SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
+_EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, **_EXPERTS},
+    "deepseek_v3": {
+        "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+        "v_head_dim": 32, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
+        "topk_group": 1, "num_nextn_predict_layers": 0, **_EXPERTS,
+    },
+    "gemma2": {
+        "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 2.0,
+    },
+}  # fmt: skip
+"""Small models of every kind of attention and of layers, by transformers' names of their configurations."""
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _SEED = 0
 
@@ -45,22 +61,35 @@ def find_model(folder: Path, size: str, device: str = "cpu") -> Path:
     return path
 
 
+def find_family(folder: Path, family: str) -> Path:
+    """The model directory of a small model of that family, in float32, made if it is not there."""
+    path = folder / family
+    if not (path / "config.json").exists():
+        _make(path, family, {**_SMALL, **FAMILIES[family]}, "cpu", "float32")
+    return path
+
+
 def make_model(path: Path, size: str, device: str = "cpu") -> None:
     """Write config, weights and tokenizer; all or nothing."""
+    _make(path, "llama", SIZES[size], device, "bfloat16")  # never as float32: the large one would take 4 GB
+
+
+def _make(path: Path, family: str, fields: Mapping[str, Any], device: str, dtype: str) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(_SEED)
-    config = LlamaConfig(
-        **{"vocab_size": VOCAB_SIZE, **SIZES[size]},
+    config = AutoConfig.for_model(
+        family,
+        **{"vocab_size": VOCAB_SIZE, **fields},
         max_position_embeddings=MAX_LEN,
         initializer_range=0.06,
         bos_token_id=0,
         eos_token_id=1,
     )
-    make: Any = LlamaForCausalLM._from_config
+    make: Any = AutoModelForCausalLM.from_config
     with torch.device(device):
-        model = make(config, dtype=torch.bfloat16)  # never as float32: the large one would take 4 GB
+        model = make(config, dtype=getattr(torch, dtype))
     path.parent.mkdir(parents=True, exist_ok=True)
     work = tempfile.mkdtemp(dir=path.parent)
     try:

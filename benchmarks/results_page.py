@@ -117,8 +117,10 @@ def plot(folder: Path = RESULTS) -> str:
 
 
 def _command(row: Row) -> str:
+    if row.benchmark.startswith("smoke_"):
+        return "make gpu smoke"
     if row.machine.startswith("NVIDIA"):
-        return f'make gpu PARTS="{row.benchmark}"'
+        return f'make gpu PARTS="{row.benchmark.replace("smoke", "launch")}"'
     return f"python -m benchmarks.run {row.benchmark}" + (" --vllm VENV" if row.benchmark in NEEDS_VLLM else "")
 
 

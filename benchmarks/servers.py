@@ -147,15 +147,21 @@ def pdkv(
     """
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    command = [str(python), "-P", "-m", "pdkv.cli", "launch", "--prefill", str(prefill), "--decode", str(decode)]
-    command += ["--port", str(port), "--log-level", "warning", "--local-turns", "never", *options]
-    if model is not None:
-        command += ["--model", str(model if is_paced(model) else model.resolve())]
+    command = launch_arguments(model, prefill, decode, port, options)
     began = time.monotonic()
-    with running(command, url, log=log) as process:
+    with running([str(python), "-P", "-m", "pdkv.cli", *command], url, log=log) as process:
         start_s = time.monotonic() - began
         [card] = json.loads(get(url + "/v1/models"))["data"]
         yield Server(url, card["id"], process.pid, start_s)
+
+
+def launch_arguments(model: Path | None, prefill: int, decode: int, port: int, options: Sequence[str]) -> list[str]:
+    """What `pd` is given by `pdkv`."""
+    command = ["launch", "--prefill", str(prefill), "--decode", str(decode)]
+    command += ["--port", str(port), "--log-level", "warning", "--local-turns", "never", *options]
+    if model is not None:
+        command += ["--model", str(model if is_paced(model) else model.resolve())]
+    return command
 
 
 class CpuSeconds(NamedTuple):

@@ -1,5 +1,5 @@
 """A model of Llama 3.1 8B's shape, random, in bfloat16: a decode step, of the time in which its bytes can be read;
-tokens a second, of those of transformers; and how long the device waits for its host.
+tokens a second, of those that the card's copy and matmul allow; and how long the device waits for its host.
 """
 
 import json
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu.against_transformers import speed
+from benchmarks.gpu.against_transformers import Card, speed
 from benchmarks.gpu.kernels import FULL, SMOKE, Bench
 from benchmarks.repeated_step import RepeatedStep
 from benchmarks.report import Claim
@@ -67,10 +67,12 @@ class RandomWeights:
         return tensor[part]
 
 
-def run(device: str, smoke: bool) -> Iterator[Claim]:
+def run(device: str, scale: str) -> Iterator[Claim]:
     """One claim for each number of sequences, one beside transformers, and one for each batch of an engine."""
     where, dtype = torch.device(device), torch.float32 if device == "cpu" else torch.bfloat16
-    copied = Bench(where, dtype, SMOKE if smoke else FULL, 1 if smoke else 10).copy_yardstick()
+    smoke = scale == "tiny"
+    bench = Bench(where, dtype, SMOKE if smoke else FULL, 1 if smoke else 10)
+    copied, multiplied = bench.copy_yardstick(), bench.matmul_yardstick()
     config = _config(SHAPE | TINY if smoke else SHAPE)
     weights = RandomWeights(where, dtype)
     model = Loader(weights, config, dtype, where, linear_kind(dtype, where)).decoder(2048)
@@ -80,7 +82,7 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
         one = case._replace(context=64, num_steps=2) if smoke else case
         yield _claim(one, model, dtype, num_bytes, copied.rate)
     del model, weights  # the next one needs their memory
-    yield from speed(device, smoke)
+    yield from speed(device, smoke, Card(copied.rate * 1e9, multiplied.rate * 1e12))
 
 
 def _claim(case: Case, model: Decoder, dtype: torch.dtype, num_bytes: int, rate: float) -> Claim:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle, pairwise
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 
 from benchmarks.report import Claim
@@ -41,14 +42,28 @@ class Sizes(NamedTuple):
     row_layers: tuple[tuple[int, int], ...]  # outputs and inputs of layers of one row
     linear: tuple[int, int]  # outputs and inputs of a quantized layer
     linear_rows: tuple[int, ...]  # of decodes, which memory bounds, and of a prompt
+    copies: tuple[tuple[int, int], ...]  # layers and heads that are copied of a block
+    table_tokens: int  # of the model's longest sequence, for which block tables of decodes have columns
+    draws: tuple[int, ...]  # rows
+    vocab_size: int
 
 
 LLAMA_8B_GATE_UP = (28_672, 4096)
 FULL = Sizes(
-    1 << 30, 8192, 8, 32, 8, 128, 16, ((64, 4096), (1, 131_072)), ((8192, 8192), (2048, 32_768)), 8192, 2048,
+    1 << 30, 8192, 8, 32, 8, 128, 16, ((1, 1024), (8, 4096), (64, 4096), (1, 131_072)),
+    ((8192, 8192), (2048, 32_768)), 8192, 2048,
     ((6144, 4096), (4096, 4096), LLAMA_8B_GATE_UP, (4096, 14_336)), LLAMA_8B_GATE_UP, (1, 64, 4096),
+    ((8, 8), (1, 8), (8, 4)), 131_072, (1, 64, 512), 128_256,
 )  # fmt: skip
-SMOKE = Sizes(1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), ((20, 20), (8, 40)), 8, 3, ((48, 320),), (48, 320), (1, 5, 300))
+BRIEF = FULL._replace(
+    decode=((8, 4096),), prefill=FULL.prefill[:1], row_layers=FULL.row_layers[:1], linear_rows=(1,), copies=((8, 8),),
+    draws=(64,),
+)  # fmt: skip
+"""One figure for each kernel."""
+SMOKE = Sizes(
+    1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), ((20, 20), (8, 40)), 8, 3, ((48, 320),), (48, 320), (1, 5, 300),
+    ((2, 2), (1, 2), (2, 1)), 640, (2,), 500,
+)  # fmt: skip
 
 _CHECKED_QUERIES = 128
 _QUEUED_CYCLES = 1_000_000  # half a millisecond, in which a call is queued as a whole
@@ -95,7 +110,8 @@ class Bench:
         yield self.copy_yardstick()
         yield self.matmul_yardstick()
         for num_seqs, context in self.sizes.decode:
-            yield self.attention([(1, context)] * num_seqs, f"decode, {num_seqs} x {context}", "GB/s")
+            shape = f"decode, {num_seqs} x {context}"
+            yield self.attention([(1, context)] * num_seqs, shape, "GB/s", self.sizes.table_tokens)
         for new, num_tokens in self.sizes.prefill:
             yield self.torch_attention(new, num_tokens)
             if self.device.type == "cuda":
@@ -109,6 +125,8 @@ class Bench:
         for rows in self.sizes.linear_rows:
             yield self.linear_int4(rows)
             yield self.linear_fp8(rows)
+        for rows in self.sizes.draws:
+            yield self.draw(rows)
 
     def copy_yardstick(self) -> Result:
         """The device's own copy."""
@@ -124,8 +142,8 @@ class Bench:
         seconds = self.seconds(lambda: a @ a)
         return Result("matmul", f"{size}^3", seconds * 1e3, 2 * size**3 / seconds / 1e12, "TFLOP/s", None)
 
-    def attention(self, lengths: list[tuple[int, int]], shape: str, unit: str) -> Result:
-        """Sequences of (queries, tokens) over a shuffled pool."""
+    def attention(self, lengths: list[tuple[int, int]], shape: str, unit: str, table_tokens: int = 0) -> Result:
+        """Sequences of (queries, tokens) over a shuffled pool, with block tables for `table_tokens` or more."""
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
         s = self.sizes
@@ -134,8 +152,10 @@ class Bench:
         pool = self._pool(num_blocks, layers=1)
         queries = [q for q, _ in lengths]
         q = torch.randn(sum(queries), s.heads, s.head_size, device=self.device).to(self.dtype)
+        tables = torch.zeros(len(lengths), max(max_blocks, table_tokens // s.block_size), device=self.device).int()
+        tables[:, :max_blocks] = torch.randperm(num_blocks, device=self.device).view(len(lengths), max_blocks)
         index = (
-            torch.randperm(num_blocks, device=self.device).view(len(lengths), max_blocks).int(),
+            tables,
             torch.tensor([tokens for _, tokens in lengths], device=self.device, dtype=torch.int32),
             torch.tensor([0, *queries], device=self.device).cumsum(0).int(),
         )
@@ -211,8 +231,7 @@ class Bench:
 
     def block_copies(self) -> Iterator[Result]:
         """Random blocks to and from a transfer buffer: all layers, one layer, and half of the heads."""
-        s = self.sizes
-        for num_layers, num_heads in ((s.layers, s.kv_heads), (1, s.kv_heads), (s.layers, s.kv_heads // 2)):
+        for num_layers, num_heads in self.sizes.copies:
             yield self.copy_of_blocks("gather_blocks", (0, num_layers), (0, num_heads))
             yield self.copy_of_blocks("scatter_blocks", (0, num_layers), (0, num_heads))
 
@@ -288,6 +307,23 @@ class Bench:
         seconds = self.seconds(lambda: next(in_turn)(x))
         return self._linear("linear_fp8", x, weights[0].nbytes + scales.nbytes, seconds, error)
 
+    def draw(self, rows: int) -> Result:
+        """Tokens with top-k 20 and top-p 0.95, as Qwen's default is; the error is the number of wrong ones."""
+        from pdkv.engine.worker.sampling.draw import DrawParams, _table, draw
+        from pdkv.kernels.draw_triton import draw_triton
+
+        logits = torch.randn(rows, self.sizes.vocab_size, device=self.device).mul_(3.0)
+        words = np.arange(rows, dtype=np.uint64)
+        filters = (np.full(rows, value) for value in (0.7, 20, 0.95, 0.0))
+        temperature, top_k, top_p, min_p = filters
+        params = DrawParams(temperature, top_k.astype(np.int64), top_p, min_p, words, words, words)
+        made = torch.from_numpy(_table(logits, params, np.full(rows, -np.inf))).to(self.device)
+        table = made.clone()
+        found = draw_triton(logits, table)
+        seconds = self.seconds(lambda: draw_triton(logits, table.copy_(made)))
+        wrong = float((found.cpu() != draw(logits.cpu(), params)).sum())
+        return Result("draw", f"{rows} x {self.sizes.vocab_size}", seconds * 1e3, seconds * 1e3, "ms", wrong)
+
     def _linear(self, name: str, x: torch.Tensor, weight_bytes: int, seconds: float, error: float) -> Result:
         (outputs, inputs), rows = self.sizes.linear, len(x)
         shape = f"{rows} rows x {inputs} to {outputs}"
@@ -325,19 +361,31 @@ _LINEARS = {
 }
 """Layers: what bounds them, few rows and many, and the least share of it."""
 
+_STEP_BYTES = 15.1e9
+"""What a decode step of Llama 3.1 8B reads."""
+_DRAWS = {512: 0.1}
+"""The largest share of the time of that, by rows; of fewer ones 0.02."""
+
 _MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-def run(device: str, smoke: bool) -> Iterator[Claim]:
+def run(device: str, scale: str) -> Iterator[Claim]:
     """A claim on each kernel's speed, and one on its error."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16  # Triton's interpreter has no bfloat16
-    bench = Bench(torch.device(device), dtype, SMOKE if smoke else FULL, 1 if smoke else 20)
+    sizes = {"tiny": SMOKE, "smoke": BRIEF, "full": FULL}[scale]
+    bench = Bench(torch.device(device), dtype, sizes, 1 if scale == "tiny" else 20)
     yardsticks: dict[str, Result] = {}
     for result in bench.run():
         if result.max_error is None:
             yardsticks[result.name] = result
             continue
         name = f"{result.name}, {result.shape}"
+        if result.name == "draw":
+            share = result.milliseconds / (_STEP_BYTES / yardsticks["copy"].rate / 1e6)
+            limit = _DRAWS.get(int(result.shape.split()[0]), 0.02)
+            yield Claim(f"{name}: of a step that reads 15.1 GB", share, limit, "lower", {"ms": result.milliseconds})
+            yield Claim(f"{name}: other tokens than on a CPU", result.max_error, 0.0, "lower", {})
+            continue
         yard, limit = _wanted(result, yardsticks)
         figures = {result.unit: result.rate, f"{yard.name} {yard.unit}": yard.rate, "ms": result.milliseconds}
         if yard.name == "torch_attention" and "cudnn_attention" in yardsticks:

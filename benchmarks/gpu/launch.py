@@ -16,19 +16,26 @@ _SMALL_POOL = ["--kv-cache-memory", "4MiB", "--max-model-len", "1000"]
 """Room for 1,024 tokens, which is less than two of the long prompts and their outputs."""
 
 
-def run(device: str, smoke: bool) -> Iterator[Claim]:
+_TIER = ["--kv-host-memory", "64MiB", "--connector-config", "store.min_hit_tokens=1"]
+
+
+def launches(device: str, scale: str) -> list[tuple[int, int, list[str]]]:
+    """Numbers of prefill and decode engines, and other options, of what is started; the same at every scale."""
+    return [(1, 1, _options(device, *_POOL)), (1, 1, _options(device, *_SMALL_POOL, *_TIER))]
+
+
+def run(device: str, scale: str) -> Iterator[Claim]:
     """The shares of prompts that get another answer; of the long ones in both passes, the second from host memory."""
     answers, start_s = {}, 0.0
     for where in ("cpu", device):
-        with pdkv(None, prefill=1, decode=1, options=_options(where, *_POOL)) as server:
+        with pdkv(None, prefill=1, decode=1, options=launches(where, scale)[0][2]) as server:
             answers[where] = [_complete(server, prompt) for prompt in (*PROMPTS, *LONG_PROMPTS)]
             start_s = server.start_s
     expected = answers["cpu"]
     wrong = _num_different(expected, answers[device])
     name = f"1P1D over nixl, {device} against cpu: other answers"
     yield Claim(name, wrong / len(expected), 0.0, "lower", {"start s": start_s})
-    tier = ["--kv-host-memory", "64MiB", "--connector-config", "store.min_hit_tokens=1"]
-    with pdkv(None, prefill=1, decode=1, options=_options(device, *_SMALL_POOL, *tier)) as server:
+    with pdkv(None, prefill=1, decode=1, options=launches(device, scale)[1][2]) as server:
         twice = [_complete(server, prompt) for prompt in LONG_PROMPTS * 2]
         tokens = {
             source: metric(server, "pdkv_engine_prompt_tokens_total", role="prefill", source=source)

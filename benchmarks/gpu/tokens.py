@@ -2,7 +2,7 @@
 steps in turn without graphs; and logprobs in bfloat16: those of transformers on the same device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +20,13 @@ NUM_TOKENS = 48
 _TEXT = "In a serving system the first token waits for the prompt, and every further one for its turn in the batch. "
 
 
-def run(device: str, smoke: bool) -> Iterator[Claim]:
+def run(device: str, scale: str) -> Iterator[Claim]:
     """The shares of prompts whose tokens differ where they must not; how far logprobs in bfloat16 lie apart."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    prompts = [(_TEXT * 12)[: 17 * (i + 1)] for i in range(4 if smoke else 32)]
-    expected, found = (_generate(where, prompts) for where in ("cpu", device))
-    places = [_first_difference(one, other) for one, other in zip(expected, found, strict=True)]
-    wrong = sum(place is not None and place > MARGIN for place in places)
-    figures = {"prompts": len(prompts), "differ": sum(p is not None for p in places), "differ above the margin": wrong}
-    yield Claim(
-        f"float32, {device} against cpu: prompts with another token", wrong / len(prompts), 0.0, "lower", figures
-    )
-    in_turn = _generate(device, prompts, enforce_eager=True, max_steps_ahead=0)
+    prompts = [(_TEXT * 12)[: 17 * (i + 1)] for i in range(4 if scale == "tiny" else 32)]
+    expected, found = (generate(where, prompts) for where in ("cpu", device))
+    yield compare("float32", device, expected, found)
+    in_turn = generate(device, prompts, enforce_eager=True, max_steps_ahead=0)
     wrong = sum(
         one.outputs[0].token_ids != other.outputs[0].token_ids for one, other in zip(found, in_turn, strict=True)
     )
@@ -39,6 +34,16 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
     yield Claim(name, wrong / len(prompts), 0.0, "lower", {"prompts": len(prompts), "differ": wrong})
     token_ids = [result.prompt_token_ids for result in expected]
     yield from _bfloat16(differences(device, DEFAULT_MODEL, token_ids, NUM_TOKENS))
+
+
+def compare(what: str, device: str, expected: list[RequestOutput], found: list[RequestOutput]) -> Claim:
+    """The share of prompts whose tokens differ where it is not a matter of rounding."""
+    places = [_first_difference(one, other) for one, other in zip(expected, found, strict=True)]
+    wrong = sum(place is not None and place > MARGIN for place in places)
+    figures = {"prompts": len(places), "differ": sum(p is not None for p in places), "differ above the margin": wrong}
+    return Claim(
+        f"{what}, {device} against cpu: prompts with another token", wrong / len(places), 0.0, "lower", figures
+    )
 
 
 def _bfloat16(found: Differences) -> Iterator[Claim]:
@@ -53,7 +58,8 @@ def _bfloat16(found: Differences) -> Iterator[Claim]:
     yield Claim("bfloat16: mean error against float32 / that of transformers", ratio, 1.2, "lower", figures)
 
 
-def _generate(device: str, prompts: list[str], **options: Any) -> list[RequestOutput]:
+def generate(device: str, prompts: Sequence[str | list[int]], **options: Any) -> list[RequestOutput]:
+    """Greedy tokens in float32."""
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
     with LLM(device=device, dtype="float32", kv_cache_memory=64 << 20, **options) as llm:
         return list(llm.generate(prompts, params, use_tqdm=False))

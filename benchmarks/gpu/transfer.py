@@ -15,21 +15,31 @@ INPUT_LEN, OUTPUT_LEN = 2048, 128
 ROUNDS = 3
 
 
-def run(device: str, smoke: bool) -> Iterator[Claim]:
-    """Two claims for each connector that reaches KV on the device, and one about what leaves it under compute."""
+def run(device: str, scale: str) -> Iterator[Claim]:
+    """Two claims for each connector that reaches KV on the device, and one about what leaves it under compute; of a
+    smoke run one connector.
+    """
     with models_folder() as folder:
-        model = find_model(folder, "tiny" if smoke else "large", device)
-        yield from _beside_one_engine("nixl", model, device, smoke)
-        yield from overlap.run(device, smoke)
-        yield from _beside_one_engine("shared_memory", model, device, smoke)  # last: CUDA IPC is not everywhere
+        model = find_model(folder, "tiny" if scale == "tiny" else "large", device)
+        yield from _beside_one_engine("nixl", model, device, scale)
+        if scale != "smoke":
+            yield from overlap.run(device, scale == "tiny")
+            yield from _beside_one_engine("shared_memory", model, device, scale)  # last: CUDA IPC is not everywhere
 
 
-def _beside_one_engine(connector: str, model: Path, device: str, smoke: bool) -> Iterator[Claim]:
-    num_tokens, num_requests = ((64, 8), 4) if smoke else ((INPUT_LEN, OUTPUT_LEN), 64)
-    options = ["--device", device, *_shares(device, 3), *(["--kv-cache-memory", "64MiB"] if smoke else [])]
+def launches(device: str, scale: str) -> list[tuple[int, int, list[str]]]:
+    """Numbers of prefill and decode engines, and other options, of what is started; the last one is aggregated."""
+    options = ["--device", device, *_shares(device, 3), *(["--kv-cache-memory", "64MiB"] if scale == "tiny" else [])]
+    connectors = ["nixl", *(["shared_memory"] if scale != "smoke" else [])]
+    return [*((1, 1, [*options, "--connector", connector]) for connector in connectors), (0, 1, options)]
+
+
+def _beside_one_engine(connector: str, model: Path, device: str, scale: str) -> Iterator[Claim]:
+    num_tokens, num_requests = ((64, 8), 4) if scale == "tiny" else ((INPUT_LEN, OUTPUT_LEN), 64)
+    [options] = [options for *_, options in launches(device, scale) if options[-1] == connector]
     with (
-        pdkv(model, prefill=1, decode=1, options=[*options, "--connector", connector]) as pd,
-        pdkv(model, prefill=0, decode=1, options=options) as aggregated,
+        pdkv(model, prefill=1, decode=1, options=options) as pd,
+        pdkv(model, prefill=0, decode=1, options=launches(device, scale)[-1][2]) as aggregated,
     ):
         yield from _compare(connector, pd, aggregated, num_tokens, num_requests)
 

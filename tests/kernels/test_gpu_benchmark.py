@@ -40,6 +40,7 @@ WORK = [  # name, shape, unit, and what is done in a call: bytes read and writte
     ("linear_fp8", "5 rows x 320 to 48", "GB/s", _FP8 + 5 * (320 + 48) * 2),
     ("linear_int4", "300 rows x 320 to 48", "TFLOP/s", 300 * 320 * 48 * 2),
     ("linear_fp8", "300 rows x 320 to 48", "TFLOP/s", 300 * 320 * 48 * 2),
+    ("draw", "2 x 500", "ms", 0),
 ]
 """Of the smoke run's shapes, worked out by hand."""
 
@@ -69,7 +70,7 @@ def test_smoke_run_reports_every_kernel() -> None:
     assert [(result["name"], result["shape"]) for result in results] == [(name, shape) for name, shape, _, _ in WORK]
     for result, (name, _, unit, work) in zip(results, WORK, strict=True):
         assert result["unit"] == unit
-        done_per_ms = {"GB/s": 1e6, "TFLOP/s": 1e9}[unit] * result["rate"]
+        done_per_ms = {"GB/s": 1e6, "TFLOP/s": 1e9, "ms": 0}[unit] * result["rate"]
         assert math.isclose(done_per_ms * result["milliseconds"], work, rel_tol=1e-9), name
         error, bound = result["max_error"], 1e-2 if name == "linear_fp8" else 1e-5  # the former gives bfloat16
         assert error is None if name in ("copy", "matmul", "torch_attention") else error < bound, name
