@@ -30,6 +30,7 @@ from pdkv.router.engines.foreign_kinds import is_foreign, lacking, read_backend_
 from pdkv.router.fronts.hall import Hall
 from pdkv.router.garbage import ShortCollections
 from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.router.generations.membership import MAX_PROPOSALS
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.app import create_app, served_model
 from pdkv.router.http.pages.admin import LauncherPages
@@ -44,6 +45,7 @@ from pdkv.router.http.server.turnstile import Turnstile
 from pdkv.router.metrics.loop_watchdog import LoopWatchdog
 from pdkv.router.metrics.recorder import begin_recording
 from pdkv.router.metrics.tracing import Tracer
+from pdkv.router.others import taking_others
 from pdkv.router.spec import RouterSpec
 from pdkv.text import load_tokenizer
 from pdkv.wire.cluster_key import ClusterKey
@@ -57,6 +59,9 @@ SWITCH_S = 0.0005
 """How long a computing thread keeps the interpreter when the event loop wants it (Python's default: 5 ms). The loop
 asks for it again after each system call, so next to one busy thread it would do 200 system calls a second.
 """
+
+MAX_SOCKETS = 5 * MAX_PROPOSALS
+"""Sockets of ZeroMQ; an engine takes four."""
 
 _WAITING_S = 10.0
 """Seconds between log lines of a router that is not ready yet, naming the engines it waits for."""
@@ -132,10 +137,12 @@ def run_router(
         health=config.health,
         reuse=config.reuse,
         explain_share=config.observability.explain_share,
-        await_all=spec.await_all,
+        await_all=spec.await_all and bool(spec.engines),
         identity=spec.identity,
     )
+    dispatcher.awaits_others = spec.takes_others
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
 
     cluster_key = ClusterKey.read(spec.cluster_key_file) if spec.cluster_key_file is not None else None
 
@@ -151,10 +158,12 @@ def run_router(
         return EngineClient(name, endpoint, router_id=spec.router_id, context=context, key=key)
 
     for engine in spec.engines:
-        dispatcher.add_backend(make_client(engine.name, engine.endpoint), engine.role, engine.refusal)
+        backend = make_client(engine.name, engine.endpoint)
+        dispatcher.add_backend(backend, engine.role, engine.refusal, endpoint=engine.endpoint, source=engine.source)
     log_sampling_defaults(spec.model.model, served.sampling_defaults)
     limits = config.http
-    max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), len(spec.engines))
+    num_engines = len(spec.engines) + MAX_PROPOSALS * spec.takes_others
+    max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), num_engines)
     key_file = config.access.api_key_file
     keys = KeyRing(key_file) if read_keys(key_file) else None
     tls = Tls(config.tls) if config.tls.ssl_certfile is not None else None
@@ -184,9 +193,13 @@ def run_router(
         )
     launchers = LauncherPages(dispatcher, operations, app.state.caches, app.state.scaler).app(app.state.figures)
     admin = _serving(launchers, admin_socket) if admin_socket is not None else contextlib.nullcontext()
+    others: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+    if spec.takes_others:
+        assert cluster_key is not None, "without the key, any process could join"
+        others = taking_others(spec, dispatcher, operations, cluster_key, context)
     reloads = [source.reload for source in (keys, tls) if source is not None]
     stopping = Stopping(serving, dispatcher, app.state.drain, room, spec.drain_s)
-    running = _running(dispatcher, admin, stopping, on_ready, watchdog)
+    running = _running(dispatcher, admin, others, stopping, on_ready, watchdog)
     try:
         run_until_stopped(
             serving, socket.socket(fileno=listen_fd), running, stopping, lifeline_fd, reloads,
@@ -372,6 +385,7 @@ def run_until_stopped(
 async def _running(
     dispatcher: Dispatcher,
     admin: contextlib.AbstractAsyncContextManager[None],
+    others: contextlib.AbstractAsyncContextManager[None],
     stopping: Stopping,
     on_ready: Callable[[], None] | None,
     watchdog: LoopWatchdog | None,
@@ -382,7 +396,7 @@ async def _running(
     announcement = asyncio.create_task(_announce(dispatcher, on_ready))
     announcement.add_done_callback(lambda task: stopping.now() if not task.cancelled() and task.exception() else None)
     try:
-        async with admin:
+        async with admin, others:
             yield
     finally:
         dispatcher.close()

@@ -29,7 +29,16 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 0.0  # how long requests may continue after SIGTERM
     num_fronts: int = 0  # processes for HTTP; 0: the router serves it itself
     cluster_key_file: Path | None = None  # of engines at tcp:// endpoints
+    # of engines that come and go (docs/membership.md):
+    join_listen: str | None = None
+    engines_file: Path | None = None
+    engines_dns: list[str] = []
     # of servers of other engines:
     backend_key_file: Path | None = None
     backend_num_seqs: int = 256  # requests that each is given at once
     backend_model_len: int | None = None  # that they must have; None: any that the model can have
+
+    @property
+    def takes_others(self) -> bool:
+        """Whether engines may come and go that the launch does not start."""
+        return self.join_listen is not None or self.engines_file is not None or bool(self.engines_dns)

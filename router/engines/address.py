@@ -1,9 +1,13 @@
 """Addresses of engines, which the launcher sends to the router at the start and later."""
 
+import ipaddress
+import re
 from pathlib import Path
 from typing import Literal
 
 import msgspec
+
+from pdkv.errors import ConfigError
 
 Role = Literal["prefill", "decode", "any"]
 
@@ -15,3 +19,39 @@ class EngineAddress(msgspec.Struct, frozen=True):
     role: Role
     endpoint: str  # ipc:// or tcp://
     refusal: Path | None = None  # where a launcher writes why it keeps the engine out (RefusalNote)
+
+    @property
+    def source(self) -> str:
+        """Who starts the engine: this launch, or others, on hosts that it was given."""
+        return {"ipc": "launch", "tcp": "remote"}.get(self.endpoint.partition(":")[0], "backend")
+
+
+_ENGINE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
+
+
+def check_engine_name(name: str) -> None:
+    """Raise ConfigError for an invalid engine name."""
+    if not _ENGINE_NAME.fullmatch(name):
+        raise ConfigError(f"an engine's name has 1 to 64 letters, digits, '-' and '_', such as decode-b0; got {name!r}")
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raise ConfigError for an endpoint that other hosts cannot reach. The highest port is left for the beats."""
+    found = _ENDPOINT.fullmatch(endpoint)
+    if found is None or not 1 <= int(found[2]) < 65535:
+        raise ConfigError(f"an address such as tcp://10.0.0.2:7000 was expected (ports 1 to 65534), got {endpoint!r}")
+
+
+def check_numeric(endpoint: str) -> None:
+    """Raise ConfigError for an endpoint that is not an IPv4 address and a port. ZeroMQ would look names up on the
+    thread that moves all engines' messages.
+    """
+    check_endpoint(endpoint)
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    try:
+        address = ipaddress.IPv4Address(host)
+    except ValueError:
+        address = None
+    if address is None or address.is_unspecified:
+        raise ConfigError(f"the address of one host was expected, such as tcp://10.0.0.2:7000, got {endpoint!r}")

@@ -31,7 +31,6 @@ from pdkv.wire.frames import (
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
-    OLDEST_PROTOCOL,
     PROTOCOL,
     Abort,
     Beat,
@@ -50,6 +49,9 @@ CONNECT_TIMEOUT_S = 2.0
 """Between hosts: seconds without an answer after which the connection attempt starts over. The kernel retries ever more
 rarely, and would take half a minute to find a host that is reachable again.
 """
+
+ASK_AGAIN_S = 10.0
+"""Pause before an engine that was not admitted is asked again."""
 
 RECONNECT_S = 0.05
 """Pause before a lost engine is connected again; while nothing listens there, ZeroMQ retries by itself."""
@@ -115,9 +117,16 @@ class EngineClient:
         router_id: str,
         context: "zmq.Context[zmq.Socket[bytes]]",
         key: ClusterKey | None = None,
+        door: Callable[[EngineCard], str] | None = None,
     ) -> None:
-        """`key`: the cluster key, which the engine must have, too; None: the engine asks for none."""
+        """`key`: the cluster key, which the engine must have, too; None: the engine asks for none.
+
+        `door`: why an engine with this card is not admitted, before anything else is heard of it; empty: it is, and the
+        client takes its name. None: `name` is expected.
+        """
         self.name = name
+        self._door = door
+        self.problem = ""  # why the engine that answered last is not admitted
         self.endpoint = endpoint
         self._key = key
         self.card: EngineCard | None = None
@@ -335,7 +344,7 @@ class EngineClient:
         """The message, or in place of an invalid one the failure of the request that it was about."""
         if not isinstance(message, BadMessage):
             return message
-        if self.card is None and message.protocol is not None and self._is_too_old(message.protocol):
+        if self.card is None and message.protocol is not None and self._is_other(message.protocol):
             return None
         self.num_dropped += 1
         if self._log_limit.passes():
@@ -353,30 +362,48 @@ class EngineClient:
             return
         if self.card is None:
             first = messages[0]
-            if not isinstance(first, Ready) or first.card.engine != self.name:
+            if not isinstance(first, Ready) or (self._door is None and first.card.engine != self.name):
                 self.num_dropped += 1
                 if self._log_limit.passes():
                     what = f"engine {first.card.engine!r}" if isinstance(first, Ready) else f"{first!r:.300}"
                     logger.error("%s: expected Ready of %s, got %s", self.endpoint, self.name, what)
                 return
-            if self._is_too_old(first.protocol):
+            if self._is_other(first.protocol):
                 return
-            self.card = first.card
+            if self._door is not None and (problem := self._door(first.card)):
+                self._turn_away(problem)
+                return
+            self.name, self.card, self.problem = first.card.engine, first.card, ""
             self._listener.engine_up(self.name, first.card)
             self._listen(first.card)
             messages = messages[1:]
         if messages and self._listener is not None:
             self._listener.engine_messages(self.name, messages)
 
-    def _is_too_old(self, protocol: int) -> bool:
-        """Refuse an engine whose protocol version is no longer supported."""
-        if protocol >= OLDEST_PROTOCOL:
+    def _is_other(self, protocol: int) -> bool:
+        """Refuse an engine of another protocol version."""
+        if protocol == PROTOCOL:
             return False
         self.num_dropped += 1
+        problem = f"it speaks protocol {protocol}, and this router {PROTOCOL}"
         if self._log_limit.passes():
-            versions = protocol, OLDEST_PROTOCOL, PROTOCOL
-            logger.error("%s is refused: it speaks protocol %d, and this router %d to %d", self.name, *versions)
+            logger.error("%s is refused: %s", self.name, problem)
+        if self._door is not None:
+            self._turn_away(problem)
         return True
+
+    def _turn_away(self, problem: str) -> None:
+        """Disconnect from an engine that is not admitted, and ask again later."""
+        self.problem = problem
+        self._shut()
+        if self._listener is not None:
+            self._reconnect = self._loop.call_later(ASK_AGAIN_S, self._open)
+
+    def retry(self) -> None:
+        """Ask an engine that was not admitted again, now."""
+        if self.problem and self._reconnect is not None:
+            self._reconnect.cancel()
+            self._open()
 
     def _listen(self, card: EngineCard) -> None:
         """Subscribe to the engine's beats, if it sends any."""

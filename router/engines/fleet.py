@@ -70,6 +70,9 @@ class EngineState:
     token_s: float = 0.0  # seconds of a prompt token while it has others to compute; 0: not known
     context_weight: float = CONTEXT_WEIGHT  # of a token of KV beside a prompt token that is to be computed
     note: RefusalNote | None = None  # where a launcher writes why it keeps the engine out
+    endpoint: str = ""
+    source: str = "launch"  # who proposed it (docs/membership.md)
+    leaving: bool = False  # its source has withdrawn it, and so it is draining
 
     @property
     def blocks(self) -> BlockCounts:
@@ -177,6 +180,8 @@ class EngineState:
         return {
             "name": self.name,
             "role": self.role,
+            "endpoint": self.endpoint,
+            "source": self.source,
             "pid": self.pid,
             "ranks": list(self.card.rank_pids) if self.card is not None and self.life == "ready" else [],
             "state": self.life if reason is None else "refused",
@@ -272,10 +277,12 @@ class Fleet:
         self._are_mixed = False  # whether engines that are ready speak several versions
         self._gaps: dict[tuple[Versions, Versions], str] = {}  # why those of such versions cannot exchange KV
 
-    def add(self, name: str, role: str, note: RefusalNote | None = None) -> EngineState:
+    def add(
+        self, name: str, role: str, note: RefusalNote | None = None, *, endpoint: str = "", source: str = "launch"
+    ) -> EngineState:
         """Add an engine that has yet to start."""
         assert name not in self.engines, f"two engines are named {name}"
-        state = self.engines[name] = EngineState(name, role, note=note)
+        state = self.engines[name] = EngineState(name, role, note=note, endpoint=endpoint, source=source)
         return state
 
     def look_at(self, engine: EngineState) -> None:
@@ -302,7 +309,7 @@ class Fleet:
         """
         state = self.engines[name]
         try:
-            self._check(name, card)
+            self.check(name, card)
         except IncompatiblePeers as error:
             state.refusal, state.refused_card = str(error), card
             raise
@@ -346,7 +353,7 @@ class Fleet:
         versions = self.sides[side].versions
         return not self._are_mixed or any(not self._gap(engine.versions, theirs) for theirs in versions)
 
-    def _check(self, name: str, card: EngineCard) -> None:
+    def check(self, name: str, card: EngineCard) -> None:
         """Raise IncompatiblePeers if it cannot work with the engines that are ready, or has another model."""
         if (other := self.any_card) is not None:  # all others agree with it
             check_compatible(other, card)
@@ -360,7 +367,7 @@ class Fleet:
         for engine in list(self.engines.values()):
             if engine.refused_card is not None:
                 try:
-                    self._check(engine.name, engine.refused_card)
+                    self.check(engine.name, engine.refused_card)
                 except IncompatiblePeers as error:
                     engine.refusal = str(error)
                     continue

@@ -100,6 +100,7 @@ class Dispatcher(Listener):
         )
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self._mover = Mover(fleet, self.move, take_over=limits.take_over)
+        self.proposed: Callable[[], list[dict[str, str]]] = list  # addresses of engines that are not admitted
         self._explain_share, self._explain_rng = explain_share, random.Random()
         self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and therefore no candidate
         self._ticker: asyncio.TimerHandle | None = None
@@ -107,12 +108,21 @@ class Dispatcher(Listener):
 
     # --- engines --------------------------------------------------------------------------------------------------
 
-    def add_backend(self, backend: Backend, role: str, refusal: Path | None = None) -> None:
+    def add_backend(
+        self, backend: Backend, role: str, refusal: Path | None = None, *, endpoint: str = "", source: str = "launch"
+    ) -> None:
         """Add an engine, at any time. `refusal`: where a launcher writes why it keeps the engine out."""
-        self._backends[backend.name] = backend
-        self.fleet.add(backend.name, role, RefusalNote(refusal) if refusal is not None else None)
+        self.admit(backend, role, refusal, endpoint=endpoint, source=source)
         if self._connected:
             backend.connect(self)
+
+    def admit(
+        self, backend: Backend, role: str, refusal: Path | None = None, *, endpoint: str = "", source: str = "launch"
+    ) -> None:
+        """Add an engine whose backend is connected, or is connected later."""
+        self._backends[backend.name] = backend
+        note = RefusalNote(refusal) if refusal is not None else None
+        self.fleet.add(backend.name, role, note, endpoint=endpoint, source=source)
 
     def remove_backend(self, name: str) -> None:
         """Disconnect from an engine for good: its work ends or continues elsewhere, as if it had died."""
@@ -126,6 +136,8 @@ class Dispatcher(Listener):
     def connect(self) -> None:
         """Connect to all engines, in the running event loop."""
         self._connected = True
+        if self.awaits_others and self.fleet.complete_once:
+            self._settled.set()
         for backend in self._backends.values():
             backend.connect(self)
         self._tick()
@@ -212,10 +224,11 @@ class Dispatcher(Listener):
         return {e.name: e.connector_problem for e in engines if e.connector_problem is not None}
 
     def topology(self) -> dict[str, Any]:
-        """The topology, JSON-ready: the result of `describe_fleet`, and "router": {…}."""
+        """The topology, JSON-ready: the result of `describe_fleet`, addresses that are not admitted, and "router"."""
         num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
         router = self._described | {"indexed_keys": self.index.num_keys, "tiers": self.tiers.describe()}
-        return describe_fleet(self.fleet, num_requests, self._clock()) | {"router": router}
+        fleet = describe_fleet(self.fleet, num_requests, self._clock())
+        return fleet | {"proposed": self.proposed(), "router": router}
 
     def describe_engine(self, name: str) -> dict[str, Any]:
         """One engine, as in `topology`."""

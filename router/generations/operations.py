@@ -44,12 +44,10 @@ class Operations:
         """`connect(name, endpoint)` makes the backend of a new engine. Restores the settings in `marks_file`."""
         self._dispatcher = dispatcher
         self._connect = connect
-        self._endpoints: dict[str, str] = {}  # of engines that were added here
         self._marks_file = marks_file
-        for name, mark in self._read_marks().items():
-            if name in dispatcher.fleet.engines:
-                engine = dispatcher.fleet.engines[name]
-                engine.draining, engine.assigned, engine.role = mark.draining, mark.role, mark.role or engine.role
+        self._marks = self._read_marks()  # of engines that have yet to come
+        for engine in dispatcher.engines():
+            self._restore(engine)
 
     def describe(self, name: str) -> dict[str, Any]:
         """The engine as `/topology` shows it."""
@@ -95,13 +93,24 @@ class Operations:
         """Add an engine. Idempotent."""
         if role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}, got {role!r}", param="role")
-        if name in self._dispatcher.fleet.engines:
-            if self._endpoints.get(name, endpoint) != endpoint:
-                raise InvalidRequest(f"engine {name} already exists, at another endpoint", status=_CONFLICT)
+        present = self._dispatcher.fleet.engines.get(name)
+        if present is not None:
+            if present.endpoint not in ("", endpoint):
+                raise InvalidRequest(f"engine {name} already exists, at {present.endpoint}", status=_CONFLICT)
             return
-        self._endpoints[name] = endpoint
-        self._dispatcher.add_backend(self._connect(name, endpoint), role, refusal)
+        self._dispatcher.add_backend(self._connect(name, endpoint), role, refusal, endpoint=endpoint)
         self._changed(f"{name} ({role}) was added")
+
+    def admit(self, backend: Backend, role: str, *, endpoint: str, source: str) -> None:
+        """Add an engine whose backend is connected and whose card admits it."""
+        self._dispatcher.admit(backend, role, endpoint=endpoint, source=source)
+        self._restore(self._dispatcher.fleet.engines[backend.name])
+        self._changed(f"{backend.name} ({role}) at {endpoint} has joined ({source})")
+
+    def _restore(self, engine: EngineState) -> None:
+        """Apply what an operator said about an engine to an earlier router."""
+        if (mark := self._marks.pop(engine.name, None)) is not None:
+            engine.draining, engine.assigned, engine.role = mark.draining, mark.role, mark.role or engine.role
 
     def remove(self, name: str, *, force: bool = False) -> None:
         """Remove an engine. `force`: even one that still has requests, which end or continue elsewhere.
@@ -114,7 +123,6 @@ class Operations:
         if num_requests and not force:
             raise InvalidRequest(f"{name} still has {num_requests} requests: drain it first", status=_CONFLICT)
         self._dispatcher.remove_backend(name)
-        self._endpoints.pop(name, None)
         self._changed(f"{name} was removed")
 
     async def wait(self, name: str, until: Until, timeout_s: float, pid: int | None = None) -> bool:
@@ -169,7 +177,8 @@ class Operations:
         if self._marks_file is None:
             return
         engines = self._dispatcher.fleet.engines.values()
-        marks = {e.name: _Mark(e.draining, e.assigned) for e in engines if e.draining or e.assigned}  # type: ignore[arg-type]
+        marks = {e.name: _Mark(e.draining and not e.leaving, e.assigned) for e in engines}  # type: ignore[arg-type]
+        marks = self._marks | {name: mark for name, mark in marks.items() if mark != _Mark()}
         new = self._marks_file.with_suffix(".new")
         try:
             new.write_bytes(msgspec.json.encode(marks))

@@ -51,6 +51,9 @@ def run_engines(arguments: argparse.Namespace) -> int:
     engines = ask_router(arguments, lambda router: router.engines(fresh=True))
     rows = [("NAME", "ROLE", "STATE", "PID", "REQUESTS")]
     rows += [(e["name"], e["role"], engine_state(e), str(e["pid"] or "-"), str(e["requests"])) for e in engines]
+    if any(e["source"] != "launch" for e in engines):
+        sources = [("SOURCE", "ENDPOINT"), *((e["source"], e["endpoint"]) for e in engines)]
+        rows = [(*row, *source) for row, source in zip(rows, sources, strict=True)]
     print_table(rows)
     return 0
 

@@ -112,8 +112,11 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     counts = dict.fromkeys(ROLES, 0) if values.get("backend") else {}  # those run everything
     launch = build(LaunchConfig, counts | {role: least for role, (least, _) in bounds.items()} | values)
     router.autoscaling.check(launch.prefill, launch.decode)
-    if bounds and launch.remote_engines:
-        raise ConfigError("--autoscale excludes --remote-engines, which this launch can neither start nor end")
+    if bounds and (launch.remote_engines or launch.takes_others):
+        raise ConfigError(
+            "--autoscale excludes --remote-engines, --join-listen, --engines-file and --engines-dns, whose engines "
+            "this launch can neither start nor end"
+        )
     if launch.aggregated:
         _check_no_prefill_options(flags, values)
     prefill, decode = (build(EngineConfig, values, role=role) for role in ROLES)

@@ -24,6 +24,7 @@ from pdkv.models.shard import Shard
 from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_keys
 from pdkv.router.engines.foreign_kinds import check_backends
+from pdkv.router.engines.sources import make_resolver, read_engines
 from pdkv.router.fronts.wire import MAX_BODY_BYTES
 from pdkv.router.http.server.certificates import load_context
 from pdkv.router.metrics.recorder import check_recording
@@ -103,6 +104,10 @@ def check_deployment(deployment: Deployment) -> Deployment:
     read_keys(deployment.router.access.api_key_file)
     if deployment.launch.cluster_key_file is not None:
         ClusterKey.read(deployment.launch.cluster_key_file)
+    if deployment.launch.engines_file is not None:
+        read_engines(deployment.launch.engines_file)
+    if deployment.launch.engines_dns:
+        make_resolver()
     if deployment.router.tls.ssl_certfile is not None:
         load_context(deployment.router.tls)
     prefill, decode = with_local_model(deployment.prefill), with_local_model(deployment.decode)

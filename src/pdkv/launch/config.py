@@ -1,7 +1,6 @@
 """The configuration of a launch: the options of `pd launch` besides those of the engines and the hand-off."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +14,9 @@ from pdkv.base.options import Names, Natural, Options, Positive, option
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers
-from pdkv.router.engines.address import EngineAddress
+from pdkv.router.engines.address import EngineAddress, check_endpoint, check_engine_name, check_numeric
 from pdkv.router.engines.foreign_kinds import read_backends
+from pdkv.router.engines.sources import split_dns_name
 from pdkv.wire.kv import Order
 
 
@@ -30,6 +30,17 @@ class LaunchConfig(Options):
     )
     cluster_key_file: Path | None = option(
         None, "file with the secret shared by this launch and its remote engines", metavar="FILE"
+    )
+    join_listen: str | None = option(
+        None, "address at which engines announce themselves with `pd engine --join`", metavar="tcp://ADDRESS:PORT"
+    )
+    engines_file: Path | None = option(
+        None, "file of lines NAME=tcp://ADDRESS:PORT, engines that come and go as it is replaced", metavar="FILE"
+    )
+    engines_dns: Names = option(
+        (),
+        "names in DNS whose addresses are engines: of SRV records, or with the engines' port",
+        metavar="NAME[:PORT]",
     )
     backend: Names = option(
         (),
@@ -83,10 +94,20 @@ class LaunchConfig(Options):
             )
         if self.backend_key_file is not None and not self.backend:
             raise ConfigError("backend_key_file is given, but no --backend to send the key to")
-        if not self.remote_engines and not self.decode and not self.backend:
+        if not self.remote_engines and not self.decode and not self.backend and not self.takes_others:
             raise ConfigError("decode must be at least 1 where there are no --remote-engines, got 0")
+        if self.backends and self.takes_others:
+            raise ConfigError(
+                "backend excludes --join-listen, --engines-file and --engines-dns: engines of one kind only"
+            )
+        if self.takes_others and self.cluster_key_file is None:
+            raise ConfigError("join_listen, engines_file and engines_dns need a --cluster-key-file, as the engines do")
         if self.remote_engines and self.cluster_key_file is None:
             raise ConfigError("remote_engines need a --cluster-key-file, the one that they were started with")
+        if self.join_listen is not None:
+            check_endpoint(self.join_listen)
+        for name in self.engines_dns:
+            split_dns_name(name)
         for name, endpoint in self.remote_engines.items():
             check_engine_name(name)
             check_endpoint(endpoint)
@@ -102,6 +123,11 @@ class LaunchConfig(Options):
         return read_backends(self.backend)
 
     @property
+    def takes_others(self) -> bool:
+        """Whether engines may come and go that this launch does not start (docs/membership.md)."""
+        return self.join_listen is not None or self.engines_file is not None or bool(self.engines_dns)
+
+    @property
     def num_engines(self) -> int:
         """Engines of both roles, on all hosts."""
         return self.prefill + self.decode + len(self.remote_engines)
@@ -109,7 +135,7 @@ class LaunchConfig(Options):
     @property
     def aggregated(self) -> bool:
         """Whether the engines started here both prefill and decode. With remote engines, they have roles."""
-        return not self.prefill and not self.remote_engines and not self.backend
+        return not self.prefill and bool(self.decode) and not self.remote_engines
 
 
 class HostedEngine(Options):
@@ -118,6 +144,15 @@ class HostedEngine(Options):
     name: str = option(help="the engine's name, as in --remote-engines")
     role: Literal["prefill", "decode", "any"] = option("any", "the engine's role; any: both")
     listen: str = option(help="address for routers; heartbeats use the next port", metavar="tcp://ADDRESS:PORT")
+    join: str | None = option(
+        None, "the --join-listen of a running router that is to take the engine in", metavar="tcp://ADDRESS:PORT"
+    )
+    advertise: str | None = option(
+        None, "address at which that router reaches the engine (default: --listen)", metavar="tcp://ADDRESS:PORT"
+    )
+    drain_s: Annotated[float, Meta(ge=0, le=MAX_WAIT_S)] = option(
+        30.0, "with --join: how long the router may take to finish or move the engine's requests after a stop"
+    )
     cluster_key_file: Path = option(
         help="file with the secret that the engine shares with its router's launch", metavar="FILE"
     )
@@ -134,23 +169,16 @@ class HostedEngine(Options):
         super().__post_init__()
         check_engine_name(self.name)
         check_endpoint(self.listen)
+        if self.join is not None:
+            check_endpoint(self.join)
+            check_numeric(self.reachable_at)
+        elif self.advertise is not None:
+            raise ConfigError("advertise is for routers that the engine is to --join, and none is given")
 
-
-_ENGINE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
-
-
-def check_engine_name(name: str) -> None:
-    """Raise ConfigError for an invalid engine name."""
-    if not _ENGINE_NAME.fullmatch(name):
-        raise ConfigError(f"an engine's name has 1 to 64 letters, digits, '-' and '_', such as decode-b0; got {name!r}")
-
-
-def check_endpoint(endpoint: str) -> None:
-    """Raise ConfigError for an endpoint that other hosts cannot reach. The highest port is left for the beats."""
-    found = _ENDPOINT.fullmatch(endpoint)
-    if found is None or not 1 <= int(found[2]) < 65535:
-        raise ConfigError(f"an address such as tcp://10.0.0.2:7000 was expected (ports 1 to 65534), got {endpoint!r}")
+    @property
+    def reachable_at(self) -> str:
+        """The endpoint that routers are told."""
+        return self.advertise or self.listen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +215,8 @@ class Deployment:
             engines = f"{self.launch.decode} aggregated{_ranks(self.decode)}"
         if self.launch.remote_engines:
             engines = f"{engines}, {len(self.launch.remote_engines)} on other hosts"
+        if self.launch.takes_others:
+            engines = f"{engines}, others may join"
         return f"{engines}, connector {self.handoff.connector}{describe_tiers(self.tiers)}"
 
 

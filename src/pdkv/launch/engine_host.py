@@ -6,6 +6,7 @@ import logging
 from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.errors import ConfigError
+from pdkv.launch.announcer import Announcer
 from pdkv.launch.config import HostedEngine
 from pdkv.launch.cpus import default_threads, split_cpu_bind
 from pdkv.launch.host_memory import DIRECTORY, HostMemory
@@ -89,13 +90,23 @@ def plan_hosted(
     return place_on_hardware([spec], tiers)[0]
 
 
+async def _stay(hosted: HostedEngine, signals: StopSignals) -> None:
+    """Wait for a signal, and then for the router that the engine has joined, if there is one."""
+    if hosted.join is None:
+        await signals.stopped.wait()
+        return
+    signals.drain_s = hosted.drain_s
+    announcer = Announcer(hosted.join, hosted.name, hosted.reachable_at, ClusterKey.read(hosted.cluster_key_file))
+    await announcer.run(signals.stopped, signals.hurried, hosted.drain_s)
+
+
 async def _serve(hosted: HostedEngine, supervisor: Supervisor) -> None:
     """Start the engine, report that it is ready, and end it when a signal asks for that."""
     signals = StopSignals(supervisor, reloads=False)
     try:
         if await start_unless_stopped(supervisor, signals):
             print(f"ready: {hosted.name} ({hosted.role}) at {hosted.listen}", flush=True)
-            await signals.stopped.wait()
+            await _stay(hosted, signals)
     finally:
         await supervisor.stop()
         if signals.stopped.is_set():

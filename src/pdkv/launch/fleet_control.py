@@ -88,7 +88,7 @@ class FleetControl:
         """
         self._check_own_engines()
         names = list(self.supervisor.engines)
-        if len(names) == 1 and not self.deployment.launch.remote_engines:
+        if len(names) == 1 and len(await self.router.engines()) == 1:
             raise ConfigError(f"{names[0]} is the only engine: scale up first, or stop the launch and start another")
         self.choose_spin([self._planned_anew(name) for name in names])
         for name in names:

@@ -123,8 +123,8 @@ class StopSignals:
         """
         self.stopped = asyncio.Event()
         self.drain_s = 0.0  # until everything is ready, nothing needs to be answered
+        self.hurried = asyncio.Event()
         self._supervisor = supervisor
-        self._hurried = False
         for number in _STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
         if reloads:
@@ -135,9 +135,9 @@ class StopSignals:
         if not self.stopped.is_set():
             logger.info("stopping")
             self.stopped.set()
-        elif self.drain_s and not self._hurried:
+        elif self.drain_s and not self.hurried.is_set():
             logger.warning("asked to stop again: running requests are cut off")
-            self._hurried = True
+            self.hurried.set()
             self._supervisor.hurry()
         else:
             logger.warning("asked to stop again: killing every process")

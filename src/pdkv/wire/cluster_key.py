@@ -4,6 +4,7 @@ The deployment's key file determines two key pairs, the engines' and the routers
 even begin a handshake, since the engines' public key is never sent; and an engine cannot answer one.
 """
 
+import copy
 import hashlib
 import hmac
 import os
@@ -38,6 +39,12 @@ class ClusterKey:
     def read(cls, path: Path) -> "ClusterKey":
         """The key in a file. Raises ConfigError."""
         return cls(_read_secret(path))
+
+    def swapped(self) -> "ClusterKey":
+        """The same secret for the opposite direction: a router listens, and engines connect."""
+        other = copy.copy(self)
+        other._engines, other._routers = self._routers, self._engines
+        return other
 
     def guard(self, socket: "zmq.Socket[bytes]") -> None:
         """Guard an engine's socket: only clients with the engines' public key get in, and only with a Doorkeeper that

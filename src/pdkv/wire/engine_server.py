@@ -31,7 +31,6 @@ from pdkv.wire.heartbeat import Heartbeat
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
-    OLDEST_PROTOCOL,
     PROTOCOL,
     Abort,
     Disconnect,
@@ -340,10 +339,9 @@ class EngineServer:
         if predecessor is None and len(self._routers) >= MAX_ROUTERS:
             self._log(f"router {hello.router_id} is refused: {MAX_ROUTERS} others are connected")
             return None
-        if hello.protocol < OLDEST_PROTOCOL:
+        if hello.protocol != PROTOCOL:
             self._log(
-                f"router {hello.router_id} is refused: it speaks protocol {hello.protocol}, but this engine "
-                f"{OLDEST_PROTOCOL} to {PROTOCOL}"
+                f"router {hello.router_id} is refused: it speaks protocol {hello.protocol}, but this engine {PROTOCOL}"
             )
             return None
         if predecessor is not None:

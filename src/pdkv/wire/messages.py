@@ -37,11 +37,9 @@ from pdkv.wire.types import (
 
 PROTOCOL = 2
 """Version of the messages between processes. It stays as long as only fields with defaults and new messages are added:
-a peer that does not know them skips them. `tests/wire/recorded/` keeps messages of an engine of this version.
+a peer that does not know them skips them. Peers of another version are refused with both numbers.
+`tests/wire/recorded/` keeps messages of an engine of this version.
 """
-
-OLDEST_PROTOCOL = 2
-"""Oldest supported version. Peers of version 1 are refused: they tell loans from hand-offs by their ids."""
 
 FinishReason = Literal["stop", "length"]
 

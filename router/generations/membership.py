@@ -1,0 +1,230 @@
+"""Engines that come and go: sources propose endpoints, cards admit, withdrawals drain (docs/membership.md)."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pdkv.errors import ConfigError
+from pdkv.router.engines.address import check_engine_name
+from pdkv.router.engines.engine_client import EngineClient
+from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.router.generations.operations import Operations
+from pdkv.wire.kv import EngineCard
+
+MAX_PROPOSALS = 1024
+"""The most endpoints of all sources; each costs the router four sockets."""
+
+MOVE_S = 5.0
+"""Seconds until nothing holds on to an engine from which everything was moved."""
+
+Door = Callable[[EngineCard], str]
+News = Callable[[str, str, str], None]
+"""Called with (endpoint, kind of `Verdict`, why)."""
+
+logger = logging.getLogger(__name__)
+
+
+class Withdrawal(NamedTuple):
+    """A member that is being drained."""
+
+    task: "asyncio.Task[None]"
+    hurry: asyncio.Event  # its name is wanted elsewhere
+
+
+@dataclass(eq=False)
+class Proposal:
+    """An endpoint, and its engine once that is a member."""
+
+    endpoint: str
+    names: Mapping[str, str]  # that its sources expect there, by source; empty: any
+    client: EngineClient
+    withdrawal: Withdrawal | None = None
+
+
+class Membership:
+    """Lives in the dispatcher's event loop, and writes the dispatcher's table through `Operations`."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        operations: Operations,
+        connect: Callable[[str, Door], EngineClient],
+        drain_s: float,
+    ) -> None:
+        """`connect(endpoint, door)` makes a client; `drain_s`: how long requests of an engine that leaves may go on."""
+        self._dispatcher, self._operations, self._connect = dispatcher, operations, connect
+        self._drain_s = drain_s
+        self._wanted: dict[str, Mapping[str, str]] = {}  # names by endpoint, by source
+        self._proposals: dict[str, Proposal] = {}  # by endpoint
+        self._members: dict[str, Proposal] = {}  # those that were admitted, by name
+        self.on_news: News = lambda endpoint, kind, why: None
+        dispatcher.proposed = self.describe
+
+    def propose(self, source: str, wanted: Mapping[str, str]) -> None:
+        """Replace what a source proposes: the names that it expects at endpoints; empty: any.
+
+        Raises:
+            ConfigError: there would be too many; nothing was changed.
+        """
+        all_wanted = {**self._wanted, source: wanted}
+        endpoints = dict.fromkeys(endpoint for given in all_wanted.values() for endpoint in given)
+        if len(endpoints) > MAX_PROPOSALS:
+            raise ConfigError(f"{len(endpoints)} engines are proposed, and at most {MAX_PROPOSALS} were expected")
+        self._wanted = all_wanted
+        for endpoint in endpoints:
+            names = {source: given[endpoint] for source, given in all_wanted.items() if endpoint in given}
+            if (proposal := self._proposals.get(endpoint)) is None:
+                self._begin(endpoint, names)
+            else:
+                self._keep(proposal, names)
+        for proposal in [p for e, p in self._proposals.items() if e not in endpoints]:
+            self._withdraw(proposal)
+
+    def name_at(self, endpoint: str) -> str:
+        """Name of the member at this endpoint; empty: there is none."""
+        proposal = self._proposals.get(endpoint)
+        return proposal.client.name if proposal is not None and self._is_member(proposal) else ""
+
+    def is_up(self, endpoint: str) -> bool:
+        """Whether a member at this endpoint is ready."""
+        return self._dispatcher.fleet.is_ready(self.name_at(endpoint))
+
+    def describe(self) -> list[dict[str, str]]:
+        """Endpoints whose engines are not admitted, JSON-ready."""
+        return [
+            {
+                "endpoint": p.endpoint,
+                "source": _sources(p),
+                "name": next(filter(None, p.names.values()), ""),
+                "reason": p.client.problem or "it does not answer",
+            }
+            for p in self._proposals.values()
+            if not self._is_member(p)
+        ]
+
+    def close(self) -> None:
+        """Stop whatever is under way. The dispatcher closes members' connections."""
+        for proposal in self._proposals.values():
+            if proposal.withdrawal is not None:
+                proposal.withdrawal.task.cancel()
+            if not self._is_member(proposal):
+                proposal.client.close()
+
+    def _is_member(self, proposal: Proposal) -> bool:
+        return self._members.get(proposal.client.name) is proposal
+
+    def _begin(self, endpoint: str, names: Mapping[str, str]) -> None:
+        proposal = Proposal(endpoint, names, self._connect(endpoint, lambda card: self._judge(proposal, card)))
+        self._proposals[endpoint] = proposal
+        proposal.client.connect(self._dispatcher)
+
+    def _keep(self, proposal: Proposal, names: Mapping[str, str]) -> None:
+        """Note who proposes it now; one that was about to leave stays."""
+        proposal.names = names
+        if self._is_member(proposal):
+            self._dispatcher.fleet.engines[proposal.client.name].source = _sources(proposal)
+        if proposal.withdrawal is not None:
+            proposal.withdrawal.task.cancel()
+            proposal.withdrawal = None
+            self._dispatcher.fleet.engines[proposal.client.name].leaving = False
+            self._operations.resume(proposal.client.name)
+
+    def _withdraw(self, proposal: Proposal) -> None:
+        if not self._is_member(proposal):
+            proposal.client.close()
+            del self._proposals[proposal.endpoint]
+        elif proposal.withdrawal is None:
+            hurry = asyncio.Event()
+            proposal.withdrawal = Withdrawal(asyncio.create_task(self._drain(proposal, hurry)), hurry)
+
+    async def _drain(self, proposal: Proposal, hurry: asyncio.Event) -> None:
+        """Let a member's requests end, or move them; then it is gone."""
+        name, changes = proposal.client.name, self._dispatcher.changes
+        engine = self._dispatcher.fleet.engines[name]
+        engine.leaving = True
+        self._operations.drain(name, force=True)
+
+        def is_idle() -> bool:
+            return not engine.books.requests and not self._dispatcher.num_requests_on(name)
+
+        if not engine.is_silent:
+            await changes.wait_for(lambda: hurry.is_set() or is_idle(), self._drain_s)
+        if not is_idle():
+            self._operations.move_away(name)
+            await changes.wait_for(is_idle, MOVE_S)
+        self._remove(proposal)
+
+    def _remove(self, proposal: Proposal) -> None:
+        """Take an engine out of the table; others may have its name now."""
+        self._operations.remove(proposal.client.name, force=True)
+        del self._members[proposal.client.name], self._proposals[proposal.endpoint]
+        self.on_news(proposal.endpoint, "left", "")
+        for other in self._proposals.values():
+            if not self._is_member(other):
+                other.client.retry()
+
+    def _start_over(self, proposal: Proposal) -> None:
+        """Take an engine out of the table, and ask its endpoint anew, if that is still proposed."""
+        if not self._is_member(proposal):
+            return
+        if proposal.withdrawal is not None:
+            proposal.withdrawal.task.cancel()
+        self._remove(proposal)
+        if proposal.names and proposal.withdrawal is None:
+            self._begin(proposal.endpoint, proposal.names)
+
+    def _judge(self, proposal: Proposal, card: EngineCard) -> str:
+        """Why the engine at the endpoint is not admitted; empty: it is a member now."""
+        name, client = card.engine, proposal.client
+        if self._is_member(proposal):
+            if name != client.name:
+                asyncio.get_running_loop().call_soon(self._start_over, proposal)
+                return f"{client.name} was here, and now it is {name}"
+            return ""
+        try:
+            self._check(proposal, card)
+        except ConfigError as error:
+            if str(error) != client.problem:
+                logger.error("%s is not admitted: %s", proposal.endpoint, error)
+            holder = self._members.get(name)
+            waits = holder is not None and holder.withdrawal is not None
+            self.on_news(proposal.endpoint, "waiting" if waits else "refused", str(error))
+            return str(error)
+        client.name = name
+        self._members[name] = proposal
+        self._operations.admit(client, card.role, endpoint=proposal.endpoint, source=_sources(proposal))
+        self.on_news(proposal.endpoint, "admitted", "")
+        return ""
+
+    def _check(self, proposal: Proposal, card: EngineCard) -> None:
+        """Raise ConfigError, with both values, if a card does not admit its engine."""
+        name, endpoint, fleet = card.engine, proposal.endpoint, self._dispatcher.fleet
+        check_engine_name(name)
+        for source, expected in proposal.names.items():
+            if expected not in ("", name):
+                raise ConfigError(f"engine {name} answers at {endpoint}, where {source} expected {expected}")
+        fleet.check(name, card)
+        if (holder := fleet.engines.get(name)) is not None and not self._gives_way(name):
+            raise ConfigError(
+                f"the engine at {endpoint} is named {name}, as the one at {holder.endpoint} ({holder.source}): each "
+                "needs a name of its own"
+            )
+
+    def _gives_way(self, name: str) -> bool:
+        """Remove the member of this name if it is gone; hasten its leaving if it is about to leave."""
+        engine, member = self._dispatcher.fleet.engines[name], self._members.get(name)
+        if member is None:
+            return False
+        if engine.life == "ready" and not engine.is_silent:
+            if member.withdrawal is not None:
+                member.withdrawal.hurry.set()
+                self._dispatcher.changes.notify()
+            return False
+        self._start_over(member)
+        return True
+
+
+def _sources(proposal: Proposal) -> str:
+    return "+".join(proposal.names)

@@ -1,0 +1,132 @@
+"""Announces an engine to a router on another host, for as long as it runs (`pd engine --join`, docs/membership.md)."""
+
+import asyncio
+import logging
+import secrets
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import recv_monitor_message
+
+from pdkv.errors import ConfigError, MalformedMessage
+from pdkv.wire.cluster_key import ClusterKey
+from pdkv.wire.decoding import decode_total
+from pdkv.wire.joining import ALIVE_IVL_S, ALIVE_TIMEOUT_S, MAX_JOIN_BYTES, Join, encode, verdict_decoder
+from pdkv.wire.messages import PROTOCOL
+
+ACK_S = 2.0
+"""Seconds for a router to answer that the engine is being drained; one that is gone is not waited for."""
+
+MOVE_S = 10.0
+"""Seconds that a router may take, besides the engine's --drain-s, to move what the engine still has."""
+
+MAX_REFUSED = 3
+"""Connections in a row that end in their handshakes before the router is taken for one with another key."""
+
+_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+logger = logging.getLogger(__name__)
+
+
+class Announcer:
+    """The engine's word to one router. Every new connection is asked for it, also by a router's successor."""
+
+    def __init__(self, router: str, name: str, endpoint: str, key: ClusterKey) -> None:
+        self._router = router
+        self._join = Join(name, endpoint, PROTOCOL, secrets.token_hex(8))
+        self._key = key
+        self._was_heard = False
+        self._is_going = asyncio.Event()  # the router knows that it leaves
+
+    async def run(self, stopped: asyncio.Event, hurried: asyncio.Event, drain_s: float) -> None:
+        """Announce the engine until `stopped`, then have it drained; returns when no request needs it any more, or
+        `hurried`, or its time is over.
+
+        Raises:
+            ConfigError: the router refuses the engine, or has another key.
+        """
+        context = zmq.asyncio.Context()
+        socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
+        monitor = socket.get_monitor_socket(_FAILURES)
+        works = self._hear(socket), self._watch(monitor), self._leave(socket, stopped, drain_s), _end(stopped, hurried)
+        tasks = [asyncio.ensure_future(work) for work in works]
+        try:
+            self._connect(socket)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+            context.term()
+
+    def _connect(self, socket: zmq.asyncio.Socket) -> None:
+        socket.setsockopt(zmq.PROBE_ROUTER, 1)  # the router sees each new connection, and asks
+        socket.setsockopt(zmq.IMMEDIATE, 1)  # else a connection that is made again is none
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_JOIN_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(ALIVE_IVL_S * 1000))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(ALIVE_TIMEOUT_S * 1000))
+        self._key.swapped().present(socket)
+        socket.connect(self._router)
+
+    async def _hear(self, socket: zmq.asyncio.Socket) -> None:
+        """Answer the router; returns when it lets the engine go."""
+        while True:
+            try:
+                verdict = decode_total(verdict_decoder, await socket.recv())
+            except MalformedMessage as error:
+                logger.error("the router at %s sent what cannot be read: %s", self._router, error)
+                continue
+            self._was_heard = True
+            if verdict.kind in ("asked", "waiting") and verdict.text:
+                logger.warning("the router at %s does not take this engine in yet: %s", self._router, verdict.text)
+            match verdict.kind:
+                case "asked":
+                    await socket.send(encode(self._join))
+                case "admitted":
+                    logger.info("the router at %s has taken %s in", self._router, self._join.name)
+                case "refused":
+                    raise ConfigError(f"the router at {self._router} refuses {self._join.name}: {verdict.text}")
+                case "leaving":
+                    self._is_going.set()
+                case "left":
+                    return
+
+    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
+        """Raise ConfigError if the router's key is another one: it lets nothing in."""
+        for _ in range(MAX_REFUSED):
+            await recv_monitor_message(monitor)
+            if not self._was_heard:
+                logger.warning("the router at %s did not let this engine in", self._router)
+        if not self._was_heard:
+            raise ConfigError(
+                f"the router at {self._router} does not let this engine in, or is none: do both have the same "
+                "--cluster-key-file?"
+            )
+        await asyncio.Event().wait()
+
+    async def _leave(self, socket: zmq.asyncio.Socket, stopped: asyncio.Event, drain_s: float) -> None:
+        """When it is time, say so; returns if the router does not answer, or after the time for it."""
+        await stopped.wait()
+        self._join = msgspec.structs.replace(self._join, leaving=True)
+        try:
+            async with asyncio.timeout(ACK_S):
+                await socket.send(encode(self._join))
+                await self._is_going.wait()
+            async with asyncio.timeout(drain_s + MOVE_S):
+                await asyncio.Event().wait()
+        except TimeoutError:
+            logger.warning("the router at %s has not let %s go in time", self._router, self._join.name)
+
+
+async def _end(stopped: asyncio.Event, hurried: asyncio.Event) -> None:
+    await stopped.wait()
+    await hurried.wait()

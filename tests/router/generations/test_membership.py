@@ -1,0 +1,244 @@
+"""Engines that join and leave a running router: what admits them, and what keeps them out."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import zmq
+from standing_engine import ADDRESS, free_endpoint, standing
+from wire_rig import KEY, Context
+
+from pdkv.errors import ConfigError
+from pdkv.launch.announcer import Announcer
+from pdkv.router.engines.engine_client import EngineClient
+from pdkv.router.generations import join_door, membership
+from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.router.generations.join_door import JoinDoor
+from pdkv.router.generations.membership import Door, Membership
+from pdkv.router.generations.operations import Operations
+from pdkv.wire.cluster_key import ClusterKey
+from pdkv.wire.joining import Join, encode
+from pdkv.wire.messages import PROTOCOL
+
+
+class Router:
+    """A dispatcher without engines of its own, and the door at which others join."""
+
+    def __init__(self, context: Context, endpoint: str = "") -> None:
+        def connect(endpoint: str, door: Door) -> EngineClient:
+            return EngineClient(endpoint, endpoint, router_id=f"r-{endpoint}", context=context, key=KEY, door=door)
+
+        self.dispatcher = Dispatcher(await_all=False)
+        self.members = Membership(self.dispatcher, Operations(self.dispatcher, connect), connect, 5.0)  # type: ignore[arg-type]
+        self.door = JoinDoor(endpoint or free_endpoint(), KEY, self.members, context)
+
+    def table(self) -> dict[str, tuple[Any, ...]]:
+        """The members."""
+        return {e["name"]: (e["state"], e["endpoint"], e["source"]) for e in self.dispatcher.topology()["engines"]}
+
+    async def until(self, state: dict[str, tuple[Any, ...]]) -> None:
+        assert await self.dispatcher.changes.wait_for(lambda: self.table() == state, 30.0), self.table()
+
+    def close(self) -> None:
+        self.door.close()
+        self.members.close()
+        self.dispatcher.close()
+
+
+@contextlib.asynccontextmanager
+async def routing(endpoint: str = "") -> AsyncIterator[Router]:
+    context: Context = zmq.Context()
+    router = Router(context, endpoint)
+    router.dispatcher.connect()
+    router.door.start()
+    try:
+        yield router
+    finally:
+        router.close()
+        context.term()  # which hangs if a socket is left
+
+
+class Starter:
+    """What `pd engine --join` does beside its engine."""
+
+    def __init__(self, router: Router, name: str, endpoint: str, key: ClusterKey = KEY) -> None:
+        self.stopped, self.hurried = asyncio.Event(), asyncio.Event()
+        announcer = Announcer(router.door.endpoint, name, endpoint, key)
+        self.task = asyncio.create_task(announcer.run(self.stopped, self.hurried, 5.0))
+
+    async def leave(self) -> None:
+        self.stopped.set()
+        await self.task
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # the loop's first use opens one
+
+
+async def test_an_engine_joins_leaves_and_joins_a_router_s_successor() -> None:
+    door = free_endpoint()
+    with standing("decode-b") as endpoint:
+        async with routing(door) as router:
+            starter = Starter(router, "decode-b", endpoint)
+            await router.until({"decode-b": ("ready", endpoint, "join")})
+            assert router.members.describe() == []
+        async with routing(door) as router:
+            await router.until({"decode-b": ("ready", endpoint, "join")})
+            await starter.leave()
+            assert router.table() == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("name", r"at tcp://\S+ is named decode-b, as the one at tcp://\S+ \(join\): each needs a name of its own"),
+        ("model", "decode-c has model other, but the deployment started with model m|has model m, decode-c has other"),
+        ("address", "another starter, which is still connected, has announced tcp://"),
+        ("alias", r"engine decode-b answers at tcp://\S+, where join expected decode-c"),
+        ("key", "does not let this engine in, or is none: do both have the same --cluster-key-file"),
+        ("host name", "the address of one host was expected, such as tcp://10.0.0.2:7000, got 'tcp://localhost:7000'"),
+    ],
+)
+async def test_what_may_not_join_is_told_why(case: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    with standing("decode-b") as endpoint, contextlib.ExitStack() as stack:
+        async with routing() as router:
+            first = Starter(router, "decode-b", endpoint)
+            before = {"decode-b": ("ready", endpoint, "join")}
+            await router.until(before)
+            name, key = "decode-c", KEY
+            match case:
+                case "name":
+                    name, endpoint = "decode-b", stack.enter_context(standing("decode-b", epoch="e1"))
+                case "model":
+                    endpoint = stack.enter_context(standing("decode-c", model="other"))
+                case "address":
+                    name = "decode-b"
+                case "alias":  # the same port by another address of this host: the connection there must not end
+                    await first.leave()
+                    await router.until({})
+                case "key":
+                    key, endpoint = ClusterKey(b"o" * 32), free_endpoint()
+                case "host name":
+                    endpoint = "tcp://localhost:7000"
+            with pytest.raises(ConfigError, match=message):
+                await Starter(router, name, endpoint, key).task
+            if case != "alias":
+                assert router.table() == before
+                assert not first.task.done()
+                await first.leave()
+    assert caplog.text
+
+
+async def test_unequal_protocols_are_refused_with_both_numbers() -> None:
+    async with routing() as router:
+        starter = Starter(router, "decode-b", free_endpoint())
+        starter.task.cancel()
+        announcer = Announcer(router.door.endpoint, "decode-b", free_endpoint(), KEY)
+        announcer._join = Join("decode-b", free_endpoint(), PROTOCOL + 1, "s")
+        with pytest.raises(ConfigError, match=f"it speaks protocol {PROTOCOL + 1}, and this router {PROTOCOL}"):
+            await announcer.run(asyncio.Event(), asyncio.Event(), 1.0)
+
+
+async def test_an_engine_that_flaps_leaves_nothing_behind() -> None:
+    with standing("decode-b") as endpoint:
+        async with routing() as router:
+            starter = Starter(router, "decode-b", endpoint)
+            await router.until({"decode-b": ("ready", endpoint, "join")})
+            members = {"decode-b": ("ready", endpoint, "join+file")}
+            num_open = len(os.listdir("/proc/self/fd"))
+            for _ in range(50):
+                router.members.propose("file", {endpoint: ""})
+                assert router.table() == members
+                router.members.propose("file", {})
+            router.members.propose("file", {})
+            await starter.leave()
+            for _ in range(50):
+                router.members.propose("file", {endpoint: "decode-b"})
+                await router.until({"decode-b": ("ready", endpoint, "file")})
+                router.members.propose("file", {})
+                await router.until({})
+            assert len(os.listdir("/proc/self/fd")) < num_open
+            assert router.members.describe() == []
+
+
+async def test_a_name_moves_to_another_address() -> None:
+    """When its engine leaves, and when it is gone."""
+    with contextlib.ExitStack() as old, standing("decode-b", epoch="e1") as second, standing("c") as third:
+        first = old.enter_context(standing("decode-b"))
+        async with routing() as router:
+            router.members.propose("file", {first: "decode-b"})
+            await router.until({"decode-b": ("ready", first, "file")})
+            router.members.propose("file", {second: "decode-b"})
+            await router.until({"decode-b": ("ready", second, "file")})
+            router.members.propose("file", {second: "decode-b", first: "", third: "x"})
+            await router.dispatcher.changes.wait_for(lambda: False, 0.3)
+            refused = {p["endpoint"]: p["reason"] for p in router.members.describe()}
+            assert "each needs a name of its own" in refused[first]
+            assert refused[third] == f"engine c answers at {third}, where file expected x"
+            router.members.propose("file", {first: ""})
+            await router.until({"decode-b": ("ready", first, "file")})
+            old.close()
+            assert await router.dispatcher.changes.wait_for(lambda: router.table()["decode-b"][0] == "dead", 30.0)
+            router.members.propose("file", {first: "", second: ""})
+            await router.until({"decode-b": ("ready", second, "file")})
+
+
+async def test_an_address_that_has_another_engine_now_is_that_one() -> None:
+    with standing("decode-b") as endpoint:
+        async with routing() as router:
+            router.members.propose("dns", {endpoint: ""})
+            await router.until({"decode-b": ("ready", endpoint, "dns")})
+    with contextlib.ExitStack() as old:
+        old.enter_context(standing("decode-b", endpoint))
+        async with routing() as router:
+            router.members.propose("dns", {endpoint: ""})
+            await router.until({"decode-b": ("ready", endpoint, "dns")})
+            old.close()
+            with standing("decode-c", endpoint):
+                await router.until({"decode-c": ("ready", endpoint, "dns")})
+
+
+async def test_dead_and_hanging_hosts_and_too_many_do_no_harm() -> None:
+    with standing("decode-b") as endpoint, socket.create_server((ADDRESS, 0)) as hanging:
+        async with routing() as router:
+            others = {f"tcp://{ADDRESS}:{hanging.getsockname()[1]}": "", f"tcp://{ADDRESS}:1": ""}
+            router.members.propose("dns", {**others, endpoint: ""})
+            await router.until({"decode-b": ("ready", endpoint, "dns")})
+            assert [p["reason"] for p in router.members.describe()] == ["it does not answer"] * 2
+            many = {f"tcp://10.0.{i // 250}.{i % 250}:7000": "" for i in range(membership.MAX_PROPOSALS + 1)}
+            with pytest.raises(ConfigError, match="1028 engines are proposed, and at most 1024 were expected"):
+                router.members.propose("file", many)
+            assert len(router.members.describe()) == 2
+
+
+async def test_an_engine_whose_starter_is_gone_too_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(join_door, "SWEEP_S", 0.05)
+    async with routing() as router:
+        with standing("decode-b") as endpoint:
+            starter = Starter(router, "decode-b", endpoint)
+            await router.until({"decode-b": ("ready", endpoint, "join")})
+        await router.until({"decode-b": ("dead", endpoint, "join")})
+        starter.task.cancel()
+        await router.until({})
+
+
+async def test_noise_with_the_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    async with routing() as router:
+        context: Context = zmq.Context()
+        peer = context.socket(zmq.DEALER)
+        KEY.swapped().present(peer)
+        peer.connect(router.door.endpoint)
+        for data in (b"\xff" * 100, encode(Join("a/b", "tcp://1.2.3.4:7000", PROTOCOL, "s")), b"", b"\x80"):
+            peer.send(data)
+        answers = [await asyncio.to_thread(peer.recv) for _ in range(4)]
+        assert [b"refused" in answer for answer in answers] == [True, True, False, True]
+        assert router.members.describe() == []
+        peer.close(linger=0)
+        context.term()
