@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pdkv.launch.children import Child
+from pdkv.launch.children import Child, LocalChild
 
 FAKE_CHILD = """
 import os, signal, sys
@@ -62,6 +62,6 @@ def fake_child(lifeline: int) -> Callable[[str, int, str], Child]:
     def start(name: str, ack_fd: int, behaviour: str) -> Child:
         arguments = [sys.executable, "-c", FAKE_CHILD, str(ack_fd), str(lifeline), behaviour]
         popen = subprocess.Popen(arguments, pass_fds=[ack_fd, lifeline], start_new_session=True)
-        return Child(name, popen.pid, popen)
+        return LocalChild(name, popen.pid, popen)
 
     return start

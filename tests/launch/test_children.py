@@ -20,7 +20,7 @@ from pdkv.errors import ConfigError, StartupError
 from pdkv.host.linux import become_subreaper
 from pdkv.launch import children
 from pdkv.launch.acks import Acknowledger, StartGivenUp
-from pdkv.launch.children import AckSocket, Child, ForkServer, OomWatch, describe_exit
+from pdkv.launch.children import AckSocket, Child, ForkServer, LocalChild, OomWatch, describe_exit
 from pdkv.launch.specs import EngineSpec
 from pdkv.testing import VirtualLoop
 
@@ -41,7 +41,7 @@ def test_exit_statuses_are_seen() -> None:
         statuses = []
         for code in ("raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)"):
             popen = subprocess.Popen([sys.executable, "-c", code])
-            child = Child("x", popen.pid, popen)
+            child = LocalChild("x", popen.pid, popen)
             assert child.alive
             statuses.append(await child.wait())
             assert not child.alive

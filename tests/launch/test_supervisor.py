@@ -15,6 +15,7 @@ from pdkv.config import EngineConfig, HandoffConfig, ModelFiles
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError, IncompatiblePeers, StartupError
 from pdkv.host.memory_limits import num_oom_kills
+from pdkv.launch import starter
 from pdkv.launch import supervisor as module
 from pdkv.launch.children import Child, OomWatch
 from pdkv.launch.keeper import backoff_s
@@ -70,8 +71,8 @@ class Deck:
             self.routers.append(spec)
             return start("router", ack_fd)
 
-        monkeypatch.setattr(module, "_LAST_WORD_S", 20.0)
-        monkeypatch.setattr(module, "spawn_engine", spawn_engine)
+        monkeypatch.setattr(starter, "_LAST_WORD_S", 20.0)
+        monkeypatch.setattr(starter, "spawn_engine", spawn_engine)
         monkeypatch.setattr(module, "spawn_router", spawn_router)
         engines = [
             EngineSpec(
@@ -252,7 +253,7 @@ def count_kills_in(group: Path, deck: Deck, proc: Path) -> None:
     (proc / "self/cgroup").write_text(f"{'5:memory' if group.parent.name == 'memory' else '0:'}:/{group.name}")
     if num_oom_kills(proc) is None:
         pytest.skip("this kernel does not count its kills")
-    deck.supervisor._oom_kills = OomWatch(lambda: num_oom_kills(proc))
+    deck.supervisor._children.oom_kills = OomWatch(lambda: num_oom_kills(proc))
 
 
 async def test_an_engine_that_the_kernel_killed_for_want_of_memory_is_named_so(

@@ -46,6 +46,7 @@ examples:
   pd launch --connector nixl --kv-host-memory 8GiB --kv-store redis://127.0.0.1:6379/0
   pd launch --connector store --connector-config url=redis://127.0.0.1:6379/0
   pd launch DIR --backend vllm=http://10.0.0.2:8000,http://10.0.0.3:8000
+  pd launch --cluster ray --prefill 2 --decode 2        engines on the nodes of a Ray cluster
   pd launch --config FILE                               options from a TOML, YAML or JSON file: prefill = 2
 
 Every option is also an environment variable: PDKV_PREFILL=2, PDKV_DECODE_THREADS=4. `pd connector list` names the
@@ -122,7 +123,7 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     prefill, decode = (build(EngineConfig, values, role=role) for role in ROLES)
     return Deployment(
         launch=launch,
-        handoff=build_handoff(values, [prefill, decode]),
+        handoff=build_handoff({"connector": "p2p"} | values if launch.cluster == "ray" else values, [prefill, decode]),
         tiers=build_tiers(values),
         router=router,
         prefill=prefill,

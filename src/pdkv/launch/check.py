@@ -113,8 +113,23 @@ def check_deployment(deployment: Deployment) -> Deployment:
     prefill, decode = with_local_model(deployment.prefill), with_local_model(deployment.decode)
     deployment = dataclasses.replace(deployment, prefill=prefill, decode=decode)
     check_models(deployment)
-    check_memory([(prefill, deployment.launch.prefill), (decode, deployment.launch.decode)], deployment.tiers)
+    if deployment.on_ray:
+        check_for_ray(deployment)
+    else:
+        check_memory([(prefill, deployment.launch.prefill), (decode, deployment.launch.decode)], deployment.tiers)
     return deployment
+
+
+def check_for_ray(deployment: Deployment) -> None:
+    """Refuse what only makes sense on this host. Raises ConfigError."""
+    for config in (deployment.prefill, deployment.decode):
+        for name in ("cpu_bind", "devices"):
+            if (value := getattr(config, name)) is not None:
+                raise ConfigError(
+                    f"{name} names parts of one host, but Ray chooses those of each engine; got {value!r}"
+                )
+    if deployment.handoff.connector == "shared_memory":
+        raise ConfigError("connector shared_memory works within one host: with --cluster ray, use p2p, nixl or a store")
 
 
 def check_models(deployment: Deployment) -> None:

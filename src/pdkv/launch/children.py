@@ -17,7 +17,7 @@ from pdkv.errors import ConfigError, DiedEarly, MalformedMessage, OtherRankGone,
 from pdkv.host.memory_limits import num_oom_kills
 from pdkv.host.process_info import process_name
 from pdkv.launch.fork_server import ENVIRONMENT
-from pdkv.launch.specs import KNOWN, EngineSpec, Identified, Progress, StartFailed, decode_ack, encode
+from pdkv.launch.specs import KNOWN, Ack, EngineSpec, Identified, Progress, Started, StartFailed, decode_ack, encode
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.router.spec import RouterSpec
 
@@ -30,31 +30,15 @@ _Popen = subprocess.Popen[bytes]
 
 
 class Child:
-    """A running child. Its death is an event of the loop, noticed through its pidfd."""
+    """A running process that was started for this one, which learns of its death as an event of the loop."""
 
-    known: ClassVar[set[int]] = set()  # pids of all unreaped children
+    endpoint = ""
+    """Where an engine listens, if that was only found when it started."""
 
-    def __init__(self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
-        """`pid` is an unreaped child of this process, so it cannot have been reused."""
+    def __init__(self, name: str, pid: int) -> None:
         self.name = name
         self.pid = pid
-        self._popen = popen
-        self.known.add(pid)
-        self._pidfd = os.pidfd_open(pid)
         self._died: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
-
-    def _reap(self) -> None:
-        result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
-        assert result is not None  # without WNOHANG it waits
-        status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        asyncio.get_running_loop().remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self.known.discard(self.pid)
-        if self._popen is not None:
-            # otherwise Popen would wait for a pid that may belong to another process by then
-            self._popen.returncode = status
-        self._died.set_result(status)
 
     @property
     def alive(self) -> bool:
@@ -68,6 +52,36 @@ class Child:
     async def wait(self) -> int:
         """Wait for its exit status; -N if signal N killed it."""
         return await asyncio.shield(self._died)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal if it is still running."""
+        raise NotImplementedError
+
+
+class LocalChild(Child):
+    """A child of this process. Its death is noticed through its pidfd."""
+
+    known: ClassVar[set[int]] = set()  # pids of all unreaped children
+
+    def __init__(self, name: str, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        """`pid` is an unreaped child of this process, so it cannot have been reused."""
+        super().__init__(name, pid)
+        self._popen = popen
+        self.known.add(pid)
+        self._pidfd = os.pidfd_open(pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
+
+    def _reap(self) -> None:
+        result = os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED)
+        assert result is not None  # without WNOHANG it waits
+        status = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.known.discard(self.pid)
+        if self._popen is not None:
+            # otherwise Popen would wait for a pid that may belong to another process by then
+            self._popen.returncode = status
+        self._died.set_result(status)
 
     def send_signal(self, number: signal.Signals) -> None:
         """Send a signal if it is still running."""
@@ -103,8 +117,8 @@ class _Strays:
         self._wanted = self._num_forks > 0
         if self._wanted:
             return
-        for pid in _forked_children() - Child.known:
-            Child("a stray", pid).when_dead(self.adopt)
+        for pid in _forked_children() - LocalChild.known:
+            LocalChild("a stray", pid).when_dead(self.adopt)
 
 
 _strays = _Strays()
@@ -121,7 +135,7 @@ def _forked_children() -> set[int]:
 
 def _engine_child(name: str, pid: int, popen: _Popen | None = None) -> Child:
     """A rank of an engine. Its own children become this process's when it dies."""
-    child = Child(name, pid, popen)
+    child = LocalChild(name, pid, popen)
     child.when_dead(_strays.adopt)
     return child
 
@@ -234,20 +248,8 @@ class AckSocket:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    match decode_ack(await self._read_line(name)):
-                        case Progress(text=text):
-                            on_progress(text)
-                        case Identified(model=model):
-                            on_identity(model)
-                        case StartFailed(message=message, config=True):
-                            raise ConfigError(message)
-                        case StartFailed(message=message, rank_gone=True):
-                            raise OtherRankGone(f"{name}: {message}")
-                        case StartFailed(message=message):
-                            raise StartupError(f"{name}: {message}")
-                        case _:
-                            return
+                while not heed(decode_ack(await self._read_line(name)), name, on_progress, on_identity):
+                    pass
         except TimeoutError:
             raise StartupError(f"{name} was not ready after {timeout_s:g} s") from None
         except MalformedMessage as error:
@@ -278,6 +280,24 @@ class AckSocket:
         self._theirs.close()
 
 
+def heed(ack: Ack, name: str, on_progress: Callable[[str], None], on_identity: Callable[[str], None]) -> bool:
+    """Pass an ack on; returns whether the process is ready. Raises the errors of `AckSocket.wait_ready`."""
+    match ack:
+        case Progress(text=text):
+            on_progress(text)
+        case Identified(model=model):
+            on_identity(model)
+        case StartFailed(message=message, config=True):
+            raise ConfigError(message)
+        case StartFailed(message=message, rank_gone=True):
+            raise OtherRankGone(f"{name}: {message}")
+        case StartFailed(message=message):
+            raise StartupError(f"{name}: {message}")
+        case Started():
+            return True
+    return False
+
+
 def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes = b"") -> _Popen:
     """Start `python -m module` in its own session, with the given descriptors and `spec` as its standard input."""
     with os.fdopen(os.memfd_create("pdkv-spec"), "w+b") as stdin:
@@ -304,7 +324,7 @@ def spawn_router(name: str, spec: RouterSpec, listen_fd: int, ack_fd: int, lifel
     """Start the router, or a front, on the launcher's listening socket, or a dispatcher on the one for fronts."""
     fds = [listen_fd, ack_fd, lifeline_fd]
     popen = _spawn("pdkv.launch.router_process", [name, *fds], fds, encode(spec))
-    return Child(name, popen.pid, popen)
+    return LocalChild(name, popen.pid, popen)
 
 
 class ForkServer:
@@ -318,7 +338,7 @@ class ForkServer:
         popen = _spawn("pdkv.launch.fork_server", arguments, [theirs.fileno(), lifeline_fd])
         theirs.close()
         self._control = ours
-        self.child = Child("fork-server", popen.pid, popen)
+        self.child = LocalChild("fork-server", popen.pid, popen)
         self.child.when_dead(_strays.adopt)
         self._answers: deque[asyncio.Future[bytes]] = deque()
         self._ready = self._expect_answer()

@@ -50,6 +50,10 @@ class LaunchConfig(Options):
     backend_key_file: Path | None = option(
         None, "file with the API key that is sent to the servers of --backend", metavar="FILE"
     )
+    cluster: Literal["local", "ray"] = option("local", "where the engines run: on this host, or where Ray places them")
+    address: str | None = option(
+        None, "a Ray cluster that this host belongs to (default: the one that runs here)", metavar="HOST:PORT"
+    )
     kv_shards: Positive | None = option(
         None,
         "for stores only: the least common multiple of the tp of all engines, remote ones included (default: that of "
@@ -108,6 +112,12 @@ class LaunchConfig(Options):
             check_endpoint(self.join_listen)
         for name in self.engines_dns:
             split_dns_name(name)
+        if self.cluster == "local" and self.address is not None:
+            raise ConfigError(
+                f"address is the one of a Ray cluster, but --cluster ray is not given; got {self.address!r}"
+            )
+        if self.cluster == "ray" and self.backend:
+            raise ConfigError("cluster ray excludes --backend: there is no engine for Ray to place")
         for name, endpoint in self.remote_engines.items():
             check_engine_name(name)
             check_endpoint(endpoint)
@@ -196,6 +206,11 @@ class Deployment:
     def num_ranks(self) -> int:
         """Processes that compute."""
         return self.launch.prefill * self.prefill.tp + self.launch.decode * self.decode.tp
+
+    @property
+    def on_ray(self) -> bool:
+        """Whether Ray places the engines, which find their share of a node there."""
+        return self.launch.cluster == "ray"
 
     @property
     def kv_shards(self) -> int:

@@ -18,6 +18,7 @@ from pdkv.launch.router_admin import Refused, RouterAdmin
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Supervisor
+from pdkv.router.engines.address import EngineAddress
 
 Say = Callable[[str], None]
 
@@ -132,10 +133,9 @@ class FleetControl:
     async def add(self, spec: EngineSpec, say: Say) -> None:
         """Start a planned engine; returns when the router has it. Raises PdkvError, and nothing of it is left."""
         say(f"{spec.name} is started")
-        address = plan_address(spec, self.run_dir)
         self.host_memory.keep(spec)
         try:
-            await self.supervisor.add_engine(spec, address)
+            address = await self.supervisor.add_engine(spec, plan_address(spec, self.run_dir))
         except PdkvError:
             self._forget(spec.name)
             raise
@@ -145,6 +145,16 @@ class FleetControl:
         except PdkvError:
             await self.end(spec.name)
             raise
+
+    async def moved(self, address: EngineAddress) -> None:
+        """Tell the router that an engine was started again at another address; its settings stay. Raises PdkvError."""
+        before = next((e for e in await self.router.engines() if e["name"] == address.name), None)
+        await self.router.remove(address.name)
+        await self.router.add(address)
+        if before is not None and before["role"] != address.role:
+            await self.router.set_role(address.name, before["role"])
+        if before is not None and before["draining"]:
+            await self.router.drain(address.name, 0.0)
 
     async def _remove(self, name: str, drain_s: float, say: Say) -> None:
         await self.drain(name, drain_s, say)
@@ -209,11 +219,10 @@ class FleetControl:
         deployment, numbers = self.deployment, {kind: max(number, 0) for kind, number in more.items()}
         num_prefill = numbers.get("prefill", 0)
         num_decode = sum(numbers.values()) - num_prefill
-        check_memory(
-            [(deployment.prefill, num_prefill), (deployment.decode, num_decode)],
-            deployment.tiers,
-            num_promised_bytes=self.host_memory.num_promised_bytes,
-        )
+        promised = self.host_memory.num_promised_bytes
+        if not deployment.on_ray:
+            pools = [(deployment.prefill, num_prefill), (deployment.decode, num_decode)]
+            check_memory(pools, deployment.tiers, num_promised_bytes=promised)
         num_engines = len(self.supervisor.engines) + sum(numbers.values())
         num_ranks = self._num_ranks() + num_prefill * deployment.prefill.tp + num_decode * deployment.decode.tp
         specs: list[EngineSpec] = []
@@ -227,7 +236,8 @@ class FleetControl:
                 )
         if specs:
             self.choose_spin([*self.supervisor.engines.values(), *specs])
-        promised = self.host_memory.num_promised_bytes
+        if deployment.on_ray:
+            return specs
         running = self.supervisor.engines.values()
         return place_on_hardware(specs, deployment.tiers, running, num_promised_bytes=promised)
 
@@ -236,7 +246,7 @@ class FleetControl:
         rounds = str(spin_rounds([spec.config.threads or 1 for spec in engines for _ in range(spec.config.tp)]))
         if self.chooses_spin and os.environ.get(SPIN_VARIABLE) != rounds:
             os.environ[SPIN_VARIABLE] = rounds
-            self.supervisor.renew_fork_server()  # libgomp has read the old one there
+            self.supervisor.renew_environment()  # libgomp has read the old one there
 
     def _planned_anew(self, name: str) -> EngineSpec:
         """The engine with its share of the machine among the current engines."""

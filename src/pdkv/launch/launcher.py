@@ -4,8 +4,10 @@ cleanly.
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import os
+import secrets
 import signal
 import socket
 from collections.abc import Callable, Coroutine
@@ -25,6 +27,7 @@ from pdkv.launch.listening import listen_for
 from pdkv.launch.plan import plan_fleet
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
+from pdkv.launch.starter import Children, EngineStarter
 from pdkv.launch.supervisor import Fleet, Supervisor
 
 _LAST_CHILDREN_S = 1.0
@@ -47,11 +50,12 @@ def launch(deployment: Deployment) -> int:
     deployment = check_deployment(deployment)
 
     async def serve(run_dir: RunDirectory, lifeline_fd: int) -> None:
-        fleet = plan_fleet(deployment, run_dir)
-        with HostMemory(run_dir.path, deployment.tiers.kv_host_memory) as host_memory:
+        settled = await _join_cluster(deployment, run_dir) if deployment.on_ray else deployment
+        fleet = plan_fleet(settled, run_dir)
+        with HostMemory(run_dir.path, None if settled.on_ray else settled.tiers.kv_host_memory) as host_memory:
             for spec in fleet.engines:
                 host_memory.keep(spec)
-            await _serve(deployment, fleet, run_dir, host_memory, listener, lifeline_fd)
+            await _serve(settled, fleet, run_dir, host_memory, listener, lifeline_fd)
 
     with listen_for(deployment.launch) as listener:
         advise(deployment, listener)
@@ -83,6 +87,26 @@ def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None
         os.close(lifeline_read)
 
 
+async def _join_cluster(deployment: Deployment, run_dir: RunDirectory) -> Deployment:
+    """The deployment with a cluster key, which the routers and engines of several hosts share. Raises ConfigError."""
+    from pdkv.launch.ray_actor import write_key
+    from pdkv.launch.ray_cluster import connect
+
+    await connect(deployment.launch.address or "auto")
+    key_file = deployment.launch.cluster_key_file or write_key(run_dir, secrets.token_hex(32))
+    return dataclasses.replace(deployment, launch=dataclasses.replace(deployment.launch, cluster_key_file=key_file))
+
+
+def _ray_starter(deployment: Deployment) -> Callable[[Children], EngineStarter] | None:
+    if not deployment.on_ray:
+        return None
+    from pdkv.launch.ray_cluster import RayStarter
+
+    assert deployment.launch.cluster_key_file is not None
+    key = deployment.launch.cluster_key_file.read_text()
+    return lambda children: RayStarter(children, deployment.tiers, key)
+
+
 async def _serve(
     deployment: Deployment,
     fleet: Fleet,
@@ -93,7 +117,13 @@ async def _serve(
 ) -> None:
     """Start the fleet, report that it is ready, and end it when a signal asks for that."""
     on_ready = ReadyLog(len(fleet.engines) + 1 + deployment.launch.router_fronts)
-    supervisor = Supervisor(fleet, listen_fd=listener.fileno(), lifeline_fd=lifeline_fd, on_ready=on_ready)
+    supervisor = Supervisor(
+        fleet,
+        listen_fd=listener.fileno(),
+        lifeline_fd=lifeline_fd,
+        on_ready=on_ready,
+        make_starter=_ray_starter(deployment),
+    )
     control, scaler = _make_control(deployment, run_dir, supervisor, host_memory)
     signals = StopSignals(supervisor, reloads=deployment.router.reads_files)
     url = _url(listener, "http" if deployment.router.tls.ssl_certfile is None else "https")
@@ -195,8 +225,9 @@ def _make_control(
         supervisor=supervisor,
         router=RouterAdmin(run_dir.path),
         host_memory=host_memory,
-        chooses_spin=SPIN_VARIABLE not in os.environ,
+        chooses_spin=SPIN_VARIABLE not in os.environ and not deployment.on_ray,
     )
+    supervisor.on_moved = fleet.moved
     fleet.choose_spin(list(supervisor.engines.values()))
     drain_s = deployment.launch.drain_s
     scaler = LaunchScaler(fleet, drain_s) if deployment.router.autoscaling.autoscale else None

@@ -93,7 +93,7 @@ class LineHandler(logging.Handler):
             text = self.format(record)
             if self.num_dropped > self._num_told and self._is_ready():
                 self._tell_dropped(record)
-            self._write(text)
+            self.write(text)
         except Exception:
             self.handleError(record)
 
@@ -102,9 +102,10 @@ class LineHandler(logging.Handler):
         args = (self.num_dropped - self._num_told,)
         lost = logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, args, None)
         self._num_told = self.num_dropped
-        self._write(self.format(lost))
+        self.write(self.format(lost))
 
-    def _write(self, line: str) -> None:
+    def write(self, line: str) -> None:
+        """Write a line that is formatted already, or several, or count it."""
         data = memoryview((("\n" if self._cut else "") + line + "\n").encode(errors="backslashreplace"))
         rest = data
         with contextlib.suppress(

@@ -40,16 +40,13 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     for kind, count in counts.items():
         if (text := config_of(deployment, kind).cpu_bind) != AUTO:
             split_cpu_bind(text, count)
-    engines = place_on_hardware(
-        [
-            plan_engine(
-                deployment, run_dir, kind, index, num_engines=launch.num_engines, num_ranks=deployment.num_ranks
-            )
-            for kind, count in counts.items()
-            for index in range(count)
-        ],
-        deployment.tiers,
-    )
+    engines = [
+        plan_engine(deployment, run_dir, kind, index, num_engines=launch.num_engines, num_ranks=deployment.num_ranks)
+        for kind, count in counts.items()
+        for index in range(count)
+    ]
+    if not deployment.on_ray:
+        engines = place_on_hardware(engines, deployment.tiers)
     model = deployment.prefill.model
     router = RouterSpec(
         router_id=f"router-{secrets.token_hex(8)}",  # of this launch: a restarted router gets it again
@@ -98,14 +95,15 @@ def plan_engine(
     cpus = _cpus(deployment, kind, index)
     own_cpus = max(1, len(cpus) // config.tp) if cpus and config.cpu_bind != AUTO else None
     name = f"{kind}-{index}"
+    default = 1 if deployment.on_ray else default_threads(num_ranks)
     return EngineSpec(
         name=name,
         role=ROLES[kind],
         epoch="",
-        config=dataclasses.replace(config, threads=config.threads or own_cpus or default_threads(num_ranks)),
+        config=dataclasses.replace(config, threads=config.threads or own_cpus or default),
         handoff=deployment.handoff,
         connector=plan_with_tiers(deployment.handoff, deployment.tiers, run_dir.path / DIRECTORY, name),
-        endpoint=run_dir.endpoint(name),
+        endpoint="" if deployment.on_ray else run_dir.endpoint(name),
         num_engines=num_engines,
         run_dir=run_dir.path,
         log_level=deployment.launch.log_level,

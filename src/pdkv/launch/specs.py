@@ -54,8 +54,11 @@ class Identified(msgspec.Struct, frozen=True, tag=True):
     model: str  # identity
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """The process is ready."""
+class Started(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
+    """The process is ready. On another node it says its pid and where it listens."""
+
+    pid: int = 0
+    endpoint: str = ""
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag=True):
@@ -92,12 +95,12 @@ def take_spec() -> bytes:
 
 def decode_engine_spec(data: bytes) -> EngineSpec:
     """Decode an engine spec. Raises msgspec.DecodeError."""
-    return msgspec.json.decode(data, type=EngineSpec, dec_hook=_decode_path)
+    return msgspec.json.decode(data, type=EngineSpec, dec_hook=decode_path)
 
 
 def decode_router_spec(data: bytes) -> RouterSpec:
     """Decode a router spec. Raises msgspec.DecodeError."""
-    return msgspec.json.decode(data, type=RouterSpec, dec_hook=_decode_path)
+    return msgspec.json.decode(data, type=RouterSpec, dec_hook=decode_path)
 
 
 def decode_ack(data: bytes) -> Ack:
@@ -111,7 +114,8 @@ def _encode_path(value: Any) -> str:
     raise NotImplementedError(f"{type(value)} has no JSON form")
 
 
-def _decode_path(kind: type, value: Any) -> Path:
+def decode_path(kind: type, value: Any) -> Path:
+    """The hook with which msgspec decodes paths."""
     if kind is Path:
         return Path(value)
     raise NotImplementedError(f"{kind} has no JSON form")
