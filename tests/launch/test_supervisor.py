@@ -5,9 +5,10 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from coroutines import clock, run
 
@@ -488,3 +489,46 @@ async def test_a_rank_that_does_not_start_leaves_none_of_its_engine(
         with pytest.raises(error):
             await deck.supervisor.start()
         assert not any(child.alive for child in deck.started if child.name.startswith("decode-1"))
+
+
+class _Moving:
+    """Starts engines elsewhere: each time at another address."""
+
+    def __init__(self, deck: Deck, fake_child: FakeChild, children: starter.Children) -> None:
+        self._deck, self._fake_child, self._children, self._num_started = deck, fake_child, children, 0
+
+    async def start(self, spec: EngineSpec) -> list[Child]:
+        self._num_started += 1
+        endpoint = f"tcp://{spec.name}:{self._num_started}"
+        child = await self._children.start(spec.name, self._spawn(spec.name))
+        child.endpoint = endpoint
+        return [child]
+
+    def _spawn(self, name: str) -> Callable[[starter.AckSocket], Awaitable[Child]]:
+        async def spawn(ack: starter.AckSocket) -> Child:
+            self._deck.started.append(self._fake_child(name, ack.child_fd, "serve"))
+            return self._deck.started[-1]
+
+        return spawn
+
+    def renew(self) -> None: ...
+    async def forget(self, name: str) -> None: ...
+    async def close(self) -> None: ...
+
+
+async def test_routers_learn_where_engines_are_and_have_moved_to(deck: Deck, fake_child: FakeChild) -> None:
+    supervisor = deck.supervisor
+    supervisor._make_starter = lambda children: _Moving(deck, fake_child, children)
+    moved: asyncio.Queue[EngineAddress] = asyncio.Queue()
+    supervisor.on_moved = moved.put
+    supervisor.engines = {n: msgspec.structs.replace(e, endpoint="") for n, e in supervisor.engines.items()}
+    supervisor._addresses = {n: msgspec.structs.replace(a, endpoint="") for n, a in supervisor._addresses.items()}
+    async with deck.running():
+        await supervisor.start()
+        assert {address.endpoint for address in deck.routers[0].engines} == {"tcp://decode-0:1", "tcp://decode-1:2"}
+        os.kill(deck.newest("decode-0").pid, signal.SIGKILL)
+        assert (await moved.get()).endpoint == "tcp://decode-0:3"
+        os.kill(deck.newest("router").pid, signal.SIGKILL)
+        while len(deck.routers) < 2:
+            await deck.ready.get()
+        assert {address.endpoint for address in deck.routers[1].engines} == {"tcp://decode-0:3", "tcp://decode-1:2"}

@@ -39,6 +39,9 @@ async def connect(address: str) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of leaving this process's signals alone
 
     def init() -> None:
+        import ray._private.worker as driver
+
+        driver.print_to_stdstream = _log_event  # it would write into stdout, which only has the ready line
         ray.init(address=address, log_to_driver=False, configure_logging=False, namespace=secrets.token_hex(8))
 
     try:
@@ -136,7 +139,7 @@ class RayStarter:
         have = "; ".join(_amounts(node) for node in nodes)
         return (
             f"{spec.name} asks Ray for a node with {_amounts(resources(spec.config))} free (--threads, --tp), and "
-            f"there is none: the nodes have {have}, of which {_amounts(free)} are free"
+            f"there is none: the nodes have {have}; {_amounts(free)} of all that are free"
         )
 
 
@@ -215,6 +218,11 @@ class RayChild(Child):
 def _amounts(amounts: dict[str, float]) -> str:
     """Resources in words, such as "2 CPU, 1 GPU"."""
     return ", ".join(f"{amounts.get(name, 0):g} {name}" for name in ("CPU", "GPU") if name == "CPU" or name in amounts)
+
+
+def _log_event(data: dict[str, Any], **_: object) -> None:
+    """Log what Ray says about the cluster to its drivers; further lines are dumps of its state."""
+    logger.warning("Ray: %s", "".join(data["lines"]).partition("\n")[0])
 
 
 def _first_line(error: Exception) -> str:
