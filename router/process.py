@@ -26,7 +26,7 @@ from pdkv.router.admission.api_keys import KeyRing, read_keys
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.engines.fleet import ORDERS
-from pdkv.router.engines.foreign_kinds import is_foreign, lacking, read_backend_key
+from pdkv.router.engines.foreign_kinds import is_foreign, lacking, read_backend_key, read_source
 from pdkv.router.fronts.hall import Hall
 from pdkv.router.garbage import ShortCollections
 from pdkv.router.generations.dispatch import Dispatcher
@@ -147,7 +147,7 @@ def run_router(
     cluster_key = ClusterKey.read(spec.cluster_key_file) if spec.cluster_key_file is not None else None
 
     served = model_of(spec)
-    terms = functools.cache(functools.partial(_foreign_terms, spec, served))
+    terms = functools.cache(functools.partial(_foreign_terms, spec, served, context))
 
     def make_client(name: str, endpoint: str) -> Backend:
         if is_foreign(endpoint):
@@ -338,7 +338,7 @@ def model_of(spec: RouterSpec) -> ServedModel:
     )
 
 
-def _foreign_terms(spec: RouterSpec, served: ServedModel) -> "Terms":
+def _foreign_terms(spec: RouterSpec, served: ServedModel, context: "zmq.Context[zmq.Socket[bytes]]") -> "Terms":
     """What this router wants of servers of other engines. Raises ConfigError for a key that cannot be read."""
     from pdkv.router.engines.foreign import Terms
 
@@ -350,6 +350,8 @@ def _foreign_terms(spec: RouterSpec, served: ServedModel) -> "Terms":
         names=tuple(served.names),
         max_num_seqs=spec.backend_num_seqs,
         key=read_backend_key(spec.backend_key_file) if spec.backend_key_file is not None else "",
+        kv_events={name: read_source(text) for name, text in spec.backend_kv_events.items()},
+        context=context,
     )
 
 

@@ -1,5 +1,6 @@
 """The specification of a router when it starts: plain data, as JSON."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     engines_dns: list[str] = []
     # of servers of other engines:
     backend_key_file: Path | None = None
+    backend_kv_events: Mapping[str, str] = {}  # where their KV events are, by name
     backend_num_seqs: int = 256  # requests that each is given at once
     backend_model_len: int | None = None  # that they must have; None: any that the model can have
 

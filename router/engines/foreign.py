@@ -11,20 +11,35 @@ import logging
 import random
 import secrets
 import ssl
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import httpx
 import msgspec
+import zmq
 
-from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.base.block_keys import HASH_BLOCK_SIZE, root_key
 from pdkv.base.clock import MONOTONIC
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, InvalidRequest, PdkvError, RequestFailed, ServerBusy
 from pdkv.router.engines.engine_client import EngineListener
-from pdkv.router.engines.foreign_answers import Answer, Events, fault, request_body
-from pdkv.router.engines.foreign_kinds import KINDS, lacks, split_endpoint
+from pdkv.router.engines.foreign_answers import Answer, Events, Salts, fault, request_body
+from pdkv.router.engines.foreign_cache import ForeignCache
+from pdkv.router.engines.foreign_events import EventFollower
+from pdkv.router.engines.foreign_kinds import KINDS, Source, lacks, split_endpoint
 from pdkv.text import Tokenizer
 from pdkv.wire.kv import EngineCard, KVLayout
-from pdkv.wire.messages import MAX_ERROR_CHARS, Abort, AskReport, EngineToRouter, Failed, RouterToEngine, Submit
+from pdkv.wire.messages import (
+    MAX_ERROR_CHARS,
+    Abort,
+    AskReport,
+    EngineToRouter,
+    Failed,
+    KVEvent,
+    KVEvents,
+    Resync,
+    RouterToEngine,
+    Submit,
+)
 from pdkv.wire.reports import BlockCounts, LoadReport
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
 from pdkv.wire.types import RequestKey
@@ -64,7 +79,9 @@ class Terms:
     names: tuple[str, ...]  # of the model, there
     max_num_seqs: int  # requests that each is given at once
     key: str = ""  # sent to each; empty: none
-    salt_key: bytes = field(default_factory=lambda: secrets.token_bytes(32))  # digests of clients' salts are sent
+    salts: Salts = field(default_factory=Salts)
+    kv_events: Mapping[str, Source] = field(default_factory=dict)  # by names of servers
+    context: "zmq.Context[zmq.Socket[bytes]] | None" = None  # for these
 
 
 class _Model(msgspec.Struct):
@@ -103,6 +120,10 @@ class ForeignEngine:
         self._doubts: list[asyncio.Future[None]] = []  # of streams that broke, until the server was asked
         self._is_doubted = asyncio.Event()
         self._said = ""  # why it last did not serve
+        self._cache: ForeignCache | None = None  # what it says that it has cached
+        self._follower: EventFollower | None = None
+        self._following: list[asyncio.Task[None]] = []
+        self._num_events = 0
 
     def connect(self, listener: EngineListener) -> None:
         """Begin, in the running event loop; the server may come up later. Returns at once."""
@@ -128,6 +149,8 @@ class ForeignEngine:
                 running.cancel()
             case AskReport():
                 asyncio.get_running_loop().call_soon(self._report, message.number)
+            case Resync() if self._follower is not None:
+                self._following.append(asyncio.create_task(self._follower.resync()))
             case CacheOrder():
                 text = f"the router does not manage caches of {self.kind} servers"
                 answer = CacheAnswer(message.order_id, [TierAnswer("", code="not_supported", problem=text)])
@@ -137,6 +160,7 @@ class ForeignEngine:
         """Disconnect for good, without telling the listener. Idempotent."""
         listener, self._listener = self._listener, None
         self._end_requests()
+        self._unfollow()
         if listener is not None and self._living is not None:
             self._living.cancel()
             self._living.add_done_callback(lambda _: asyncio.ensure_future(self._http.aclose()))
@@ -151,6 +175,8 @@ class ForeignEngine:
                 pause_s = FIRST_PAUSE_S
                 await self._watch()
             except IncompatiblePeers as error:
+                if self._card is not None:
+                    self._go_down(str(error))
                 if self._listener is not None:
                     self._listener.engine_refused(self.name, error)
             except _Unwell as error:
@@ -164,15 +190,21 @@ class ForeignEngine:
     async def _begin(self) -> None:
         """Take the server into use. Raises _Unwell, or IncompatiblePeers if it has another model."""
         await self._check_health()
+        self._model, length = await self._ask_model()
+        self._card = self._make_card(length)
+        if self._listener is not None:
+            self._listener.engine_up(self.name, self._card)
+            self._report(0)
+            self._follow(self._card)
+
+    async def _ask_model(self) -> tuple[str, int]:
+        """The name of its model there, and the length. Raises as `_begin`."""
         try:
             models = msgspec.json.decode(await self._page("/v1/models"), type=_Models).data
         except (msgspec.DecodeError, RecursionError) as error:
             raise _Unwell(f"its list of models cannot be read: {error}") from None
         model = self._own(models)
-        self._model, self._card = model.id, self._make_card(self._length(model.max_model_len))
-        if self._listener is not None:
-            self._listener.engine_up(self.name, self._card)
-            self._report(0)
+        return model.id, self._length(model.max_model_len)
 
     def _own(self, models: list[_Model]) -> _Model:
         named = [model for model in models if model.id in self._terms.names]
@@ -217,12 +249,15 @@ class ForeignEngine:
             num_heard = self._num_heard
             try:
                 await self._check_health()
+                if await self._ask_model() != (self._model, self._card and self._card.max_model_len):
+                    raise _Unwell("it began again with another model or length", gone=True)
             except _Unwell as error:
                 if error.gone or num_heard == self._num_heard:
                     raise
             for doubt in doubts:
                 if not doubt.done():
                     doubt.set_result(None)
+            self._report(0)
 
     async def _check_health(self) -> None:
         await self._page(KINDS[self.kind].health)
@@ -244,6 +279,7 @@ class ForeignEngine:
     def _go_down(self, reason: str) -> None:
         was_up, self._card = self._card is not None, None
         self._end_requests()
+        self._unfollow()
         if was_up and self._listener is not None:
             self._listener.engine_down(self.name, reason)
         elif reason != self._said:
@@ -254,6 +290,41 @@ class ForeignEngine:
         requests, self._requests, self._doubts = self._requests, {}, []
         for task in requests.values():
             task.cancel()
+
+    # --- what it has cached ---------------------------------------------------------------------------------------
+
+    def _follow(self, card: EngineCard) -> None:
+        source, context = self._terms.kv_events.get(self.name), self._terms.context
+        if source is None or context is None:
+            return
+        identity = card.layout.identity
+
+        def root_of(salt: str) -> bytes | None:
+            own = self._terms.salts.find(salt) if salt else ""
+            return None if own is None else root_key(model=card.model, layout=identity, cache_salt=own)
+
+        self._cache = cache = ForeignCache(root_of, card.num_blocks)
+        self._follower = follower = EventFollower(self.name, source, cache, self._tell_events)
+
+        async def run() -> None:
+            while True:
+                try:
+                    await follower.run(context)
+                except Exception:
+                    logger.exception("%s: cannot follow its KV events, trying again", self.name)
+                    await MONOTONIC.pause(MAX_PAUSE_S)
+
+        self._following.append(asyncio.create_task(run()))
+
+    def _unfollow(self) -> None:
+        for task in self._following:
+            task.cancel()
+        self._cache = self._follower = None
+        self._following = []
+
+    def _tell_events(self, changes: Sequence[KVEvent]) -> None:
+        self._num_events += 1
+        self._tell(KVEvents(self._num_events, list(changes)))
 
     # --- requests -------------------------------------------------------------------------------------------------
 
@@ -288,7 +359,7 @@ class ForeignEngine:
             raise fault(submit, f"a {self.kind} server runs whole requests only")
         terms, own = self._terms, KINDS[self.kind]
         answer, events = Answer(submit, own, terms.tokenizer, terms.vocab_size), Events(submit)
-        body = request_body(submit, self.kind, self._model, self._card.max_model_len, terms.salt_key)
+        body = request_body(submit, self.kind, self._model, self._card.max_model_len, terms.salts)
         content, headers = msgspec.json.encode(body), {"content-type": "application/json"}
         loop = asyncio.get_running_loop()
         try:
@@ -329,7 +400,8 @@ class ForeignEngine:
         """Report as far as it is known: what waits there, and what its pool holds, is not."""
         if self._card is not None:
             total = self._card.num_blocks
-            blocks = BlockCounts(total=total, free=total, cached=0, active=0, leased=0, quarantined=0)
+            cached = self._cache.num_keys if self._cache is not None else 0
+            blocks = BlockCounts(total=total, free=total - cached, cached=cached, active=0, leased=0, quarantined=0)
             self._tell(LoadReport(waiting=0, running=len(self._requests), blocks=blocks, answers=number))
 
 

@@ -2,6 +2,8 @@
 
 import hashlib
 import math
+import secrets
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,6 +20,9 @@ MAX_LINE_BYTES = 1 << 18
 
 MAX_TEXT_CHARS = 1 << 16
 """Longest text of one event: it is tokenized on the event loop."""
+
+MAX_SALTS = 1 << 16
+"""Salts whose digests are known when a server's KV events name them."""
 
 _PROMPT_TOKEN_BYTES = 12
 _ANCHOR_TOKENS = 8
@@ -67,7 +72,28 @@ def fault(submit: Submit, text: str, *, retryable: bool = True) -> RequestFailed
     return RequestFailed(text[:1000], request_id=submit.request_id, retryable=retryable)
 
 
-def request_body(submit: Submit, kind: str, model: str, max_model_len: int, salt_key: bytes) -> dict[str, Any]:
+class Salts:
+    """Clients' salts as servers get them: digests by a key of this process. The latest ones can be told again."""
+
+    def __init__(self) -> None:
+        self._key = secrets.token_bytes(32)
+        self._known: OrderedDict[str, str] = OrderedDict()
+
+    def digest(self, salt: str) -> str:
+        """What is sent."""
+        digest = hashlib.blake2b(salt.encode(), key=self._key, digest_size=24).hexdigest()
+        self._known[digest] = salt
+        self._known.move_to_end(digest)
+        if len(self._known) > MAX_SALTS:
+            self._known.popitem(last=False)
+        return digest
+
+    def find(self, digest: str) -> str | None:
+        """The salt."""
+        return self._known.get(digest)
+
+
+def request_body(submit: Submit, kind: str, model: str, max_model_len: int, salts: Salts) -> dict[str, Any]:
     """The body of POST /v1/completions. Another server that continues gets the output so far as a part of the prompt.
 
     Raises:
@@ -91,7 +117,7 @@ def request_body(submit: Submit, kind: str, model: str, max_model_len: int, salt
     if params.min_tokens and "min_tokens" in own.takes:
         body["min_tokens"] = max(params.min_tokens - done, 0)
     if own.takes_salt and submit.cache_salt not in ("", PROBE_SALT):
-        body["cache_salt"] = hashlib.blake2b(submit.cache_salt.encode(), key=salt_key, digest_size=24).hexdigest()
+        body["cache_salt"] = salts.digest(submit.cache_salt)
     prompt = [*submit.prompt_token_ids, *submit.output_token_ids]
     most = max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens - done
     return body | {"prompt": prompt, "max_tokens": most, "stream_options": {"include_usage": True}}

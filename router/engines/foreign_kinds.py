@@ -39,6 +39,7 @@ KINDS: Mapping[str, Kind] = {
 BY_ROUTER = ("stop",)
 """What the router does itself, whatever its engines can do."""
 
+_SOURCE = re.compile(r"(tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]*]+)):([0-9]{1,5})(?:/([0-9]{1,5}))?")
 _MORE = ("logprobs", "prompt_logprobs", "structured_outputs", "cache_salt")
 
 
@@ -82,6 +83,34 @@ def read_backends(words: Sequence[str]) -> list[EngineAddress]:
         found[url] = EngineAddress(f"{kind}-{numbers[kind]}", "any", f"{kind}+{url}")
         numbers[kind] += 1
     return list(found.values())
+
+
+class Source(NamedTuple):
+    """Where a server publishes its KV events, and where it repeats them ("": nowhere)."""
+
+    events: str
+    replay: str
+
+
+def check_sources(texts: Mapping[str, str], backends: Sequence[EngineAddress]) -> None:
+    """Raise ConfigError for events of a server that is not there, or has none."""
+    names = {backend.name: split_endpoint(backend.endpoint)[0] for backend in backends}
+    for name, text in texts.items():
+        if name not in names:
+            known = did_you_mean(name, names) or f"; known: {', '.join(names) or 'none'}"
+            raise ConfigError(f"backend_kv_events: no server of --backend is called {name!r}{known}")
+        if not KINDS[names[name]].tells_ids:
+            raise ConfigError(f"backend_kv_events: {name} is a server of the kind openai, which has no KV events")
+        read_source(text)
+
+
+def read_source(text: str) -> Source:
+    """The endpoints in tcp://HOST:PORT[/REPLAY_PORT]. Raises ConfigError."""
+    found = _SOURCE.fullmatch(text)
+    if found is None or not all(1 <= int(port) < 65536 for port in found.groups()[1:] if port):
+        raise ConfigError(f"backend_kv_events: tcp://HOST:PORT or tcp://HOST:PORT/REPLAY_PORT expected, got {text!r}")
+    host, port, replay = found.groups()
+    return Source(f"{host}:{port}", f"{host}:{replay}" if replay else "")
 
 
 def check_backends(key_file: Path | None) -> None:

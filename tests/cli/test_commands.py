@@ -272,6 +272,14 @@ def test_autoscaling_excludes_servers_of_other_engines() -> None:
         deployment("--backend", "vllm=http://a", "--autoscale", "decode=1..2")
 
 
+@pytest.mark.parametrize("flag", ["--kv-store=file:///x", "--connector=nixl", "--decode-tp=2", "--start-method=spawn"])
+def test_options_of_engines_are_refused_beside_servers_of_other_engines(flag: str) -> None:
+    with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]} is given, but --backend starts no engine"):
+        deployment("--backend", "vllm=http://a", flag)
+    read = deployment("--backend", "vllm=http://a", "--max-num-seqs", "8", "--policy", "random", "--slo-ttft-ms", "500")
+    assert read.decode.max_num_seqs == 8
+
+
 def test_role_flags_change_one_role_only() -> None:
     read = deployment("--threads", "3", "--decode-threads", "2", "--prefill-kv-cache-memory", "1MiB")
     assert (read.prefill.threads, read.decode.threads) == (3, 2)

@@ -82,7 +82,9 @@ class WholeChoice:
         assert self._last is not None
         text = "".join(self._texts)
         format_logprobs = chat_logprobs if job.chat else completion_logprobs
-        logprobs = format_logprobs(self._logprobs, tokenizer) if job.params.logprobs is not None else None
+        logprobs = None
+        if job.params.logprobs is not None:
+            logprobs = format_logprobs(self._logprobs, tokenizer, as_ids=job.return_tokens_as_ids)
         body: dict[str, Any] = {"index": self._choice.index}
         if job.chat:
             said = {"content": text} if job.answer is None else message_of(self._parts)

@@ -116,7 +116,7 @@ class ChunkEncoder:
         fields: dict[str, Any] = {}
         if delta.logprobs is not None:
             format_logprobs = chat_logprobs if self._job.chat else completion_logprobs
-            fields["logprobs"] = format_logprobs(delta.logprobs, self._tokenizer)
+            fields["logprobs"] = format_logprobs(delta.logprobs, self._tokenizer, as_ids=self._job.return_tokens_as_ids)
         if self._job.return_token_ids:
             fields["token_ids"] = list(delta.token_ids)
             if first:

@@ -152,7 +152,8 @@ class _Body(GenerationBody, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     max_tokens: int | None = None
     prompt_logprobs: int | None = None  # vLLM's
     response_format: ResponseFormat | None = None
-    return_token_ids: bool | None = None  # vLLM's
+    return_token_ids: bool | None = None  # vLLM's, as is:
+    return_tokens_as_token_ids: bool | None = None
 
 
 class CompletionBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -56,6 +56,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prompt_only: bool = False  # max_tokens 0: one token is generated but not shown
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    return_tokens_as_ids: bool = False  # logprobs name tokens by their ids
     num_prompt_logprobs: int | None = None  # requested by name; echo has its own way to show them
     prediction_token_ids: list[int] = []  # of the expected answer
     cache_salt: str = ""
@@ -190,6 +191,7 @@ def _job(
         prompt_only=prompt_only,
         skip_special_tokens=body.skip_special_tokens is not False,
         return_token_ids=body.return_token_ids or False,
+        return_tokens_as_ids=body.return_tokens_as_token_ids or False,
         num_prompt_logprobs=body.prompt_logprobs,
         cache_salt=body.cache_salt or "",
         priority=body.priority or 0,

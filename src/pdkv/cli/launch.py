@@ -108,8 +108,10 @@ def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str
     values = collect(flags, vars(arguments), environment=environment, file=arguments.config)
     router = RouterConfig(**{name: build(concern, values) for name, concern in _CONCERNS.items()})
     bounds = router.autoscaling.bounds
-    if bounds and values.get("backend"):
-        raise ConfigError("--autoscale excludes --backend, whose servers this launch can neither start nor end")
+    if values.get("backend"):
+        if bounds:
+            raise ConfigError("--autoscale excludes --backend, whose servers this launch can neither start nor end")
+        _check_no_engine_options(flags, values)
     counts = dict.fromkeys(ROLES, 0) if values.get("backend") else {}  # those run everything
     launch = build(LaunchConfig, counts | {role: least for role, (least, _) in bounds.items()} | values)
     router.autoscaling.check(launch.prefill, launch.decode)
@@ -160,6 +162,18 @@ def _check_no_prefill_options(flags: Flags, values: Mapping[str, Any]) -> None:
             given, common = (flag.replace("_", "-") for flag in (name, item.name))
             raise ConfigError(
                 f"--{given} is given, but prefill = 0 launches no prefill engines: aggregated ones follow --{common}"
+            )
+
+
+def _check_no_engine_options(flags: Flags, values: Mapping[str, Any]) -> None:
+    """Raise ConfigError if options of engines are given beside --backend, whose servers have their own."""
+    used = {*flags_of(LaunchConfig), *MODEL_FILES, "max_model_len", "max_num_seqs"} - {"kv_shards", "start_method"}
+    used |= {name for concern in _CONCERNS.values() for name in flags_of(concern)}
+    for name in values:
+        if name in flags and name not in used:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is given, but --backend starts no engine that could follow it: set this "
+                "where the servers are started"
             )
 
 

@@ -15,7 +15,7 @@ from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers
 from pdkv.router.engines.address import EngineAddress, check_endpoint, check_engine_name, check_numeric
-from pdkv.router.engines.foreign_kinds import read_backends
+from pdkv.router.engines.foreign_kinds import check_sources, read_backends
 from pdkv.router.engines.sources import split_dns_name
 from pdkv.wire.kv import Order
 
@@ -53,6 +53,11 @@ class LaunchConfig(Options):
     cluster: Literal["local", "ray"] = option("local", "where the engines run: on this host, or where Ray places them")
     address: str | None = option(
         None, "a Ray cluster that this host belongs to (default: the one that runs here)", metavar="HOST:PORT"
+    )
+    backend_kv_events: Mapping[str, str] = option(
+        {},
+        "where servers of --backend publish their KV events and, with a second port, repeat them; by name",
+        metavar="vllm-0=tcp://HOST:PORT[/PORT]",
     )
     kv_shards: Positive | None = option(
         None,
@@ -98,6 +103,7 @@ class LaunchConfig(Options):
             )
         if self.backend_key_file is not None and not self.backend:
             raise ConfigError("backend_key_file is given, but no --backend to send the key to")
+        check_sources(self.backend_kv_events, self.backends)
         if not self.remote_engines and not self.decode and not self.backend and not self.takes_others:
             raise ConfigError("decode must be at least 1 where there are no --remote-engines, got 0")
         if self.backends and self.takes_others:

@@ -71,6 +71,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         engines_file=launch.engines_file,
         engines_dns=list(launch.engines_dns),
         backend_key_file=launch.backend_key_file,
+        backend_kv_events=launch.backend_kv_events,
         backend_num_seqs=deployment.decode.max_num_seqs,
         backend_model_len=deployment.decode.max_model_len,
     )
@@ -79,7 +80,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         router=router,
         connector_target=plan_with_tiers(deployment.handoff, deployment.tiers, run_dir.path, "").build,
         start_timeout_s=launch.start_timeout_s,
-        use_fork_server=launch.start_method == "fork",
+        use_fork_server=launch.start_method == "fork" and not launch.backend,
     )
 
 

@@ -244,6 +244,22 @@ def test_the_death_of_a_server_is_one_event_and_it_is_found_again() -> None:
     run(main())
 
 
+def test_a_server_that_began_again_unseen_has_its_length_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign, "HEALTH_S", 0.02)
+
+    async def main() -> None:
+        server = Server()
+        async with rig(server) as (_, heard):
+            server.pages[b"/v1/models"] = MODELS.replace(b"64", b"32")
+            await heard.until(lambda: len(heard.cards) == 2)
+            assert (heard.cards[1].max_model_len, len(heard.downs)) == (32, 1)
+            server.pages[b"/v1/models"] = MODELS.replace(b"64", b"256")
+            await heard.until(lambda: bool(heard.refusals))
+            assert len(heard.downs) == 2
+
+    run(main())
+
+
 def test_a_stream_goes_on_at_another_server_after_the_tokens_that_it_has() -> None:
     """By the real dispatcher."""
 

@@ -9,7 +9,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdkv.errors import InvalidRequest, RequestFailed
-from pdkv.router.engines.foreign_answers import MAX_LINE_BYTES, Answer, Events, request_body
+from pdkv.router.engines import foreign_answers
+from pdkv.router.engines.foreign_answers import MAX_LINE_BYTES, Answer, Events, Salts, request_body
 from pdkv.router.engines.foreign_kinds import KINDS
 from pdkv.sampling.params import SamplingParams
 from pdkv.text import Tokenizer
@@ -39,7 +40,7 @@ def submit(output: list[int] | None = None, **params: Any) -> Submit:
 
 
 def body(asked: Submit, kind: str = "vllm") -> dict[str, Any]:
-    return request_body(asked, kind, "m", 100, b"k" * 32)
+    return request_body(asked, kind, "m", 100, Salts())
 
 
 def answer(asked: Submit, kind: str = "vllm") -> Answer:
@@ -62,6 +63,16 @@ def test_no_salt_leaves_in_clear_and_none_where_it_means_nothing() -> None:
     assert len(body(submit())["cache_salt"]) == 48
     assert "secret" not in json.dumps(body(submit()))
     assert "cache_salt" not in body(submit(), "openai")
+
+
+def test_a_salt_is_found_again_by_its_digest_until_too_many_others_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foreign_answers, "MAX_SALTS", 3)
+    salts = Salts()
+    first, second = salts.digest("a"), salts.digest("b")
+    assert (salts.find(first), salts.find(second), salts.find("a")) == ("a", "b", None)
+    for number in range(2):
+        salts.digest(f"s{number}")
+    assert salts.find(first) is None
 
 
 def test_what_counts_the_output_alone_cannot_be_continued() -> None:

@@ -6,7 +6,15 @@ import pytest
 
 from pdkv.errors import ConfigError
 from pdkv.router.engines.address import EngineAddress
-from pdkv.router.engines.foreign_kinds import is_foreign, lacking, read_backend_key, read_backends
+from pdkv.router.engines.foreign_kinds import (
+    Source,
+    check_sources,
+    is_foreign,
+    lacking,
+    read_backend_key,
+    read_backends,
+    read_source,
+)
 
 
 def test_a_word_without_a_kind_has_that_of_the_word_before() -> None:
@@ -34,6 +42,32 @@ def test_a_word_without_a_kind_has_that_of_the_word_before() -> None:
 def test_a_wrong_address_is_named(words: list[str], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         read_backends(words)
+
+
+@pytest.mark.parametrize(
+    ("text", "source"),
+    [
+        ("tcp://10.0.0.2:5557", Source("tcp://10.0.0.2:5557", "")),
+        ("tcp://[::1]:5557/5558", Source("tcp://[::1]:5557", "tcp://[::1]:5558")),
+    ],
+)
+def test_the_source_of_events_has_one_port_or_two(text: str, source: Source) -> None:
+    assert read_source(text) == source
+
+
+@pytest.mark.parametrize(
+    ("sources", "error"),
+    [
+        ({"vllm-1": "tcp://a:1"}, r"no server of --backend is called 'vllm-1' \(did you mean 'vllm-0'\?\)"),
+        ({"openai-0": "tcp://a:1"}, "openai-0 is a server of the kind openai, which has no KV events"),
+        ({"vllm-0": "tcp://*:1"}, r"tcp://HOST:PORT/REPLAY_PORT expected, got 'tcp://\*:1'"),
+        ({"vllm-0": "tcp://a:1/99999"}, "got 'tcp://a:1/99999'"),
+        ({"vllm-0": "http://a:1"}, "got 'http://a:1'"),
+    ],
+)
+def test_a_source_that_is_none_is_named(sources: dict[str, str], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        check_sources(sources, read_backends(["vllm=http://a", "openai=http://b"]))
 
 
 def test_what_one_engine_lacks_is_lacking() -> None:

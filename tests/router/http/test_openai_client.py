@@ -67,6 +67,22 @@ def test_completions_streaming_and_not() -> None:
     run(dispatcher, use)
 
 
+def test_logprobs_may_name_tokens_by_their_ids() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
+        (text,) = (await client.completions.create(model=MODEL, prompt="x", logprobs=1, extra_body=extra)).choices
+        assert text.logprobs is not None
+        assert text.logprobs.tokens == [f"token_id:{i}" for i in (text.model_extra or {})["token_ids"]]
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=messages, logprobs=True, stream=True, extra_body=extra
+        )
+        tokens = [t.token for c in [c async for c in stream] if (p := c.choices[0].logprobs) for t in p.content or []]
+        assert tokens == text.logprobs.tokens
+
+    run(FakeDispatcher(say([*ids("hé"), eos()])), use)
+
+
 def test_chat_streaming_and_not() -> None:
     async def use(client: AsyncOpenAI) -> None:
         messages: list[Any] = [{"role": "user", "content": "hi"}]
