@@ -110,3 +110,4 @@ class StepOutput(msgspec.Struct, frozen=True):
     connector_stats: Stats | None = None  # of the workers since start; None: as in the step before
     digest: int = 0  # of what was drawn and is proposed: the same on every rank
     drafting_s: float = 0.0  # the part of the step in which tokens were guessed
+    pooled: dict[RequestKey, bytes] = {}  # float32 of whole prompts, with their first tokens

@@ -215,7 +215,8 @@ class RequestBook:
         sources = request.sources() if position == 0 else None
         of_prompt = output.prompt_logprobs.get(key) if output.prompt_logprobs else None
         prompt_logprobs = PromptLogprobs.of(of_prompt) if of_prompt is not None else None
-        tokens = Tokens(key[0], key[1], position, token_ids, logprobs, prompt_logprobs, sources)
+        pooled = output.pooled.get(key, b"")
+        tokens = Tokens(key[0], key[1], position, token_ids, logprobs, prompt_logprobs, sources, pooled)
         self._outbox(request.router_id, tokens)
         if reason is not None:
             self._scheduler.external.finished(request)

@@ -46,6 +46,7 @@ HARMLESS = _names(
     pretraining_tp base_model_tp_plan base_model_pp_plan tensor_parallel_degree world_size loss_type ignore_index
     router_aux_loss_coef router_jitter_noise output_router_logits aux_loss_alpha seq_aux
     num_labels id2label label2id problem_type finetuning_task task_specific_params
+    is_matryoshka matryoshka_dimensions
 
     use_cache cache_implementation return_dict use_return_dict output_attentions output_hidden_states
     output_scores return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward is_decoder

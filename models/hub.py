@@ -22,7 +22,7 @@ _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+))?"
 _SMALL = [
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-    "hf_quant_config.json", "adapter_config.json", INDEX_NAME,
+    "hf_quant_config.json", "adapter_config.json", "1_Pooling/config.json", INDEX_NAME,
 ]  # fmt: skip
 
 Files = TypeVar("Files", bound=ModelFiles)

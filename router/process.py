@@ -22,6 +22,7 @@ from pdkv.config import HttpLimits
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
+from pdkv.models.pooling_config import read_pooling
 from pdkv.router.admission.api_keys import KeyRing, read_keys
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.engine_client import EngineClient
@@ -335,6 +336,7 @@ def model_of(spec: RouterSpec) -> ServedModel:
         sampling_defaults=read_sampling_defaults(files.model, files.generation_config),
         logits_processors=spec.logits_processors,
         lacks=lacking(spec.engines),
+        pooling=read_pooling(files.model, spec.config.api.pooling),
     )
 
 

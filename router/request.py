@@ -71,6 +71,7 @@ class Delta(NamedTuple):
     prompt_logprobs: PromptLogprobs | None  # with the first token only
     finish_reason: FinishReason | None
     stop_token_id: int | None
+    pooled: bytes = b""  # with the first token only
 
 
 class Offer(NamedTuple):

@@ -40,7 +40,7 @@ BY_ROUTER = ("stop",)
 """What the router does itself, whatever its engines can do."""
 
 _SOURCE = re.compile(r"(tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]*]+)):([0-9]{1,5})(?:/([0-9]{1,5}))?")
-_MORE = ("logprobs", "prompt_logprobs", "structured_outputs", "cache_salt")
+_MORE = ("logprobs", "prompt_logprobs", "structured_outputs", "cache_salt", "pooling")
 
 
 def lacks(kind: str) -> list[str]:

@@ -14,6 +14,7 @@ class Output:
 
     __slots__ = (
         *("_end_taken", "_max_tokens", "_num_prompt", "_pending", "_pending_logprobs", "_pending_prompt_logprobs"),
+        *("_pending_pooled", "_pools"),
         *("num_duplicates", "prompt_logprobs_known", "token_ids"),
     )
 
@@ -22,6 +23,8 @@ class Output:
         self.num_duplicates = 0  # tokens that arrived more than once
         self.prompt_logprobs_known = False  # they arrived, and need not be computed again
         self._max_tokens = request.params.max_tokens
+        self._pools = request.params.pooling is not None
+        self._pending_pooled = b""
         self._num_prompt = len(request.prompt_token_ids)
         self._end_taken = False
         self._pending: list[int] = []
@@ -39,6 +42,8 @@ class Output:
             return f"{len(message.logprobs)} logprobs for {num_tokens} tokens"
         if message.prompt_logprobs is not None and message.prompt_logprobs.count != self._num_prompt:
             return f"{message.prompt_logprobs.count} prompt logprobs for {self._num_prompt} tokens"
+        if self._pools and message.position == 0 and (not message.pooled or len(message.pooled) % 4):
+            return f"{len(message.pooled)} bytes of pooled float32 numbers"
         return ""
 
     def add(self, message: Tokens) -> Sequence[int]:
@@ -60,6 +65,7 @@ class Output:
         if message.prompt_logprobs is not None and not self.prompt_logprobs_known:
             self.prompt_logprobs_known = True
             self._pending_prompt_logprobs = message.prompt_logprobs
+        self._pending_pooled = message.pooled
         return token_ids
 
     def take(self, reason: FinishReason | None, stop_token_id: int | None) -> Delta | None:
@@ -76,8 +82,12 @@ class Output:
             if self._pending_logprobs is not None:
                 rest_logprobs = self._pending_logprobs[MAX_TAKEN:]
                 del self._pending_logprobs[MAX_TAKEN:]
-        delta = Delta(self._pending, self._pending_logprobs, self._pending_prompt_logprobs, reason, stop_token_id)
+        delta = Delta(
+            self._pending, self._pending_logprobs, self._pending_prompt_logprobs, reason, stop_token_id,
+            self._pending_pooled,
+        )  # fmt: skip
         self._pending, self._pending_logprobs, self._pending_prompt_logprobs = rest or [], rest_logprobs, None
+        self._pending_pooled = b""
         self._end_taken = reason is not None
         return delta
 

@@ -18,6 +18,7 @@ from pdkv import __version__
 from pdkv.config import AccessConfig, HttpApi, HttpLimits, RouterConfig
 from pdkv.errors import Unauthorized
 from pdkv.models.config import ModelConfig
+from pdkv.models.pooling_config import BY_LAST_TOKEN, Pooling
 from pdkv.parsers.registry import find_reasoning_parser, find_tool_parser
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing
@@ -25,6 +26,7 @@ from pdkv.router.admission.desk import Desk
 from pdkv.router.admission.tenants import Tenant
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.answer.completions import WholeCompletion
+from pdkv.router.http.answer.pooled import WholePooled
 from pdkv.router.http.answer.replies import ReplyForms
 from pdkv.router.http.answer.sse import ChunkEncoder
 from pdkv.router.http.endpoint import SERVER_SEND, GenerateEndpoint
@@ -36,9 +38,10 @@ from pdkv.router.http.pages.openapi import with_endpoints
 from pdkv.router.http.pages.page import ERROR_HANDLERS, HeadAsGet
 from pdkv.router.http.pages.status_pages import StatusPages
 from pdkv.router.http.pages.tokenize import TextEndpoint, detokenize, tokenize
-from pdkv.router.http.read.decoding import CHAT, COMPLETION
+from pdkv.router.http.read.decoding import CHAT, COMPLETION, EMBEDDING, RERANK
 from pdkv.router.http.read.intake import Intake, Shared
 from pdkv.router.http.read.job import Job, prepare_chat, prepare_completion
+from pdkv.router.http.read.pooled_job import prepare_embedding, prepare_rerank
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.text_pool import TextPool
 from pdkv.router.http.responses_api.prepare import RESPONSES, Kept, prepare_responses
@@ -150,6 +153,7 @@ def served_model(
     sampling_defaults: Mapping[str, Any] | None = None,
     logits_processors: Sequence[str] = (),
     lacks: Mapping[str, str] = {},
+    pooling: Pooling = BY_LAST_TOKEN,
 ) -> ServedModel:
     """The model as requests may use it.
 
@@ -160,6 +164,7 @@ def served_model(
         sampling_defaults: fields of SamplingParams for parameters that requests leave out (`read_sampling_defaults`).
         logits_processors: names of the engines' logits processors.
         lacks: fields that requests cannot have, and an engine that lacks each.
+        pooling: how prompts become embeddings (`read_pooling`).
     """
     api = api or HttpApi()
     return ServedModel(
@@ -175,6 +180,7 @@ def served_model(
         logits_processors=tuple(logits_processors),
         lacks=lacks,
         takes_templates=api.trust_request_chat_template,
+        pooling=pooling,
     )
 
 
@@ -203,11 +209,21 @@ def generating(shared: Shared) -> dict[str, ASGIApp]:
         kept = Kept(responses, tenant.keeper) if tenant is not None and responses.keep_s else None
         return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled, kept)
 
+    def embed(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant | None) -> Job:
+        return prepare_embedding(EMBEDDING.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
+
+    def rerank(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant | None) -> Job:
+        return prepare_rerank(RERANK.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
+
     completions, events = ReplyForms(ChunkEncoder, WholeCompletion), ReplyForms(ResponseEvents, WholeResponse)
+    pooled = ReplyForms(ChunkEncoder, WholePooled)  # which are never streamed
     return {
         "/v1/completions": GenerateEndpoint("completions", completion, completions, shared),
         "/v1/chat/completions": GenerateEndpoint("chat_completions", chat, completions, shared),
         "/v1/responses": GenerateEndpoint("responses", respond, events, shared),
+        "/v1/embeddings": GenerateEndpoint("embeddings", embed, pooled, shared),
+        "/v1/rerank": GenerateEndpoint("rerank", rerank, pooled, shared),
+        "/rerank": GenerateEndpoint("rerank", rerank, pooled, shared),
     }
 
 

@@ -23,9 +23,15 @@ if TYPE_CHECKING:
     from pdkv.router.admission.admission_queue import Admission
     from pdkv.router.generations.dispatch import Dispatcher
 
-Endpoint = Literal["completions", "chat_completions", "responses"]
+Endpoint = Literal["completions", "chat_completions", "responses", "embeddings", "rerank"]
 
-ENDPOINTS: dict[str, Endpoint] = {"/v1/completions": "completions", "/v1/chat/completions": "chat_completions"}
+ENDPOINTS: dict[str, Endpoint] = {
+    "/v1/completions": "completions",
+    "/v1/chat/completions": "chat_completions",
+    "/v1/embeddings": "embeddings",
+    "/v1/rerank": "rerank",
+    "/rerank": "rerank",
+}
 """Endpoints that fronts serve, by path."""
 
 MAX_OUTCOMES = 64

@@ -25,7 +25,7 @@ class PromptKV:
 
     def __init__(self, request: GenerateRequest, keys: Sequence[bytes], known: "Holdings", now: float) -> None:
         self.request = request
-        self.keys = () if request.params.prompt_logprobs is not None else keys  # all logits must be computed
+        self.keys = () if request.params.computes_prompt else keys  # nothing that is cached helps
         self._known = known
         self._now = now
         self._expected: dict[str, int] = {}

@@ -131,6 +131,9 @@ class RouteChooser:
         if able:
             engine = self._choose_prefill(prompt, able, now)
             return Route(engine, engine)
+        if prefill and prompt.request.params.pooling is not None:  # no token follows
+            engine = self._prefill_of(prompt, prefill, now)
+            return Route(engine, engine)
         for side, candidates in zip(SIDES, (prefill, decode), strict=True):
             if not candidates:
                 raise NoEngine(f"no {side} engine is ready")

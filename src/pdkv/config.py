@@ -300,6 +300,10 @@ class TiersConfig(Options):
         return bool(self.kv_host_memory or self.kv_store)
 
 
+PoolingKind = Literal["auto", "last", "mean"]
+"""How prompts become embeddings; auto: as the model's files say, or by the last token."""
+
+
 class HttpApi(Options):
     """How the HTTP server reads requests."""
 
@@ -326,6 +330,12 @@ class HttpApi(Options):
     stop_in_reasoning: bool = option(
         False,
         "let stop strings end an answer within its reasoning, too; by default they apply only to the text after it",
+    )
+
+    pooling: PoolingKind = option(
+        "auto",
+        "how hidden states become an embedding: the last token's, or the mean of all; auto: as the model's "
+        "1_Pooling/config.json says, else the last one's",
     )
 
     @property

@@ -2,13 +2,18 @@
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+import torch
+import transformers
 from deployments import Launch, Running
 from openai import AsyncOpenAI, OpenAI
 from openai_replies import chat, complete, gather
+
+from pdkv.text import Tokenizer
 
 PROMPT = "To be, or not to be, that is the question: whether it is nobler"  # 63 tokens: not a whole number of blocks
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -258,6 +263,32 @@ def test_many_requests_at_once(client: OpenAI, deployment: Running, spelled: dic
     together = asyncio.run(ask_all(at_once=True))
     assert len(set(together)) == 32
     assert together == asyncio.run(ask_all(at_once=False))
+
+
+# --- embeddings ---------------------------------------------------------------------------------------------------
+
+
+def test_embeddings_are_those_of_transformers_and_of_prefill_engines(
+    deployment: Running, client: OpenAI, served_model: Path
+) -> None:
+    """More inputs than an engine runs at once, as text and as token ids."""
+    texts = [PROMPT[: i % 60 + 1] for i in range(300)]
+    raw = client.embeddings.with_raw_response.create(model="served", input=texts)
+    assert {raw.headers[f"x-pd-{side}-engine"].split("-")[0] for side in ("prefill", "decode")} == {"prefill"}
+    reply = raw.parse()
+    assert [entry.index for entry in reply.data] == [*range(300)]
+    assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (sum(map(len, texts)),) * 2
+    ids = Tokenizer.from_dir(served_model).encode(texts[59])
+    [of_ids] = client.embeddings.create(model="served", input=ids, encoding_format="float").data
+    model = transformers.AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    with torch.inference_mode():
+        state = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1]
+    expected = torch.nn.functional.normalize(state, dim=0).tolist()
+    for found in (of_ids.embedding, reply.data[59].embedding):
+        assert found == pytest.approx(expected, abs=1e-4)
+    for given, words in (("", "must not be empty"), ("x" * 2000, "2000 tokens"), (["x"] * 2049, "2048, got 2049")):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.embeddings.create(model="served", input=given)
 
 
 # --- what it says about itself ----------------------------------------------------------------------------------------

@@ -71,6 +71,7 @@ class ChoiceDelta(NamedTuple):
     finish_reason: str | None
     stop_reason: str | int | None  # the stop string, or the stop token other than end of sequence
     parts: Sequence[Part] | None = None  # of an answer that is parsed; its text is in them alone
+    pooled: bytes = b""  # with the first delta of a prompt of which something is pooled
 
 
 class Choice:
@@ -268,12 +269,11 @@ class Choice:
     def _push_prompt_only(self, delta: Delta) -> ChoiceDelta:
         """Push without output: one token was generated because an engine cannot do with less; it is not shown."""
         if delta.finish_reason is None:
-            return ChoiceDelta(self.index, "", (), None, None, None)
-        text, shown = self._echo()
+            return ChoiceDelta(self.index, "", (), None, None, None, pooled=delta.pooled)
+        text, shown = self._echo() if self._job.echo else ("", [])
         self.finished = True
-        return ChoiceDelta(
-            self.index, text, (), shown if self._job.params.logprobs is not None else None, "length", None
-        )
+        logprobs = shown if self._job.params.logprobs is not None else None
+        return ChoiceDelta(self.index, text, (), logprobs, "length", None, pooled=delta.pooled)
 
     def _echo(self) -> tuple[str, list[ShownLogprob]]:
         """The prompt as the beginning of the reply, with its logprobs if they were requested."""

@@ -19,6 +19,9 @@ from pdkv.router.http.server.request_body import Disconnected
 _AHEAD_BYTES = 16 << 10
 """Memory for an answer is reserved in pieces of this size, not for every token."""
 
+_BYTES_PER_POOLED = 7
+"""The most memory that a byte of pooled numbers takes, with their JSON."""
+
 INLINE_LOGPROBS = 256
 """The most tokens with logprobs to encode on the event loop; with 20 alternatives each, they take some milliseconds."""
 
@@ -156,14 +159,14 @@ def bytes_per_token(logprobs: int | None) -> int:
 
 async def _whole(whole: WholeReply, fanout: Fanout, pool: TextPool, answers: ByteBudget, held: Held) -> bytes:
     """Send everything at once, as JSON, when the last choice is finished."""
-    per_token, num_tokens = bytes_per_token(fanout.job.params.logprobs), 0
+    per_token, size = bytes_per_token(fanout.job.params.logprobs), 0
     while not fanout.finished:
         batch = fanout.take()
         for delta in batch:
             whole.add(delta)
-            num_tokens += len(delta.token_ids)
-        if num_tokens * per_token > held.size:
-            _hold(answers, held, num_tokens * per_token - held.size + _AHEAD_BYTES)
+            size += len(delta.token_ids) * per_token + len(delta.pooled) * _BYTES_PER_POOLED
+        if size > held.size:
+            _hold(answers, held, size - held.size + _AHEAD_BYTES)
         if not batch:
             await fanout.news()
     inline = whole.num_logprobs <= INLINE_LOGPROBS

@@ -200,6 +200,48 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage | None = None
 
 
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """One input's embedding: numbers or, in base64, little-endian float32."""
+
+    index: int
+    object: Literal["embedding"]
+    embedding: list[float] | str
+
+
+class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply of /v1/embeddings."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: Usage
+
+
+class RankedText(msgspec.Struct, frozen=True, kw_only=True):
+    """The text of a document."""
+
+    text: str
+
+
+class Ranked(msgspec.Struct, frozen=True, kw_only=True):
+    """A document in its place."""
+
+    index: int  # in the request
+    relevance_score: float  # the probability that it is one for the query
+    document: RankedText | None = None
+
+
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply of /v1/rerank, the best document first."""
+
+    id: str
+    model: str
+    results: list[Ranked]
+    usage: Usage
+
+
 class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
     """Details of an error."""
 

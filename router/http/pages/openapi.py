@@ -8,7 +8,15 @@ import msgspec
 from pdkv.router.http.answer import reply_types as reply
 from pdkv.router.http.pages.page import ERROR, MAY_NEED_KEY
 from pdkv.router.http.pages.tokenize import DetokenizeReply, TokenizeReply
-from pdkv.router.http.read.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeChatBody, TokenizeTextBody
+from pdkv.router.http.read.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    RerankBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
 from pdkv.router.http.responses_api import reply_types as responses_reply
 from pdkv.router.http.responses_api.protocol import ResponsesBody
 
@@ -60,6 +68,9 @@ OPERATIONS = (
         "/v1/chat/completions", "Answer a conversation", ChatBody, reply.ChatCompletion, reply.ChatCompletionChunk
     ),
     _generates("/v1/responses", "Answer a conversation of items", ResponsesBody, *_RESPONSE),
+    _generates("/v1/embeddings", "Embed texts", EmbeddingBody, reply.Embeddings),
+    _generates("/v1/rerank", "Rank documents for a query", RerankBody, reply.Ranking),
+    _generates("/rerank", "As /v1/rerank", RerankBody, reply.Ranking),
     _of_tokens("/tokenize", "Tokens of a text or of a conversation", TokenizeReply, TokenizeTextBody, TokenizeChatBody),
     _of_tokens("/detokenize", "The text of tokens", DetokenizeReply, DetokenizeBody),
     Operation("get", "/live", "Whether the router runs", reply=reply.Health),

@@ -114,10 +114,9 @@ async def _left(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)  # nobody reads this: it is for the access line
 
 
-_TEXT_ALONE = "this server generates text only (completions, chat, responses)"
+_TEXT_ALONE = "this server has completions, chat, responses, embeddings and rankings of text only"
 _OTHERS = (
-    "/v1/embeddings /embeddings /score /v1/score /rerank /v1/rerank /v2/rerank /pooling /classify "
-    "/v1/audio/ /v1/images/ /v1/moderations /v1/realtime"
+    "/embeddings /score /v1/score /v2/rerank /pooling /classify /v1/audio/ /v1/images/ /v1/moderations /v1/realtime"
 )
 _NOT_HERE = {
     **dict.fromkeys(_OTHERS.split(), _TEXT_ALONE),

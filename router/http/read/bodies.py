@@ -249,6 +249,43 @@ class ChatBody(_Body, frozen=True, kw_only=True, forbid_unknown_fields=True):
     web_search_options: None = None
 
 
+class _PooledBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields common to requests for what is pooled of prompts."""
+
+    model: str | None = None  # absent: the served one
+    user: str | None = None  # a label
+    priority: Int64 | None = None  # vLLM's
+
+
+class EmbeddingBody(_PooledBody, frozen=True, kw_only=True):
+    """POST /v1/embeddings."""
+
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Int64 | None = None
+    # vLLM's extras
+    normalize: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Int64 | None = None
+    truncation_side: Literal["left", "right"] | None = None
+
+
+class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A text to rank."""
+
+    text: str
+
+
+class RerankBody(_PooledBody, frozen=True, kw_only=True):
+    """POST /v1/rerank, in the shape of Jina's, Cohere's and vLLM's."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: Int64 | None = None
+    return_documents: bool | None = None
+    instruction: str | None = None  # replaces that of Qwen3-Reranker
+
+
 class _TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields common to both forms of POST /tokenize."""
 

@@ -17,6 +17,8 @@ from pdkv.router.http.read.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
+    RerankBody,
     TokenizeChatBody,
     TokenizeTextBody,
 )
@@ -186,6 +188,8 @@ def _listed(values: Sequence[object]) -> str:
 
 COMPLETION = BodyDecoder(CompletionBody, tokens="prompt")
 CHAT = BodyDecoder(ChatBody)
+EMBEDDING = BodyDecoder(EmbeddingBody, tokens="input")
+RERANK = BodyDecoder(RerankBody)
 TOKENIZE_TEXT = BodyDecoder(TokenizeTextBody)
 TOKENIZE_CHAT = BodyDecoder(TokenizeChatBody)
 DETOKENIZE = BodyDecoder(DetokenizeBody, tokens="tokens")

@@ -4,8 +4,8 @@ Nothing here awaits: small bodies are prepared on the event loop, others on a th
 lengths are checked before anything is done per choice, prompt, message or character.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -37,6 +37,17 @@ from pdkv.wire.messages import PROBE_SALT
 
 _SAMPLING_FIELDS = ("n", *PARAMS_IN_BODIES)
 _NEUTRAL = SamplingParams()
+
+
+class PooledForm(NamedTuple):
+    """How what is pooled of prompts is sent: as embeddings or, of documents, as a ranking of them."""
+
+    dimensions: int | None = None
+    normalize: bool = True
+    base64: bool = False
+    documents: Sequence[str] = ()
+    top_n: int | None = None
+    shows_documents: bool = True
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +82,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     own_tools: Mapping[str, Any] = {}  # of /v1/responses: the client's names of its functions
     # of /v1/responses: keeps a response by its id, and the items of its output
     keep: Callable[[str, bytes], None] | None = None
+    pooled: PooledForm = PooledForm()  # with params.pooling
     repeated: bytes = b""  # of /v1/responses: what its reply repeats of the request, a JSON object in ASCII
 
 
@@ -110,7 +122,7 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
     )
     check_length(longest(prompts), params.max_tokens if body.max_tokens else None, model, "prompt")
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-    _check_total(num_tokens, params.n, "prompt")
+    check_total(num_tokens, params.n, "prompt")
     _check_prompt_logprobs(num_tokens, body.prompt_logprobs, params.n, "prompt_logprobs")
     _check_prompt_logprobs(num_tokens, body.logprobs if echo else None, params.n, "logprobs")
     _check_shown(num_tokens, params.n, body.return_token_ids or False, "return_token_ids")
@@ -143,9 +155,9 @@ def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lamb
     prompt = read_conversation(body, model, cancelled, truncation=truncation)
     num_tokens = len(prompt.token_ids)
     check_length(num_tokens, max_tokens, model, "messages")
-    _check_total(num_tokens, params.n, "messages")
+    check_total(num_tokens, params.n, "messages")
     predicted = _read_prediction(body, model, cancelled)
-    _check_total(num_tokens + len(predicted), params.n, "prediction")
+    check_total(num_tokens + len(predicted), params.n, "prediction")
     _check_prompt_logprobs(num_tokens, body.prompt_logprobs, 1, "prompt_logprobs")
     _check_shown(num_tokens, params.n, body.return_token_ids or False, "return_token_ids")
     answer = answer_format(body, prompt, tools, model)
@@ -247,7 +259,7 @@ def _grammar(rules: AnswerRules, model: ServedModel, num_choices: int, cancelled
     """The shape of an answer, sent to engines in the Submit of every choice."""
     grammar = rules.grammar(model.tokenizer.knows, SchemaTime(cancelled))
     if grammar is not None and "structured_outputs" in model.lacks:
-        raise _lacking(rules.param, model.lacks["structured_outputs"])
+        raise lacking(rules.param, model.lacks["structured_outputs"])
     size = 0 if grammar is None else len(grammar.text)
     if size * num_choices > MAX_GRAMMAR_BYTES_OF_CHOICES:
         raise InvalidRequest(
@@ -286,14 +298,19 @@ def _check_params(params: SamplingParams, body: CompletionBody | ChatBody, model
     check_known(params.logits_processors, model.logits_processors)
     for name, engine in model.lacks.items():
         if _asks(name, params, body):
-            raise _lacking(_client_name(name, body), engine)
+            raise lacking(_client_name(name, body), engine)
     if params.min_tokens > model.max_model_len:
         raise InvalidRequest(
             f"min_tokens must be at most the model's length ({model.max_model_len}), got {params.min_tokens}",
             param="min_tokens",
         )
-    if body.priority is not None and not -(2**31) <= body.priority < 2**31:
-        raise InvalidRequest(f"priority must be a 32-bit integer, got {body.priority}", param="priority")
+    check_priority(body.priority)
+
+
+def check_priority(priority: int | None) -> None:
+    """Raise InvalidRequest for more than 32 bits."""
+    if priority is not None and not -(2**31) <= priority < 2**31:
+        raise InvalidRequest(f"priority must be a 32-bit integer, got {priority}", param="priority")
 
 
 def _asks(name: str, params: SamplingParams, body: CompletionBody | ChatBody) -> bool:
@@ -305,11 +322,12 @@ def _asks(name: str, params: SamplingParams, body: CompletionBody | ChatBody) ->
     return has_effect and not (name == "seed" and params.greedy)
 
 
-def _lacking(name: str, engine: str) -> InvalidRequest:
+def lacking(name: str, engine: str) -> InvalidRequest:
+    """The error for a field that an engine lacks."""
     return InvalidRequest(f"{name} is not possible here: {engine} lacks it (docs/other-engines.md)", param=name)
 
 
-def _check_total(num_tokens: int, n: int, param: str) -> None:
+def check_total(num_tokens: int, n: int, param: str) -> None:
     """Check the tokens of all choices together: every choice's Submit carries its prompt."""
     if num_tokens * n > MAX_TOTAL_PROMPT_TOKENS:
         raise InvalidRequest(

@@ -67,8 +67,9 @@ def read_prompts(
     *,
     add_special_tokens: bool = True,
     truncation: Truncation | None = None,
+    most: int = MAX_CHOICES,
 ) -> list[Prompt]:
-    """Read prompts: a text, a list of texts, token ids or a list of them.
+    """Read at most `most` prompts, times n: a text, a list of texts, token ids or a list of them.
 
     Raises:
         InvalidRequest: none, too many, too long, or not of one kind.
@@ -80,8 +81,8 @@ def read_prompts(
     if isinstance(parts[0], int):
         if truncation is None:
             check_length(len(parts), None, model, "prompt")
-    elif len(parts) * n > MAX_CHOICES:
-        raise InvalidRequest(f"prompts times n must be at most {MAX_CHOICES}, got {len(parts)} * {n}", param="prompt")
+    elif len(parts) * n > most:
+        raise InvalidRequest(f"prompts times n must be at most {most}, got {len(parts)} * {n}", param="prompt")
     kinds = {type(part) for part in parts}  # no set(map(…)): with a million parts, it keeps other threads waiting
     if len(kinds) > 1:
         raise InvalidRequest("prompt must be of one kind: texts, token ids, or lists of token ids", param="prompt")

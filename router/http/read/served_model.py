@@ -6,6 +6,7 @@ from typing import Any
 
 from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
+from pdkv.models.pooling_config import BY_LAST_TOKEN, Pooling
 from pdkv.parsers.reasoning import ReasoningParser
 from pdkv.parsers.tool_parser import ToolParser
 from pdkv.text import Tokenizer
@@ -30,6 +31,7 @@ class ServedModel:
     logits_processors: tuple[str, ...] = ()  # names that requests may use
     lacks: Mapping[str, str] = field(default_factory=dict)  # fields that requests cannot have, and an engine without it
     takes_templates: bool = False  # requests may bring chat templates
+    pooling: Pooling = BY_LAST_TOKEN  # how prompts become embeddings
 
     @property
     def name(self) -> str:

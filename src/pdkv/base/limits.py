@@ -34,6 +34,9 @@ MAX_N = 128
 MAX_CHOICES = 1024
 """Prompts times n of one request."""
 
+MAX_INPUTS = 2048
+"""Inputs of one request for embeddings, as at OpenAI's; and documents of one ranking."""
+
 MAX_MESSAGES = 8192
 """Turns of one chat request; and text parts and calls of all of its turns together."""
 

@@ -7,12 +7,13 @@ from pdkv.base.limits import clip
 from pdkv.base.options import did_you_mean
 from pdkv.errors import InvalidRequest
 
-_TEXT = "pdkv generates text: embeddings, classes and scores need another server"
 _ADAPTER = "adapters are not served: merge it into the weights and load the merged model"
 
 # fmt: off
 ABSENT: Mapping[str, str] = {
-    **dict.fromkeys(("encode", "embed", "classify", "score", "reward", "PoolingParams"), _TEXT),
+    **dict.fromkeys(("classify", "reward"), "there are no classifiers: LLM.embed and LLM.score are what is pooled"),
+    "encode": "use LLM.embed, or LLM.score",
+    "PoolingParams": "LLM.embed has arguments of its own: dimensions, normalize and pooling",
     **dict.fromkeys(("sleep", "wake_up"), "close() gives the memory back, and a new LLM takes it"),
     **dict.fromkeys(("collective_rpc", "apply_model"), "the engine runs no code of callers; a logits processor does"),
     **dict.fromkeys(("start_profile", "stop_profile"), "run the program under a profiler, such as torch.profiler"),
@@ -31,6 +32,7 @@ ABSENT_ARGUMENTS: Mapping[str, tuple[Any, str]] = {
     "prompt_adapter_request": (None, "put what it says into the prompt"),
     "guided_options_request": (None, "use SamplingParams(structured_outputs=StructuredOutputsParams(...))"),
     "trace_headers": ({}, "traces are made by `pd launch`"),
+    "pooling_params": (None, "dimensions, normalize and pooling are arguments"),
     "data_parallel_rank": (None, "there is one engine; `pd launch` spreads requests over several"),
     "concurrency_limit": (None, "LLM(max_num_seqs=N) bounds what runs at once"),
     "use_beam_search": (False, "use LLM.beam_search"),

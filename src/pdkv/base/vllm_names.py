@@ -44,6 +44,7 @@ _ALIASES = {
 
 _ON, _OFF, _ANY, _NONE = (True,), (False,), (True, False), ()
 _TEXT_ONLY = "models read and write text here, and nothing else"
+_ALL_TASKS = "models generate text, embed it and rank it here, all of them always"
 _NO_ADAPTERS = "adapters are not served: merge the adapter into the model's weights"
 _ENGINES = "replicas are engines here: {prefill} N, {decode} M"
 _ELSEWHERE = "engines of other hosts are started by `pd engine` and named by {remote_engines}"
@@ -73,7 +74,7 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("load_format", ("auto", "safetensors"), "weights are read from *.safetensors files only"),
     ("config_format", ("auto", "hf"), "the model is read from config.json only"),
     ("model_impl", ("auto", "vllm"), "docs/models.md lists the architectures that are served"),
-    ("task runner convert", ("auto", "generate", "none"), "models generate text here, and nothing else"),
+    ("task runner convert", ("auto", "generate", "none", "embed", "embedding", "pooling"), _ALL_TASKS),
     ("guided_decoding_backend", ("auto", "guidance"), "llguidance is the only backend of structured outputs"),
     ("response_role", ("assistant",), "answers have the role assistant"),
     ("stream_interval", (1,), "each token is sent when it is there"),
@@ -81,7 +82,7 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("max_long_partial_prefills", (1,), "{long_prefill_token_threshold} bounds what a long prompt takes of a step"),
     ("trust_remote_code", _OFF, "no code of a model directory is ever run; docs/models.md lists what is served"),
     ("enable_lora enable_lora_bias", _OFF, _NO_ADAPTERS),
-    ("enable_expert_parallel enable_eplb enable_dbo", _OFF, "models with experts are not served"),
+    ("enable_expert_parallel enable_eplb enable_dbo", _OFF, "experts are split by their neurons over ranks (tp)"),
     ("enable_mm_embeds enable_prompt_embeds interleave_mm_strings skip_mm_profiling", _OFF, _TEXT_ONLY),
     ("enable_log_requests enable_log_outputs enable_log_deltas", _OFF,
      "{access_log} logs a line a request, which never holds what was said"),
@@ -117,7 +118,8 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras",
      _NONE, _NO_ADAPTERS),
     ("limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb media_io_kwargs allowed_local_media_path "
-     "allowed_media_domains pooler_config override_pooler_config", _NONE, _TEXT_ONLY),
+     "allowed_media_domains", _NONE, _TEXT_ONLY),
+    ("pooler_config override_pooler_config", _NONE, "--pooling, or LLM.embed(pooling=...), says how states are pooled"),
     ("api_key", _NONE, "keys are in a file: `pd key new NAME --append FILE`, then {api_key_file} FILE"),
     ("allowed_methods allowed_headers", _NONE, "{cors_origin} allows all methods and headers to other origins"),
     ("log_config_file max_log_len", _NONE, "{log_level} and {log_format} say what is logged"),

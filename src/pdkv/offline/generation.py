@@ -35,6 +35,7 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
         self.sources = SourceCounts()
+        self.pooled = b""
         self.has_news = False  # for `take`
         self._stream = stream
         self._texts = texts
@@ -75,6 +76,7 @@ class Choice:
                 self._describe(entry) if entry else None for entry in tokens.prompt_logprobs.decode()
             ]
         self.sources = tokens.sources or self.sources
+        self.pooled = tokens.pooled or self.pooled
 
     def _describe(self, entry: TokenLogprob) -> Logprobs:
         shown = {entry.token_id: Logprob(entry.logprob, entry.rank, self._texts(entry.token_id))}

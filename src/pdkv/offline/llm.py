@@ -10,16 +10,18 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from pdkv.base.vllm_api import known_arguments
-from pdkv.config import DEFAULT_MODEL, EngineConfig
+from pdkv.config import DEFAULT_MODEL, EngineConfig, PoolingKind
 from pdkv.errors import InvalidRequest
+from pdkv.models.pooling_config import read_pooling
 from pdkv.offline.beams import BeamSearchOutput, BeamSearchParams, search
 from pdkv.offline.chat_tools import ChatOptions
 from pdkv.offline.engine import read_config
 from pdkv.offline.generation import Generation
 from pdkv.offline.llm_engine import LLMEngine
-from pdkv.offline.outputs import RequestOutput
+from pdkv.offline.outputs import EmbeddingOutput, PoolingRequestOutput, RequestOutput, ScoringOutput
 from pdkv.offline.requests import Conversation, Prompt, as_conversations, as_params, as_prompts
 from pdkv.sampling.params import SamplingParams, as_type
+from pdkv.text.pooled import INSTRUCTION, embedding_of, judged_text, judging, score_of
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.messages import Peers
 
@@ -127,6 +129,18 @@ class LLM(LLMEngine):
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """The outputs of prompts, from which `make` makes generations."""
+        done = self._complete(make, prompts, params, use_tqdm, priority)
+        return [generation.output() for generation in done]
+
+    def _complete(
+        self,
+        make: Callable[..., Generation],
+        prompts: Sequence[Any],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: Progress,
+        priority: Sequence[int] | None = None,
+    ) -> list[Generation]:
+        """The generations, which have ended."""
         if not callable(use_tqdm):
             as_type(use_tqdm, bool, "use_tqdm")
         priorities = as_type(priority, list[int] | None, "priority") or [0] * len(prompts)
@@ -140,7 +154,7 @@ class LLM(LLMEngine):
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         with make_bar(total=total, desc="generate", unit="seq", disable=not use_tqdm) as bar:
             self._run(generations, bar)
-        return [generation.output() for generation in generations]
+        return generations
 
     def chat(
         self,
@@ -164,6 +178,66 @@ class LLM(LLMEngine):
         make = functools.partial(self._requests.make_chat, options=ChatOptions.of(options))
         return self._answer(make, as_conversations(messages), sampling_params, use_tqdm)
 
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Progress = True,
+        dimensions: int | None = None,
+        normalize: bool = True,
+        pooling: PoolingKind = "auto",
+        **unused: Any,
+    ) -> list[PoolingRequestOutput]:
+        """Embed prompts (docs/embeddings.md); the results are in the same order.
+
+        Args:
+            prompts, use_tqdm, unused: as in `generate`.
+            dimensions: the number of those that are kept, of a model that is trained for it.
+            normalize: whether embeddings have the length 1.
+            pooling: the last token's state or the mean of all; auto: as the model's files say.
+
+        Raises:
+            NonFiniteLogits: the model computed NaN or infinity; and the errors of `generate`.
+        """
+        known_arguments("embed", unused)
+        rules = read_pooling(self.config.model, as_type(pooling, PoolingKind, "pooling"))
+        rules.check_dimensions(as_type(dimensions, int | None, "dimensions"))
+        params = SamplingParams(max_tokens=1, temperature=0.0, pooling=rules.checked_kind())
+        given = as_prompts(prompts)
+        done = self._complete(self._requests.make, given, params, use_tqdm)
+        embeddings = [embedding_of(g.choices[0].pooled, dimensions=dimensions, normalize=normalize) for g in done]
+        return [_pooled(g, EmbeddingOutput(numbers.tolist())) for g, numbers in zip(done, embeddings, strict=True)]
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        use_tqdm: Progress = True,
+        instruction: str = INSTRUCTION,
+        **unused: Any,
+    ) -> list[PoolingRequestOutput]:
+        """How well documents fit queries, by a model that answers yes or no as Qwen3-Reranker does.
+
+        Args:
+            data_1: one query for all documents, or one for each.
+            data_2: the documents.
+            use_tqdm, unused: as in `generate`.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or no token for yes or no; and the errors of `embed`.
+        """
+        known_arguments("score", unused)
+        queries, documents = ([data] if isinstance(data, str) else [*data] for data in (data_1, data_2))
+        queries = queries * len(documents) if len(queries) == 1 else queries
+        if len(queries) != len(documents):
+            raise InvalidRequest(f"{len(documents)} documents need 1 or as many queries, got {len(queries)}")
+        pairs, tokenizer = zip(queries, documents, strict=True), self.tokenizer
+        texts = [judged_text(tokenizer, query, document, instruction) for query, document in pairs]
+        prompts = [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
+        done = self._complete(self._requests.make, prompts, judging(tokenizer), use_tqdm)
+        return [_pooled(g, ScoringOutput(score_of(g.choices[0].pooled))) for g in done]
+
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: Progress = False, **unused: Any
     ) -> list[BeamSearchOutput]:
@@ -176,6 +250,16 @@ class LLM(LLMEngine):
         given = [self._requests.token_ids(prompt) for prompt in as_prompts(prompts)]
         generate = functools.partial(self.generate, use_tqdm=use_tqdm)
         return search(given, params, self._requests, generate)
+
+
+def _pooled(generation: Generation, outputs: EmbeddingOutput | ScoringOutput) -> PoolingRequestOutput:
+    output = generation.output()
+    return PoolingRequestOutput(
+        request_id=output.request_id,
+        outputs=outputs,
+        prompt_token_ids=output.prompt_token_ids,
+        num_cached_tokens=output.num_cached_tokens,
+    )
 
 
 def _one_of(prompts: Any, prompt_token_ids: Any) -> Any:

@@ -54,6 +54,28 @@ class RequestMetrics(msgspec.Struct, kw_only=True):
         return (self.first_token_ts or self.queued_ts) - self.queued_ts
 
 
+class EmbeddingOutput(msgspec.Struct, frozen=True):
+    """One prompt's embedding."""
+
+    embedding: list[float]
+
+
+class ScoringOutput(msgspec.Struct, frozen=True):
+    """How well a document fits a query."""
+
+    score: float  # the probability of yes
+
+
+class PoolingRequestOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What is pooled of one prompt."""
+
+    request_id: str
+    outputs: EmbeddingOutput | ScoringOutput
+    prompt_token_ids: list[int]
+    num_cached_tokens: int
+    finished: bool = True
+
+
 class RequestOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The choices of one prompt: all of them or, while it continues, as chosen by `SamplingParams.output_kind`."""
 

@@ -34,6 +34,12 @@ GREEDY_BELOW = 1e-5
 """Lower temperatures count as 0: vLLM's _SAMPLING_EPS."""
 
 
+Pooling = Literal["last", "mean", "logits"]
+"""What is returned of a prompt: its last hidden state, the mean of all of them, or the last logits of the tokens in
+`allowed_token_ids`. Hidden states are those behind the last norm.
+"""
+
+
 class RequestOutputKind(enum.StrEnum):
     """The content of outputs of an `AsyncLLM`, by vLLM's names."""
 
@@ -123,6 +129,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
     best_of: Annotated[int, _param(body="none")] | None = None  # n
     guided_decoding: Annotated[StructuredOutputs, _param(body="none")] | None = None  # structured_outputs
     extra_args: Annotated[dict[str, Any], _param(body="none")] | None = None  # empty
+    pooling: Annotated[Pooling, _param(body="none")] | None = None  # what is wanted instead of tokens
     # fmt: on
 
     @classmethod
@@ -137,7 +144,7 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
     @property
     def computes_prompt(self) -> bool:
         """Whether all tokens of the prompt must be computed rather than found cached, as for prompt logprobs."""
-        return self.prompt_logprobs is not None or bool(self.skip_reading_prefix_cache)
+        return self.prompt_logprobs is not None or bool(self.skip_reading_prefix_cache) or self.pooling == "mean"
 
     @property
     def greedy(self) -> bool:
@@ -191,6 +198,8 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
             raise InvalidRequest(
                 f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}", param="min_tokens"
             )
+        if self.pooling is not None and self.max_tokens != 1:
+            raise InvalidRequest(f"max_tokens must be 1 with pooling, got {self.max_tokens}", param="max_tokens")
         check_bytes("stop", self.stop, MAX_TEXT_BYTES)
         check_bytes("bad_words", self.bad_words, MAX_TEXT_BYTES)
         check_processor_arguments(self.logits_processors)

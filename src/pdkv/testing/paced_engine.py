@@ -302,7 +302,7 @@ class PacedRunner(ModelRunner):
         self._others.difference_update(plan.ended)
         for request in plan.new:
             is_plain = self._sampling.is_plain(self._batch.slot(request.key))
-            if not is_plain or request.grammar is not None or request.params.prompt_logprobs is not None:
+            if not is_plain or request.grammar is not None or request.params.computes_prompt:
                 self._others.add(request.key)
 
     def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> Computed:
@@ -316,7 +316,7 @@ class PacedRunner(ModelRunner):
         tokens = self._paced.tokens(attend)
         self._batch.append_tokens(drawing, lengths, np.array(tokens, np.int64))
         pairs = zip(self._batch.requests_in(drawing), tokens, strict=True)
-        return Computed({request.key: SampledTokens([token], None) for request, token in pairs}, {}, {}, [], 0)
+        return Computed({request.key: SampledTokens([token], None) for request, token in pairs}, {}, {}, [], 0, {})
 
 
 class PacedExecutor(InProcessExecutor):

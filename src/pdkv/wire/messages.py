@@ -46,6 +46,9 @@ FinishReason = Literal["stop", "length"]
 MAX_ERROR_CHARS = 4096
 """Longest text of a Failed."""
 
+MAX_POOLED_BYTES = 1 << 20
+"""Largest size of what is pooled of a prompt."""
+
 MAX_TRIAL_TOKENS = 64
 """The most tokens that an engine computes for one request alone, while all others stand still."""
 
@@ -236,6 +239,7 @@ class Tokens(Message, frozen=True, gc=False):
     # With the first token only; entry 0 is None.
     prompt_logprobs: PromptLogprobs | None = None
     sources: SourceCounts | None = None  # with the first token only: a reader that stops early gets no Finished
+    pooled: Annotated[bytes, Meta(max_length=MAX_POOLED_BYTES)] = b""  # what `SamplingParams.pooling` asks for: float32
 
 
 class Finished(Message, frozen=True):

@@ -48,6 +48,7 @@ class StepDriver:
         self.tokens: dict[RequestKey, list[int]] = {}
         self.computed: dict[RequestKey, int] = {}
         self.prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]] = {}
+        self.pooled: dict[RequestKey, bytes] = {}
         self._new: list[NewRequest] = []
         self._ended: list[RequestKey] = []
         self._step_id = 0
@@ -87,6 +88,7 @@ class StepDriver:
         for key, sampled in output.sampled.items():
             self.tokens[key].extend(sampled.token_ids)
         self.prompt_logprobs.update(output.prompt_logprobs)
+        self.pooled.update(output.pooled)
         return output
 
     def run(

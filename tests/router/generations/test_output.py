@@ -2,6 +2,8 @@
 
 import asyncio
 
+import msgspec
+
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.output import MAX_TAKEN, Output
@@ -34,6 +36,18 @@ def test_a_long_pile_is_taken_in_parts_and_the_end_comes_with_the_last() -> None
     assert [delta.stop_token_id for delta in deltas] == [None, None, 7]
     assert [i for delta in deltas for i in delta.token_ids] == list(range(2 * MAX_TAKEN + 8))
     assert [p.token_id for delta in deltas for p in delta.logprobs or ()] == list(range(2 * MAX_TAKEN + 8))
+
+
+def test_an_engine_that_leaves_out_what_is_to_be_pooled_is_at_fault() -> None:
+    params = SamplingParams(max_tokens=1, pooling="last")
+    output, message = Output(GenerateRequest(prompt_token_ids=[1], params=params, timeout_s=9.0)), tokens(0, 1)
+    assert output.fault_of(message) == "0 bytes of pooled float32 numbers"
+    message = msgspec.structs.replace(message, pooled=bytes(8))
+    assert output.fault_of(message) == ""
+    output.add(message)
+    delta = output.take("length", None)
+    assert delta is not None
+    assert delta.pooled == bytes(8)
 
 
 def test_a_message_s_own_list_is_left_as_it_is() -> None:

@@ -113,8 +113,7 @@ def test_unknown_paths_and_methods_have_openais_shape(method: str, path: str, st
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        *((path, "generates text only") for path in ("/v1/embeddings", "/score", "/v1/rerank", "/pooling")),
-        ("/v1/audio/transcriptions", "generates text only"),
+        *((path, "rankings of text only") for path in ("/score", "/pooling", "/v1/audio/transcriptions")),
         ("/v1/messages", "not by Anthropic's"),
         ("/v1/load_lora_adapter", "without adapters"),
         ("/reset_prefix_cache", "--api-key-file"),

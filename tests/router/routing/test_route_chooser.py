@@ -14,6 +14,7 @@ from pdkv.errors import EngineUnavailable
 from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.router.routing.policies import POLICIES
 from pdkv.router.routing.route_chooser import AFFINITY_TOKENS
+from pdkv.sampling.params import SamplingParams
 from pdkv.wire.kv import ConnectorKind
 from pdkv.wire.reports import BlockCounts, LoadReport
 
@@ -272,6 +273,11 @@ def test_prefill_keeps_a_request_where_decode_is_full_and_would_let_it_wait_long
     assert rig.chooser.num_kept == 1
     rig.occupy("prefill-0", prompts=1000)
     assert not rig.choose(request, 0.0, may_stay=True).aggregated, "each token would wait for a step of prompts"
+
+
+def test_what_is_pooled_of_a_prompt_stays_on_prefill_engines_even_without_others() -> None:
+    request = msgspec.structs.replace(make_request(32), params=SamplingParams(max_tokens=1, pooling="last"))
+    assert {ChooserRig(2, num_decode).choose(request) for num_decode in (0, 2)} == {Route("prefill-0", "prefill-0")}
 
 
 def test_the_time_of_a_transfer_counts_by_its_pair() -> None:
