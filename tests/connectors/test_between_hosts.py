@@ -51,7 +51,7 @@ def engines(hosts: Hosts) -> Iterator[Pair]:
         yield first, second
 
 
-@pytest.fixture(scope="module", params=list(WAYS))
+@pytest.fixture(scope="module", params=["p2p", "nixl pull", pytest.param("nixl push", marks=pytest.mark.slow)])
 def pair(request: pytest.FixtureRequest, hosts: Hosts, engines: Pair) -> Pair:
     """The two over a connector, each with the other one's card."""
     source, sink = engines

@@ -31,7 +31,7 @@ def pushing(module_launch: Launch) -> Running:
 
 
 def leased_blocks(deployment: Running) -> int:
-    engines = deployment.get("/topology").json()["engines"]
+    engines = deployment.get("/topology", fresh=False).json()["engines"]
     return sum(int(engine["blocks"]["leased"]) for engine in engines)
 
 

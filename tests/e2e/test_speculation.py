@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 from typing import Any
 
 import httpx
 import pytest
+import warm
 from deployments import Launch
 
 BODY: dict[str, Any] = {
@@ -53,7 +52,6 @@ def test_a_prediction_changes_no_token_and_is_told_in_usage(launch: Launch) -> N
     ],
 )
 def test_a_wrong_configuration_ends_the_launch(config: str, message: str) -> None:
-    command = [sys.executable, "-m", "pdkv.cli", "launch", "--check", "--speculative-config", config]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = warm.run([*warm.COMMAND, "launch", "--check", "--speculative-config", config])
     assert ended.returncode == 2
     assert message in ended.stderr

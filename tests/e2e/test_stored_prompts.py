@@ -59,7 +59,7 @@ def test_every_value_is_stored_whatever_the_length_of_the_answer(workload: Workl
         check_every_value_is_stored(server, deployment)
 
 
-@pytest.mark.parametrize("connector", ["store", "shared_memory"])
+@pytest.mark.parametrize("connector", [pytest.param("store", marks=pytest.mark.slow), "shared_memory"])
 def test_a_server_that_hangs_costs_nothing_for_long(workload: Workload, connector: str) -> None:
     """F55, F56: a request that waited for it as long as a call may take would not be answered in time."""
     with RedisServer() as server:

@@ -121,7 +121,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.fixture(params=["", "shared_memory", "p2p"])
+@pytest.fixture(params=["", "shared_memory", pytest.param("p2p", marks=pytest.mark.slow)])
 def built(request: pytest.FixtureRequest, model: Path, gibs: list[float]) -> Iterator[Any]:
     """An engine with a pool of GiB that sized itself, and what it took to make it."""
     config = EngineConfig(model=model, device="cpu", threads=1, max_num_seqs=8192)

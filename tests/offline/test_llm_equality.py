@@ -19,7 +19,10 @@ CHUNKS = {"max_num_batched_tokens": 48, "max_num_seqs": 48, "long_prefill_token_
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 
 FEWER = ("llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:]))
-"""Chunks and preemption of every family are in `test_logprobs_in_chunks_and_under_preemption`."""
+"""Tokens and logprobs of every family, with some tokens cached, are in `tests/engine/worker/test_families.py`."""
+
+TWO = (*FEWER[:3], "qwen3", *FEWER[4:])
+"""One whose queries and keys are normed, with windows, besides."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Family:
         return outputs
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module")
 def family(
     request: pytest.FixtureRequest,
     hf_model: Callable[..., Path],
@@ -92,6 +95,7 @@ def test_bigger_blocks_and_small_batches(family: Family) -> None:
         family.check(llm)
 
 
+@pytest.mark.parametrize("family", TWO, indirect=True)
 def test_logprobs_in_chunks_and_under_preemption(family: Family) -> None:
     params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=0)
     with family.llm(**CHUNKS, **family.small_pool) as llm:

@@ -17,6 +17,7 @@ def test_each_defect_can_be_planted(defect: Defect) -> None:
 def test_what_is_found_is_told_from_what_is_missed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # pytest imports what it needs
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_it.py").write_text("def test_one(one=1):\n    two = 2\n    assert one == 1\n")
     for command in ("init -q", "add .", "-c user.name=a -c user.email=a commit -qm a"):

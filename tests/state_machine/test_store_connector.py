@@ -12,9 +12,19 @@ from state_machine.host import run_schedule
 from state_machine.real_model import RealModel
 from state_machine.store_world import StoreWorld
 
-NUM_SCHEDULES = [5, pytest.param(60, marks=pytest.mark.slow)]
-
+GROUPS = {
+    "one group": {},
+    "two groups": {
+        "use_sliding_window": True, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"],
+    },
+}  # fmt: skip
+FEW, MANY = 5, 60
 PAIRS = [(order, load) for order in ("prefill_first", "decode_first") for load in ("async", "layerwise")]
+SCHEDULES = [
+    ("one group", PAIRS[0], FEW),
+    ("two groups", PAIRS[3], FEW),
+    *(pytest.param(name, pair, MANY, marks=pytest.mark.slow) for name in GROUPS for pair in PAIRS),
+]
 
 
 class WholeUnits(RealModel):
@@ -23,16 +33,13 @@ class WholeUnits(RealModel):
     block_sizes = (16, 16, 16)
 
 
-WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
-
-
-@pytest.fixture(scope="module", params=[{}, WINDOWS], ids=["one group", "two groups"])
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, hf_model: Callable[..., Path]) -> WholeUnits:
-    return WholeUnits(hf_model("qwen3", initializer_range=0.2, num_hidden_layers=2, head_dim=16, **request.param))
+    fields = GROUPS[request.param]
+    return WholeUnits(hf_model("qwen3", initializer_range=0.2, num_hidden_layers=2, head_dim=16, **fields))
 
 
-@pytest.mark.parametrize("num_schedules", NUM_SCHEDULES)
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize(("model", "pair", "num_schedules"), SCHEDULES, indirect=["model"], ids=str)
 def test_a_store_may_be_late_lose_and_fail_whatever_it_likes(
     pair: tuple[str, str], num_schedules: int, model: WholeUnits
 ) -> None:

@@ -22,11 +22,19 @@ def test_always():
 """
 
 
+@pytest.fixture(autouse=True)
+def _few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of pytest within these tests imports what it needs."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
 def run(folder: Path, *options: str) -> int:
     suite = folder / "test_it.py"
     if not suite.exists():
         suite.write_text(SUITE)
-    return main(["--out", str(folder / "out"), *options, "--", "-n0", "--rootdir", str(folder), str(suite)])
+    return main(
+        ["--out", str(folder / "out"), *options, "--", "-pxdist.plugin", "-n0", "--rootdir", str(folder), str(suite)]
+    )
 
 
 def test_every_test_that_failed_once_is_listed_and_a_whole_run_is_not_repeated(

@@ -178,7 +178,7 @@ def wait_until_true(check: Callable[[], Any], what: str, bound_s: float = BOUND_
     deadline = time.monotonic() + bound_s
     while not (answer := check()):
         assert time.monotonic() < deadline, f"not within {bound_s} s: {what}"
-        time.sleep(0.01)  # leaves the processor to what is waited for
+        time.sleep(0.03)  # leaves the processor to what is waited for
     return answer
 
 

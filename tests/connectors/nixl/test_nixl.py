@@ -46,6 +46,13 @@ PATHS = [{"path": "arena"}, {"path": "cma"}, BY_UCX]
 """Within a host."""
 
 GATHER_ALL = {**BY_UCX, "gather_below": str(1 << 30), "gather_min_pieces": "1"}
+MEANS = [
+    pytest.param({"path": "arena"}, id="arena"),
+    pytest.param(GATHER_ALL, id="gather"),
+    *(pytest.param({"path": path}, id=path, marks=pytest.mark.slow) for path in ("cma", "ucx")),
+]
+"""Memory that is read in place, and messages; the others differ from these in how bytes are copied."""
+
 SMALL_SLOTS = {"slot_bytes": "8192", "slots": "4"}
 TIMEOUT_S = 1000.0
 PATIENT = {"transfer_timeout_s": str(TIMEOUT_S)}
@@ -174,7 +181,9 @@ def _slots(engine: Engine) -> list[int]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "options", [*PATHS, GATHER_ALL, {**GATHER_ALL, **SMALL_SLOTS}], ids=["arena", "cma", "ucx", "gather", "small"]
+    "options",
+    [*PATHS, pytest.param(GATHER_ALL, marks=pytest.mark.slow), {**GATHER_ALL, **SMALL_SLOTS}],
+    ids=["arena", "cma", "ucx", "gather", "small"],
 )
 def test_every_token_arrives(world: World, mode: str, options: dict[str, str]) -> None:
     prefill, decode = world.pair(mode, options)
@@ -214,12 +223,16 @@ def test_engines_of_unequal_shape_exchange_every_token(
     ("mode", "options"),
     [
         ("pull", {}),
-        ("push", {"path": "cma"}),
         ("push", GATHER_ALL),
-        ("pull", {**GATHER_ALL, "threads_per_peer": "4"}),
         *(
             pytest.param(*row, marks=pytest.mark.slow)
-            for row in (("pull", {**BY_UCX, "threads_per_peer": "4"}), ("push", {}), ("pull", GATHER_ALL))
+            for row in (
+                ("push", {"path": "cma"}),
+                ("pull", {**GATHER_ALL, "threads_per_peer": "4"}),
+                ("pull", {**BY_UCX, "threads_per_peer": "4"}),
+                ("push", {}),
+                ("pull", GATHER_ALL),
+            )
         ),
     ],
 )
@@ -247,7 +260,7 @@ def test_a_hundred_transfers_at_once(world: World, mode: str, options: dict[str,
 # --- late reads, epochs, refusals -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [*PATHS, GATHER_ALL], ids=["arena", "cma", "ucx", "gather"])
+@pytest.mark.parametrize("options", MEANS)
 def test_blocks_that_were_reused_are_refused(world: World, options: dict[str, str]) -> None:
     """F4: the lease has expired, decode reads late."""
     prefill, decode = world.pair("pull", options)
@@ -356,11 +369,7 @@ def test_what_a_stopped_peer_has_leased_is_read_on_its_host(world: World, path: 
     assert decode.wrong_tokens(scattered(4, 7), 0, 64, 1) == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [*PATHS, GATHER_ALL],
-    ids=["arena", "cma", "ucx", "gather"],
-)
+@pytest.mark.parametrize("options", MEANS)
 def test_a_push_to_a_stopped_peer_ends_at_its_deadline(world: World, options: dict[str, str]) -> None:
     """The sender's blocks come free; the receiver, running again, gives its own back when the sender has confirmed."""
     receiver = world.remote("d", options={"mode": "push", **options, **PATIENT})
@@ -436,8 +445,15 @@ def test_a_push_that_comes_too_late_is_refused(world: World) -> None:
     assert all(not pool.any() for pool in decode.pools)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("options", [{}, GATHER_ALL], ids=["auto", "gather"])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("pull", GATHER_ALL),
+        ("push", {}),
+        pytest.param("pull", {}, marks=pytest.mark.slow),
+        pytest.param("push", GATHER_ALL, marks=pytest.mark.slow),
+    ],
+)
 def test_a_peer_that_dies_under_load_fails_its_transfers_only(world: World, mode: str, options: dict[str, str]) -> None:
     """F5: kill -9 in the middle of many transfers."""
     prefill, decode = world.pair(mode, {**options, **SMALL_SLOTS, **PATIENT})
@@ -598,7 +614,7 @@ def test_garbage_is_counted_and_dropped(world: World, monkeypatch: pytest.Monkey
 # --- what is left -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [*PATHS, GATHER_ALL], ids=["arena", "cma", "ucx", "gather"])
+@pytest.mark.parametrize("options", MEANS)
 def test_an_engine_gives_threads_descriptors_and_shared_memory_back(world: World, options: dict[str, str]) -> None:
     """F24."""
     prefill = world.remote("p", options=options)

@@ -18,6 +18,11 @@ from pdkv.kv_store.registry import open_store
 NUM_TOKENS = 256
 NUM_VALUES = 4
 
+EVERY_MUTATION = ("memory", "redis")
+"""Kinds of stores: one whose values are views, and one that copies them."""
+
+OF_OTHERS = ("flip", "truncate")
+
 MakeEngine = Callable[..., Engine]
 
 
@@ -95,7 +100,16 @@ def check_repaired(store: KnownStore, make: MakeEngine, engine: Engine, salt: st
 # --- every store, every mutation ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize(
+    ("store", "mutation"),
+    [
+        pytest.param(kind, name, marks=() if kind in EVERY_MUTATION or name in OF_OTHERS else pytest.mark.slow)
+        for kind in (*KINDS_HERE, *SERVERS)
+        for name in MUTATIONS
+    ],
+    indirect=["store"],
+    scope="module",
+)
 def test_a_damaged_value_is_a_counted_miss_and_is_replaced(store: KnownStore, make: MakeEngine, mutation: str) -> None:
     """F26. Attack 2, B9."""
     rng = random.Random(mutation)

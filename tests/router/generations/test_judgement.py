@@ -140,10 +140,18 @@ async def serve(fault: str, side: str, burst: int, policy: str = "least_loaded")
     return Outcome(num_lost, share(FAULT_S + 5.0, RECOVERY_S), share(RECOVERY_S + 10.0, END_S))
 
 
+FAULTS = ("fails", "fails one in five", "dies", "is slow", "hangs", "stops")
+LOADS = (("prefill", 1), ("decode", 20), ("any", 5), ("prefill", 20), ("decode", 1))
+
+
 @pytest.mark.parametrize(
-    ("side", "burst"), [("prefill", 1), ("prefill", 20), ("decode", 1), ("decode", 20), ("any", 5)]
+    ("fault", "side", "burst"),
+    [
+        pytest.param(fault, *load, marks=() if i % len(LOADS) in (j, (j + 2) % len(LOADS)) else pytest.mark.slow)
+        for i, fault in enumerate(FAULTS)
+        for j, load in enumerate(LOADS)
+    ],
 )
-@pytest.mark.parametrize("fault", ["fails", "fails one in five", "dies", "is slow", "hangs", "stops"])
 async def test_one_bad_engine_of_four_costs_nearly_nothing(fault: str, side: str, burst: int) -> None:
     outcome = await serve(fault, side, burst)
     assert outcome.num_lost == 0
