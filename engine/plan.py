@@ -103,11 +103,11 @@ class StepOutput(msgspec.Struct, frozen=True):
 
     step_id: int
     sampled: dict[RequestKey, SampledTokens]
-    prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]  # of the whole prompt, with the first sampled token
+    # logprobs of the whole prompt, or what is pooled of it (float32), with the first sampled token
+    of_prompts: dict[RequestKey, list[TokenLogprob | None] | bytes]
     transfers: TransferResults
     failed: dict[RequestKey, StepFailure] = {}
     late: list[RequestKey] = []  # those for which no mask was ready in time: nothing is drawn
     connector_stats: Stats | None = None  # of the workers since start; None: as in the step before
     digest: int = 0  # of what was drawn and is proposed: the same on every rank
     drafting_s: float = 0.0  # the part of the step in which tokens were guessed
-    pooled: dict[RequestKey, bytes] = {}  # float32 of whole prompts, with their first tokens

@@ -29,7 +29,10 @@ class Checkpoint:
             ModelError: a file is broken.
         """
         self.path = weights.path
-        self._holders = weights.holders
+        # AutoModel saves a model for embeddings, such as Qwen3-Embedding, without the head and this prefix.
+        prefix = "" if any(name.startswith("model.") for name in weights.holders) else "model."
+        self._holders = {prefix + name: holder for name, holder in weights.holders.items()}
+        self._prefix = prefix
         self._mapped: dict[WeightFile, Any] = {}
         self._read: set[str] = set()
         for file in weights.files:
@@ -77,7 +80,7 @@ class Checkpoint:
         Raises:
             ModelError: it is missing, or has another shape than config.json implies.
         """
-        stored = self._handle(name).get_slice(name)
+        stored = self._handle(name).get_slice(name.removeprefix(self._prefix))
         got = tuple(stored.get_shape())
         if got != shape:
             raise ModelError(f"{self.path}: tensor {name!r} has shape {got}, config.json implies {shape}")
@@ -86,7 +89,7 @@ class Checkpoint:
 
     def stored(self, name: str) -> torch.Tensor:
         """The whole tensor `name`, whatever its shape, as `get` returns it. Raises ModelError if it is missing."""
-        tensor: torch.Tensor = self._handle(name).get_tensor(name)
+        tensor: torch.Tensor = self._handle(name).get_tensor(name.removeprefix(self._prefix))
         return tensor
 
     def _handle(self, name: str) -> Any:

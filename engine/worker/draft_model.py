@@ -27,7 +27,7 @@ from pdkv.text import Tokenizer
 from pdkv.wire.types import RequestKey
 
 _PLAIN: dict[str, Any] = {"logprobs": None, "prompt_logprobs": None, "logits_processors": {}, "bad_words_token_ids": ()}
-_PLAIN |= {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_PLAIN |= {"pooling": None, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 
 
 class DraftModelOptions(ProposerOptions):

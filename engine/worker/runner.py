@@ -21,11 +21,10 @@ from pdkv.engine.worker.finite_check import FiniteCheck
 from pdkv.engine.worker.graphs import DecodeSteps, Recorder
 from pdkv.engine.worker.masks import GrammarMasks, Masks
 from pdkv.engine.worker.pending import DoneStep, PendingStep
-from pdkv.engine.worker.pooled_states import PooledStates
 from pdkv.engine.worker.queued_step import DeviceQueue, Draws, QueuedStep, tokens_of
 from pdkv.engine.worker.readback import Read, read_here
 from pdkv.engine.worker.sampling.logit_processors import TokenMasks
-from pdkv.engine.worker.sampling.prompt_logprobs import PromptLogprobs
+from pdkv.engine.worker.sampling.prompt_results import PromptResults
 from pdkv.engine.worker.sampling.sampler import SamplingState
 from pdkv.engine.worker.warm_up import WarmUp
 from pdkv.kernels.paged_attention import FEW_QUERIES
@@ -43,14 +42,13 @@ class Computed(NamedTuple):
     """Results of a step besides transfers; by request."""
 
     sampled: dict[RequestKey, SampledTokens]
-    prompt_logprobs: dict[RequestKey, list[TokenLogprob | None]]
+    of_prompts: dict[RequestKey, list[TokenLogprob | None] | bytes]
     failed: dict[RequestKey, StepFailure]
     late: list[RequestKey]
     digest: int
-    pooled: dict[RequestKey, bytes]
 
 
-_NOTHING = Computed({}, {}, {}, [], 0, {})
+_NOTHING = Computed({}, {}, {}, [], 0)
 
 
 class ModelRunner:
@@ -118,8 +116,7 @@ class ModelRunner:
         self._queue = None if streams.is_host else DeviceQueue(max_num_seqs, model.device, streams, timeout_s, clock)
         self._read: Read = read_here if self._queue is None else self._queue.read_now
         self._sampling = SamplingState(max_num_seqs, config.vocab_size, config.eos_token_ids, processors, self._read)
-        self._prompt_logprobs = PromptLogprobs(model, self._sampling, collects=reports)
-        self._pooled = PooledStates(model, self._read)
+        self._prompt_results = PromptResults(model, self._sampling, collects=reports)
         self._masks = masks or GrammarMasks(None, config.eos_token_ids)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -186,12 +183,10 @@ class ModelRunner:
         if isinstance(computed, Draws):
             rest = StepOutput(plan.step_id, {}, {}, transfers, connector_stats=stats)
             return QueuedStep(rest, computed, self._batch)
-        sampled, prompt_logprobs, failed, late, digest, pooled = computed
+        sampled, of_prompts, failed, late, digest = computed
         drafting_s = self._guesser.seconds if self._guesser is not None and sampled else 0.0
         return DoneStep(
-            StepOutput(
-                plan.step_id, sampled, prompt_logprobs, transfers, failed, late, stats, digest, drafting_s, pooled
-            )
+            StepOutput(plan.step_id, sampled, of_prompts, transfers, failed, late, stats, digest, drafting_s)
         )
 
     def _update_batch(self, plan: StepPlan) -> None:
@@ -201,16 +196,14 @@ class ModelRunner:
                 if self._guesser is not None:
                     self._guesser.remove(slot, self._batch)
                 self._sampling.remove(slot)
-                self._prompt_logprobs.remove(slot)
-                self._pooled.remove(slot)
+                self._prompt_results.remove(slot)
                 self._masks.remove(slot)
                 if self._queue is not None:
                     self._queue.tokens.forget(slot)
         for request in plan.new:
             slot = self._batch.add(request)
             self._sampling.add(slot, request)
-            self._prompt_logprobs.add(slot, request)
-            self._pooled.add(slot, request)
+            self._prompt_results.add(slot, request)
             self._masks.add(slot, request)
             if self._guesser is not None:
                 self._guesser.add(slot, request)
@@ -232,7 +225,7 @@ class ModelRunner:
         return attend_between_hooks
 
     def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> "Computed | Draws":
-        """Forward pass, prompt logprobs and sampling of one step that is not empty."""
+        """Forward pass, results of prompts and sampling of one step that is not empty."""
         if self._decodes is not None:  # a device computes requests of few tokens apart from prompts
             scheduled = sorted(scheduled, key=lambda each: each.num_scheduled > FEW_QUERIES)
         inputs = self._batch.prepare(scheduled)
@@ -258,8 +251,7 @@ class ModelRunner:
             or self._check_finite
             or self._sampling.looks_back(drawing)
             or self._masks.masks_in(drawing)
-            or self._prompt_logprobs.collects_in(inputs.slots)
-            or self._pooled.collects_in(inputs.slots)
+            or self._prompt_results.collects_in(inputs.slots)
         )
 
     def _queue_inputs(self, queue: DeviceQueue, inputs: StepInputs, attend: Attend) -> Draws:
@@ -277,14 +269,13 @@ class ModelRunner:
 
     def _compute_inputs(self, inputs: StepInputs, attend: Attend, check: FiniteCheck | None) -> Computed:
         drawn = DrawRows.of(inputs)
-        rows = self._pooled.with_prompt_rows(self._prompt_logprobs.with_prompt_rows(drawn.rows, inputs), inputs)
+        rows = self._prompt_results.with_prompt_rows(drawn.rows, inputs)
         hidden = self._forward(inputs, rows, attend)
-        self._prompt_logprobs.collect(hidden, rows, inputs, check)
-        self._pooled.collect(hidden, rows, inputs)
+        self._prompt_results.collect(hidden, rows, inputs, check)
         if not len(drawn.rows):
             self._read([])  # a step's output is known once its device has computed it
             return _NOTHING
-        if len(rows) > len(drawn.rows):  # requested prompt logprobs, or a mean, need more
+        if len(rows) > len(drawn.rows):  # what prompts want needs more
             wanted = pad(np.searchsorted(rows, drawn.rows), self._attention.padded(len(drawn.rows)))
             hidden = hidden.index_select(0, to_tensor(wanted, hidden.device))
         logits = self._model.logits(hidden)[: len(drawn.rows)]
@@ -333,8 +324,7 @@ class ModelRunner:
             del sampled[key], stuck[key]
         slots = np.delete(inputs.slots[drawn.requests], late)
         self._masks.accept(drawn, tokens, counts, batch)
-        pooled = self._pooled.take(slots)
-        return Computed(sampled, self._prompt_logprobs.take(slots), stuck, left_out, digest, pooled)
+        return Computed(sampled, self._prompt_results.take(slots), stuck, left_out, digest)
 
     def _read_draws(
         self, queue: DeviceQueue, logits: torch.Tensor, drawn: DrawRows, masks: TokenMasks | None, late: Sequence[int]

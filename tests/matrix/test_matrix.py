@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,17 @@ import pytest
 from equality import (
     AMPLE_POOL_BLOCKS,
     CHUNKED,
+    PREEMPTING,
+    TOPOLOGIES,
     Workload,
     check_decode_computed_nothing,
     check_undisturbed,
     deployed,
     greedy_workload,
     run_all,
+    run_until_preempted,
 )
+from kills import check_that_no_client_notices, right_answers
 from matrix_rows import (
     BACKENDS,
     BLOCKS,
@@ -111,6 +116,20 @@ def test_families_over_each_kind_of_connector(
     """With chunks of prompts."""
     workload = greedy_workload(hf_model(family, initializer_range=0.2), tmp_path / "model")
     check_row(row, workload, tmp_path, CHUNKED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "deepseek_v3"])
+def test_families_in_pools_that_are_too_small_and_under_kills(
+    family: str, hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Preempted, found again in host memory, and moved amid streams."""
+    workload = greedy_workload(hf_model(family, initializer_range=0.2), tmp_path / "model")
+    memory = ("--kv-host-memory", "64MiB", "--connector-config", "store.lookup_timeout_s=20")
+    with deployed(workload, *TOPOLOGIES["2P2D"], *PREEMPTING, *memory) as deployment:
+        run_until_preempted(deployment, workload)
+        assert re.search(r"tier_hits_total{.*0-host.*} [1-9]", deployment.get("/metrics").text)
+        check_that_no_client_notices(deployment, right_answers(deployment), "decode-0")
 
 
 @pytest.mark.slow

@@ -207,6 +207,15 @@ def test_a_copy_of_the_embedding_stays_tied(hf_model: HFModel, tmp_path: Path, c
     assert not caplog.records
 
 
+def test_a_model_that_was_saved_without_its_head_is_read(hf_model: HFModel, tmp_path: Path) -> None:
+    """As checkpoints for embeddings are, by `AutoModel`: no name begins with "model."."""
+    path = Path(shutil.copytree(hf_model("llama", tie_word_embeddings=True), tmp_path / "model"))
+    whole = logits_of(load(path))
+    tensors = load_file(path / "model.safetensors")
+    save_file({name.removeprefix("model."): t for name, t in tensors.items()}, path / "model.safetensors")
+    assert torch.equal(logits_of(load(path)), whole)
+
+
 def test_a_rank_takes_its_part_of_a_head_of_its_own(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank's part is equal to the embedding's, the other's is not."""
     monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")

@@ -66,7 +66,7 @@ class SamplingState:
         read: Read = read_here,
     ) -> None:
         """`read`: reads from the logits' device, if the host needs something before the step ends."""
-        self._read = read
+        self.read = read
         self.failures: Mapping[int, StepFailure] = {}
         """Failures of the last `choose`, by row: the parameters or a logits processor failed, so no token is chosen."""
         self._custom = CustomProcessors(processors, read)
@@ -195,9 +195,7 @@ class SamplingState:
         asking = np.flatnonzero(rows["wants_logprobs"] & (tokens >= 0))
         if not asking.size:
             return {}
-        logprobs = token_logprobs(
-            _select(logits, asking), tokens[asking], rows["num_logprobs"][asking], read=self._read
-        )
+        logprobs = token_logprobs(_select(logits, asking), tokens[asking], rows["num_logprobs"][asking], read=self.read)
         return dict(zip(asking.tolist(), logprobs, strict=True))
 
     def queue_logprobs(
@@ -216,7 +214,7 @@ class SamplingState:
     ) -> list[TokenLogprob]:
         """Logprobs of prompt tokens: row i of logits (m, vocab) predicts target_token_ids[i]."""
         targets = target_token_ids.astype(np.int64)
-        return token_logprobs(logits, targets, np.full(len(targets), num_top, np.int64), self._read)
+        return token_logprobs(logits, targets, np.full(len(targets), num_top, np.int64), self.read)
 
     def _process(
         self,

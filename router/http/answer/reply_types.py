@@ -219,18 +219,12 @@ class Embeddings(msgspec.Struct, frozen=True, kw_only=True):
     usage: Usage
 
 
-class RankedText(msgspec.Struct, frozen=True, kw_only=True):
-    """The text of a document."""
-
-    text: str
-
-
 class Ranked(msgspec.Struct, frozen=True, kw_only=True):
     """A document in its place."""
 
     index: int  # in the request
     relevance_score: float  # the probability that it is one for the query
-    document: RankedText | None = None
+    document: dict[Literal["text"], str] | None = None
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):

@@ -316,7 +316,7 @@ class PacedRunner(ModelRunner):
         tokens = self._paced.tokens(attend)
         self._batch.append_tokens(drawing, lengths, np.array(tokens, np.int64))
         pairs = zip(self._batch.requests_in(drawing), tokens, strict=True)
-        return Computed({request.key: SampledTokens([token], None) for request, token in pairs}, {}, {}, [], 0, {})
+        return Computed({request.key: SampledTokens([token], None) for request, token in pairs}, {}, {}, [], 0)
 
 
 class PacedExecutor(InProcessExecutor):

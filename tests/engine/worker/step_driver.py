@@ -87,8 +87,11 @@ class StepDriver:
         assert not output.failed, output.failed
         for key, sampled in output.sampled.items():
             self.tokens[key].extend(sampled.token_ids)
-        self.prompt_logprobs.update(output.prompt_logprobs)
-        self.pooled.update(output.pooled)
+        for key, of_prompt in output.of_prompts.items():
+            if isinstance(of_prompt, bytes):
+                self.pooled[key] = of_prompt
+            else:
+                self.prompt_logprobs[key] = of_prompt
         return output
 
     def run(
