@@ -2,7 +2,6 @@
 
 import math
 from array import array
-from collections.abc import Sequence
 from operator import mul
 
 from pdkv.errors import InvalidRequest, NonFiniteLogits
@@ -55,8 +54,5 @@ def judged_text(tokenizer: Tokenizer, query: str, document: str, instruction: st
         InvalidRequest: the model has no chat template.
     """
     asked = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    messages: Sequence[dict[str, str]] = [
-        {"role": "system", "content": _JUDGE},
-        {"role": "user", "content": asked},
-    ]
+    messages = [{"role": "system", "content": _JUDGE}, {"role": "user", "content": asked}]
     return tokenizer.render_chat(messages, add_generation_prompt=True, variables={"enable_thinking": False})

@@ -12,7 +12,10 @@ LENGTHS = (1, 21, 130)
 IDS = (7, 300, 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "qwen3_moe")]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3", *SLOW])
 def test_pooled_states_equal_transformers(hf_model: HFModel, family: str) -> None:
     model_dir = hf_model(family)
     driver = StepDriver(model_dir)

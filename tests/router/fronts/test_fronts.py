@@ -1,5 +1,6 @@
 """Fronts and their dispatcher over a real unix socket in one event loop, in front of a dispatcher without engines."""
 
+import array
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
@@ -502,6 +503,21 @@ def test_the_dispatcher_records_what_came_through_fronts(tmp_path: Path) -> None
         assert figures[:3] == figures[3:]
         assert figures[0][:5] == (70, 4, 4, 250.0, "length")
         assert all(line.ttft_s is not None for line in lines[:2])
+
+    run(main())
+
+
+def test_embeddings_come_through_a_front_in_their_order(tmp_path: Path) -> None:
+    def answer(request: GenerateRequest) -> list[Delta]:
+        numbers = [1.0, float(len(request.prompt_token_ids))]
+        return [tokens(7, pooled=array.array("f", numbers).tobytes()), tokens(end="length")]
+
+    async def main() -> None:
+        async with rig(tmp_path, FakeDispatcher(answer)) as system:
+            asked = {"input": [[5] * n for n in (3, 1, 2)], "normalize": False}
+            got = await call(await system.front(), "POST", "/v1/embeddings", asked)
+            assert [entry["embedding"] for entry in got.json()["data"]] == [[1.0, 3.0], [1.0, 1.0], [1.0, 2.0]]
+            assert got.json()["usage"]["total_tokens"] == 6
 
     run(main())
 
