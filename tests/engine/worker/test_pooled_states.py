@@ -8,6 +8,8 @@ from tests.conftest import HFModel
 from tests.engine.worker.step_driver import StepDriver
 from tests.engine.worker.transformers_oracle import load
 
+torch.set_num_threads(1)
+
 LENGTHS = (1, 21, 130)
 IDS = (7, 300, 4)
 
