@@ -161,7 +161,7 @@ def test_the_router_asks_for_the_headless_services_at_the_port_that_engines_list
     ]
     headless = [name for name, found in of_kind(objects, "Service").items() if found["spec"].get("clusterIP") == "None"]
     at = arguments.index("--engines-dns") + 1
-    assert arguments[at : at + 2] == [f"{name}.serving.svc.cluster.local:7000" for name in sorted(headless)]
+    assert arguments[at : at + 2] == [f"{name}.serving.svc.cluster.local.:7000" for name in sorted(headless)]
 
 
 def test_dashboard_and_alerts_are_those_of_this_checkout() -> None:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -28,17 +29,21 @@ VALUES = {
     "dns": {"ttlSeconds": 2},
 }
 
-EVENTS: dict[str, Callable[[Cluster], None]] = {
-    "rollout of decode": lambda cluster: cluster.replace_all("decode"),
-    "rollout of prefill": lambda cluster: cluster.replace_all("prefill"),
-    "node of decode lost": lambda cluster: cluster.lose_node_of("decode"),
-    "node of prefill lost": lambda cluster: cluster.lose_node_of("prefill"),
+EVENTS: dict[str, Callable[[Cluster, Callable[[str], None]], None]] = {
+    "rollout of decode": lambda cluster, move: cluster.replace_all("decode"),
+    "rollout of prefill": lambda cluster, move: cluster.replace_all("prefill"),
+    "rollout of the router": lambda cluster, move: cluster.replace_router(move),
+    "node of decode lost": lambda cluster, move: cluster.lose_node_of("decode"),
+    "node of prefill lost": lambda cluster, move: cluster.lose_node_of("prefill"),
 }
 
 
-async def run_event(
-    name: str, cluster: Cluster, router: Running, expected: list[list[int]], num: int, rate: float
-) -> Outcome:
+def service(cluster: Cluster) -> Running:
+    """The router, as clients of tests see a deployment."""
+    return cast(Running, SimpleNamespace(url=cluster.pods["router"][0].url))
+
+
+async def run_event(name: str, cluster: Cluster, expected: list[list[int]], num: int, rate: float) -> Outcome:
     """Send the load: a third of it before the event, and a third behind."""
     over = asyncio.Event()
     outcome = Outcome(backend="p2p", kind=name, place="pods", rate=rate, stop_s=0.0)
@@ -46,12 +51,12 @@ async def run_event(
     async def act() -> None:
         began = time.monotonic()
         try:
-            await asyncio.to_thread(EVENTS[name], cluster)
+            await asyncio.to_thread(EVENTS[name], cluster, partial(setattr, load.client, "base_url"))
         finally:
             outcome.stop_s = round(time.monotonic() - began, 1)
             over.set()
 
-    async with load_on(router, name.replace(" ", "_"), rate) as load:
+    async with load_on(service(cluster), name.replace(" ", "_"), rate) as load:
         await load.run(num // 3)
         acting = asyncio.create_task(act())
         await load.run(0, until=over)
@@ -75,16 +80,15 @@ def main() -> int:
         try:
             pods = [cluster.add(name) for name in ("prefill", "decode", "router")]
             cluster.wait_ready(*pods)
-            router = cast(Running, SimpleNamespace(url="http://127.0.0.1:8000"))
-            expected = asyncio.run(right_answers(router))
+            expected = asyncio.run(right_answers(service(cluster)))
             print("\n".join(HEADER), flush=True)
             for name in options.events:
-                outcome = asyncio.run(run_event(name, cluster, router, expected, options.requests, options.rate))
+                outcome = asyncio.run(run_event(name, cluster, expected, options.requests, options.rate))
                 print(row(outcome), *outcome.errors[:3], sep="\n  ", flush=True)
                 lost += outcome.lost
         except BaseException:
             for log in sorted(Path(folder).glob("*.log")):
-                print(f"--- {log.name}", log.read_text()[-3000:], sep="\n", file=sys.stderr)
+                print(f"--- {log.name}", log.read_text()[-6000:], sep="\n", file=sys.stderr)
             raise
         print(
             f"{lost} lost; {cluster.num_api_calls} calls of the API server; statuses {cluster.statuses}; "

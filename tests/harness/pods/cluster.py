@@ -18,12 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dnslib import QTYPE, RR, A, DNSRecord
-from dnslib.server import DNSServer
+from dnslib.server import DNSLogger, DNSServer
 from hosts.agent import _IFF_RUNNING, _IFF_UP, _MS_BIND, _MS_PRIVATE, _MS_REC, _SIOCSIFFLAGS, _mount, _set_up
 
 from pods import Object, command_of, pods_of, render
 
-DNS, API, ROUTER = "127.0.0.53", "127.0.0.9", "127.0.0.1"
+DNS, API = "127.0.0.53", "127.0.0.9"
 TTL_S = 1
 NODE_LOSS_S = 5.0
 """How long a lost node's pods stay in the DNS; 40 seconds in a cluster."""
@@ -86,6 +86,7 @@ class Pod:
             elif mount["name"] != "shm":
                 folder.mkdir(parents=True, exist_ok=True)
         environment["TMPDIR"] = environment["HOME"]
+        argv = [word.replace("0.0.0.0", address) for word in argv]  # two routers share this namespace
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 argv,
@@ -93,6 +94,11 @@ class Pod:
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self.ending = False
+
+    @property
+    def url(self) -> str:
+        """Of a router."""
+        return f"http://{self.address}:8000"
 
     @property
     def is_ready(self) -> bool:
@@ -104,7 +110,7 @@ class Pod:
             return False
         with contextlib.suppress(OSError, urllib.error.URLError):
             path = probe["httpGet"]["path"]
-            return bool(urllib.request.urlopen(f"http://{self.address}:8000{path}", timeout=5).status == 200)
+            return bool(urllib.request.urlopen(self.url + path, timeout=5).status == 200)
         return False
 
     def end(self) -> int:
@@ -153,7 +159,9 @@ class Cluster:
         key = self.folder / "cluster" / "cluster.key"
         key.touch(mode=0o600)
         key.write_text(os.urandom(32).hex())
-        self._servers = [DNSServer(self.zone, address=DNS, port=53, tcp=tcp) for tcp in (False, True)]
+        self._servers = [
+            DNSServer(self.zone, address=DNS, tcp=tcp, logger=DNSLogger(logf=len)) for tcp in (False, True)
+        ]
         for server in self._servers:
             server.start_thread()
         self._api = socket.create_server((API, 443))
@@ -177,7 +185,7 @@ class Cluster:
     def add(self, name: str) -> Pod:
         """Start a pod of a set."""
         self._count += 1
-        address = ROUTER if name == "router" else f"127.0.1.{self._count}"
+        address = f"127.0.1.{self._count}"
         pod_name = f"demo-pdkv-{name}-5f6d7c8b9d-{self._count:05}"
         spare = {"KUBERNETES_SERVICE_HOST": API, "KUBERNETES_SERVICE_PORT": "443"}
         log = self.folder / f"{name}.log"
@@ -202,6 +210,14 @@ class Cluster:
             ending = self.delete(name, pod)
             self.wait_ready(self.add(name))
             ending.join()
+
+    def replace_router(self, move: Callable[[str], None]) -> None:
+        """A rollout with maxSurge 1. `move` sends clients to another address, as the Service does."""
+        (old,) = self.pods["router"]
+        new = self.add("router")
+        self.wait_ready(new)
+        move(new.url)
+        self.delete("router", old).join()
 
     def lose_node_of(self, name: str) -> None:
         """The node of one pod is gone; later its pod leaves the DNS and another one is started elsewhere."""
