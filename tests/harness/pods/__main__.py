@@ -86,9 +86,11 @@ def main() -> int:
                 outcome = asyncio.run(run_event(name, cluster, expected, options.requests, options.rate))
                 print(row(outcome), *outcome.errors[:3], sep="\n  ", flush=True)
                 lost += outcome.lost
+            assert not lost, f"{lost} requests lost"
         except BaseException:
             for log in sorted(Path(folder).glob("*.log")):
-                print(f"--- {log.name}", log.read_text()[-6000:], sep="\n", file=sys.stderr)
+                lines = [line for line in log.read_text().splitlines() if " 200 ok " not in line]
+                print(f"--- {log.name}", *lines[-100:], sep="\n", file=sys.stderr)
             raise
         print(
             f"{lost} lost; {cluster.num_api_calls} calls of the API server; statuses {cluster.statuses}; "
