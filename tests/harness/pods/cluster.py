@@ -96,6 +96,11 @@ class Pod:
         self.ending = False
 
     @property
+    def has_ended(self) -> bool:
+        """Whether its command has."""
+        return self.process.poll() is not None
+
+    @property
     def url(self) -> str:
         """Of a router."""
         return f"http://{self.address}:8000"
@@ -196,7 +201,8 @@ class Cluster:
     def wait_ready(self, *pods: Pod) -> None:
         """Return when all are."""
         for pod in pods:
-            until(lambda pod=pod: pod.is_ready, f"{pod.name} is ready", START_S)  # type: ignore[misc]
+            until(lambda pod=pod: pod.is_ready or pod.has_ended, f"{pod.name} is ready", START_S)  # type: ignore[misc]
+            assert not pod.has_ended, f"{pod.name} has ended with status {pod.process.returncode}"
 
     def delete(self, name: str, pod: Pod) -> threading.Thread:
         """It leaves the DNS, and ends meanwhile."""
@@ -238,7 +244,7 @@ class Cluster:
         while not self._over.wait(0.5):
             for name, pods in self.pods.items():
                 for pod in list(pods):
-                    seen[pod.name] = pod.is_ready or (seen.get(pod.name, False) and pod.process.poll() is not None)
+                    seen[pod.name] = pod.is_ready or (seen.get(pod.name, False) and pod.has_ended)
                 host = f"demo-pdkv-{name}.serving.svc.cluster.local"
                 self.zone.addresses[host] = {pod.address for pod in list(pods) if seen.get(pod.name)}
 
