@@ -127,7 +127,7 @@ faults: install
 # A bad network between two hosts, and the commands of the Helm chart's pods as processes with a DNS server: partitions,
 # rollouts, lost nodes, what became of their requests. Ten minutes; needs Linux namespaces (unshare).
 chaos: install
-	cd tests/harness && $(abspath $(BIN))/python -m faults.network --save
+	cd tests/harness && $(abspath $(BIN))/python -m faults.network
 	cd tests/harness && $(abspath $(BIN))/python -m pods
 
 # Operations under load (drain, roles, scale, rolling restarts, SIGTERM), and all engines of a role gone for 5 s: what became

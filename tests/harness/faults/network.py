@@ -20,7 +20,7 @@ from traffic import wait_for_rest, wait_until_true
 
 from faults.inject import Strike
 from faults.load import load_on, right_answers
-from faults.report import HEADER, row, save
+from faults.report import HEADER, row
 from faults.run import Outcome, count, counters_of, is_well
 
 P2P = ("--connector", "p2p", "--connector-config", "host={host}", "timeout_s=5")
@@ -99,7 +99,6 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="*", default=[], help="absent: all")
     parser.add_argument("--requests", type=int, default=60, help="per trouble, at least")
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/faults-DATE")
     options = parser.parse_args()
     troubles = [each for each in TROUBLES if not options.kinds or each.kind in options.kinds]
     print("\n".join(HEADER), flush=True)
@@ -109,8 +108,6 @@ def main() -> int:
         outcomes = run_on(hosts, model, troubles, options.requests, options.rate)
     lost = sum(outcome.lost for outcome in outcomes)
     print(f"{sum(outcome.requests for outcome in outcomes)} requests, {lost} lost")
-    if options.save:
-        print(save(outcomes))
     return 1 if lost else 0
 
 

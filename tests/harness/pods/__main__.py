@@ -73,12 +73,18 @@ def main() -> int:
     parser.add_argument("--events", nargs="*", default=list(EVENTS), choices=EVENTS)
     parser.add_argument("--requests", type=int, default=45, help="per event, at least")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
+    parser.add_argument(
+        "--old", type=Path, metavar="FOLDER", help="with the `pd` of another version, of the first engines"
+    )
     options = parser.parse_args()
     enter()
     lost = 0
     with tempfile.TemporaryDirectory(prefix="pods-") as folder, Cluster(VALUES, Path(folder)) as cluster:
         try:
-            pods = [cluster.add(name) for name in ("prefill", "decode", "router")]
+            new, cluster.programs = cluster.programs, options.old or cluster.programs
+            pods = [cluster.add(name) for name in ("prefill", "decode")]
+            cluster.programs = new
+            pods.append(cluster.add("router"))
             cluster.wait_ready(*pods)
             expected = asyncio.run(right_answers(service(cluster)))
             print("\n".join(HEADER), flush=True)

@@ -70,7 +70,7 @@ class Zone:
 class Pod:
     """One pod: its processes, and whether its probes find it ready."""
 
-    def __init__(self, found: Object, name: str, address: str, files: Path, log: Path, spare: dict[str, str]) -> None:
+    def __init__(self, found: Object, name: str, address: str, files: Path, log: Path, around: dict[str, str]) -> None:
         self.name, self.address = name, address
         spec = pods_of(found)
         (container,) = spec["containers"]
@@ -90,7 +90,7 @@ class Pod:
         with log.open("ab") as output:
             self.process = subprocess.Popen(
                 argv,
-                env={"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **spare, **environment},
+                env={**around, **environment},
                 stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
         self.ending = False
@@ -145,7 +145,7 @@ class Cluster:
     """The release "demo", with its values. Use it as a context."""
 
     def __init__(self, values: Object, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.programs = folder, Path(sys.executable).parent
         self._sets = {
             found["metadata"]["labels"]["app.kubernetes.io/component"]: found
             for found in render(values)
@@ -192,9 +192,10 @@ class Cluster:
         self._count += 1
         address = f"127.0.1.{self._count}"
         pod_name = f"demo-pdkv-{name}-5f6d7c8b9d-{self._count:05}"
-        spare = {"KUBERNETES_SERVICE_HOST": API, "KUBERNETES_SERVICE_PORT": "443"}
+        around = {"KUBERNETES_SERVICE_HOST": API, "KUBERNETES_SERVICE_PORT": "443"}
+        around["PATH"] = f"{self.programs}:{os.environ['PATH']}"
         log = self.folder / f"{name}.log"
-        pod = Pod(self._sets[name], pod_name, address, self.folder, log, spare)
+        pod = Pod(self._sets[name], pod_name, address, self.folder, log, around)
         self.pods[name].append(pod)
         return pod
 
