@@ -34,6 +34,11 @@ class Trouble(NamedTuple):
     seconds: float
     begin: Callable[[Wire], None]
 
+    @property
+    def name(self) -> str:
+        """With how long it lasts."""
+        return f"{self.kind}, {self.seconds:.0f} s" if self.seconds else self.kind
+
 
 def _part(what: str) -> Callable[[Wire], None]:
     return lambda wire: wire.lose(what)
@@ -54,7 +59,7 @@ async def run_trouble(
     launch: Running, wire: Wire, trouble: Trouble, expected: Sequence[list[int]], num: int, rate: float
 ) -> Outcome:
     """Send the load: a third of it before the trouble, and a third behind."""
-    outcome = Outcome(backend="p2p", kind=trouble.kind, place=trouble.place, rate=rate, stop_s=trouble.seconds)
+    outcome = Outcome(backend="p2p", kind=trouble.name, place=trouble.place, rate=rate, stop_s=trouble.seconds)
     strike, over = Strike(), asyncio.Event()
 
     async def strike_it() -> None:

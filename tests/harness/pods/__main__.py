@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=45, help="per event, at least")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
     parser.add_argument(
-        "--old", type=Path, metavar="FOLDER", help="with the `pd` of another version, of the first engines"
+        "--old", type=Path, metavar="FOLDER", help="of another version's `pd`, for the first engines"
     )
     options = parser.parse_args()
     enter()

@@ -1,5 +1,5 @@
 {{- define "pdkv.fullname" -}}
-{{- ternary .Release.Name (printf "%s-pdkv" .Release.Name) (contains "pdkv" .Release.Name) | trunc 24 | trimSuffix "-" -}}
+{{- ternary .Release.Name (printf "%s-pdkv" .Release.Name) (contains "pdkv" .Release.Name) | trunc 30 | trimSuffix "-" -}}
 {{- end -}}
 
 {{/* Labels by which objects and pods are found; `component`: router, or the name of a set of engines. */}}
@@ -136,7 +136,7 @@ volumes:
 
 {{/* The part of a container that does not depend on what it runs. */}}
 {{- define "pdkv.container" -}}
-image: "{{ .top.Values.image.repository }}:{{ .top.Values.image.tag | default .top.Chart.AppVersion }}"
+image: {{ printf "%s:%s" .top.Values.image.repository (.top.Values.image.tag | default .top.Chart.AppVersion) | quote }}
 imagePullPolicy: {{ .top.Values.image.pullPolicy }}
 securityContext: {{- toYaml .top.Values.securityContext | nindent 2 }}
 resources: {{- toYaml .own.resources | nindent 2 }}
