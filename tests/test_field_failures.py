@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ def rows(page: str) -> Iterator[list[str]]:
             yield [cell.strip() for cell in line.strip("|").split(" | ")]
 
 
+@cache
 def functions(path: Path) -> dict[str, str]:
     """Test functions of a file with their docstrings; where there are none, with the file's."""
     tree = ast.parse(path.read_text())

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,16 @@ def dotted(node: ast.expr, imported: dict[str, str]) -> str:
     return "?"
 
 
-def imports(tree: ast.AST) -> dict[str, str]:
+@lru_cache(1)  # of the file that is looked at
+def parsed(source: str) -> tuple[list[ast.AST], dict[str, str]]:
+    """Its nodes, and what the names that it imports stand for."""
+    nodes = list(ast.walk(ast.parse(source)))
+    return nodes, imports(nodes)
+
+
+def imports(nodes: list[ast.AST]) -> dict[str, str]:
     found = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found.update({alias.asname or alias.name: alias.name for alias in node.names})
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -57,11 +65,10 @@ def imports(tree: ast.AST) -> dict[str, str]:
 
 def bare_clocks(source: str) -> Iterator[tuple[int, str]]:
     """(line, name) of each use of a clock or a pause other than pdkv.base.clock's."""
-    tree = ast.parse(source)
-    imported = imports(tree)
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    nodes, imported = parsed(source)
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.args]
     yields = {call.func for call in calls if isinstance(call.args[0], ast.Constant) and call.args[0].value == 0}
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Name | ast.Attribute) and node not in yields:
             name = dotted(node, imported)
             if name in READS or name == "threading.Event().wait" or name.endswith("loop.time"):
@@ -70,9 +77,8 @@ def bare_clocks(source: str) -> Iterator[tuple[int, str]]:
 
 def loop_timers(source: str) -> Iterator[tuple[int, str]]:
     """(line, name) of each timer of an event loop."""
-    tree = ast.parse(source)
-    imported = imports(tree)
-    for node in ast.walk(tree):
+    nodes, imported = parsed(source)
+    for node in nodes:
         if isinstance(node, ast.Call):
             name = dotted(node.func, imported)
             waits = name in LOOP_TIMERS and (

@@ -26,8 +26,9 @@ def pages() -> list[Path]:
 
 
 def modules() -> list[Path]:
-    found = [path for path in ROOT.rglob("*.py") if not SKIPPED & set(path.relative_to(ROOT).parts)]
-    return [path for path in found if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)]
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."]  # no virtual environment
+    found = [*ROOT.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]
+    return [path for path in found if not SKIPPED & set(path.relative_to(ROOT).parts)]
 
 
 def texts_of(source: str) -> Iterator[tuple[int, str, bool]]:

@@ -7,7 +7,7 @@ from serving_checks import serve_directory
 from small_models import make_hf_model
 from soak.http_fuzz import fuzz
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 100
 
 
 def test_no_request_harms_the_router(tmp_path: Path) -> None:
@@ -16,6 +16,6 @@ def test_no_request_harms_the_router(tmp_path: Path) -> None:
         deployment = launch("--prefill", "1", "--decode", "1")
         result = fuzz(deployment, NUM_REQUESTS, seed=7)
         assert result.violations == []
-        assert result.statuses["200"] > 10
-        assert result.statuses["400"] > 60
+        assert result.statuses["200"] > 5
+        assert result.statuses["400"] > 30
         assert deployment.complete("x", max_tokens=2).status_code == 200

@@ -268,7 +268,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("schema", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("schema", [pytest.param(LARGE, marks=pytest.mark.slow), SMALL], ids=["large", "small"])
 def test_a_schema_that_takes_long_holds_nobody_up(schema: dict[str, Any]) -> None:
     async def count_turns() -> tuple[Exchange, int]:
         """The reply, and how often others had their turn meanwhile."""
