@@ -29,9 +29,10 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 EXAMPLES = int(os.environ.get("EXAMPLES", "1"))
-"""So many times the random cases of tests whose cases cost much; `make matrix` has more."""
+"""So many times the random cases of `make test`; `make matrix` has more."""
 
-hypothesis.settings.register_profile("pdkv", deadline=None)  # how long an example takes is up to the machine
+# How long an example takes is up to the machine.
+hypothesis.settings.register_profile("pdkv", deadline=None, max_examples=40 * EXAMPLES)
 hypothesis.settings.load_profile("pdkv")
 
 

@@ -49,16 +49,16 @@ SERVERS: Mapping[str, Callable[[], AbstractContextManager[str]]] = {
     "s3": s3_server,
 }
 
-IN_MAKE_TEST = (
-    "content_identity", "attempts", "later_attempts", "replay", "aborts", "kv_groups", "lower_tiers", "restarted_peer",
-    "step_thread", "latent_rows",
-)  # fmt: skip
-"""Of a connector of each kind; `memory` that pulls passes all, and so do all of them in `make matrix`."""
-
 OF_OTHERS = ("content_identity", "aborts", "kv_groups")
+"""In `make test`; `memory` that pulls passes all cases there, and so do all connectors in `make matrix`."""
 
-OF_EACH_KIND = (("shared_memory", {}), ("p2p", {}), ("store", {}))
-"""Memory that is read in place, connections, and content that is found by its keys."""
+OF_EACH_KIND = {
+    "shared_memory": ("later_attempts", "restarted_peer", "latent_rows"),
+    "p2p": ("attempts", "restarted_peer", "step_thread"),
+    "store": ("replay", "lower_tiers", "step_thread", "latent_rows"),
+    "nixl-pull": ("latent_rows",),
+}
+"""Besides, of each kind of way for KV: memory that is read in place, connections, content that is found by its keys."""
 
 BROKEN: Sequence[tuple[str, str]] = [
     ("shared:DropsTheLastLayer", "content_identity"),
@@ -128,11 +128,8 @@ def need(connector: str) -> None:
 def test_the_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str], zygote: Zygote) -> None:
     """F1, F2, F3, F4, F5, F9, F10, F17, F19, F20, F24, as each case says."""
     need(connector)
-    names = () if (connector, options) == SHIPPED[0] else OF_OTHERS
-    if (connector, options) in OF_EACH_KIND:
-        names = IN_MAKE_TEST
-    if (connector, options) == ("nixl", {"mode": "pull"}):
-        names = (*OF_OTHERS, "latent_rows")
+    is_first = (connector, options) == SHIPPED[0]
+    names = () if is_first else (*OF_OTHERS, *OF_EACH_KIND.get(name_of(connector, options), ()))
     assert_passed(check(connector, options=options, names=names, quick=True, zygote=zygote))
 
 

@@ -124,9 +124,9 @@ def test_requests_with_aborts_disconnects_and_tiny_deadlines(deployment: Running
     soak = Soak(deployment)
     soak.run(60, at_once=AT_ONCE)
     first = holdings(deployment)
-    soak.run(100, at_once=AT_ONCE)
+    soak.run(70, at_once=AT_ONCE)
     second = holdings(deployment)
-    soak.run(100, at_once=AT_ONCE)
+    soak.run(70, at_once=AT_ONCE)
     third = holdings(deployment)
     assert min(soak.ends[kind] for kind in ("right", "timeout", "close", "drop")) > 5, soak.ends
     assert soak.ask_for_all(at_once=1) == list(soak.expected.values())

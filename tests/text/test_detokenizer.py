@@ -5,8 +5,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdkv.text import Tokenizer
+from tests.conftest import EXAMPLES
 
-PROPERTY = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=60 * EXAMPLES, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 
 

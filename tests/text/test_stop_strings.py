@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdkv.text import StopAutomaton, StopStrings
+from tests.conftest import EXAMPLES
 
 WORD = st.text("abé", min_size=1, max_size=5)
 
@@ -18,7 +19,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(max_examples=500)
+@settings(max_examples=100 * EXAMPLES)
 @given(deltas=st.lists(st.text("abé", max_size=6), max_size=8), stops=st.lists(WORD, min_size=1, max_size=4))
 def test_the_first_completed_stop_string_cuts_the_text(deltas: list[str], stops: list[str]) -> None:
     matcher = StopStrings(stops)
@@ -35,7 +36,7 @@ def test_the_first_completed_stop_string_cuts_the_text(deltas: list[str], stops:
     assert (shown, found) == (text, stop)
 
 
-@settings(max_examples=200)
+@settings(max_examples=40 * EXAMPLES)
 @given(text=st.text("ab", max_size=12), stops=st.lists(WORD, min_size=1, max_size=3))
 def test_no_more_is_held_back_than_may_become_a_stop_string(text: str, stops: list[str]) -> None:
     piece, found = StopStrings(stops).push(text)
@@ -64,7 +65,7 @@ def test_the_end_of_one_that_was_not_accepted_may_begin_the_next() -> None:
     assert matcher.push("a") == ("", "aa")
 
 
-@settings(max_examples=300)
+@settings(max_examples=60 * EXAMPLES)
 @given(
     deltas=st.lists(st.tuples(st.text("abé", max_size=6), st.booleans()), max_size=8),
     stops=st.lists(WORD, min_size=1, max_size=4),

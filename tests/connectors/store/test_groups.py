@@ -25,6 +25,7 @@ from pdkv.kv_store.registry import open_store
 from pdkv.testing.engine import SideBySide, at_rest, of_type, output_of, submit
 from pdkv.wire.kv import KVGroup
 from pdkv.wire.messages import EngineToRouter, Finished, Loaded, Submit
+from tests.conftest import EXAMPLES
 
 FULL, WINDOW, SMALL = KVGroup((0,)), KVGroup((1,), 40), KVGroup((2,), 17)
 SHAPES = [
@@ -57,7 +58,7 @@ def test_without_groups_keys_are_those_of_earlier_stores() -> None:
 
 @pytest.mark.parametrize("groups", SHAPES, ids=["full+window", "many", "window", "two windows"])
 @pytest.mark.parametrize(("block_size", "tokens_per_value"), [(16, 64), (48, 64), (32, 16)])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=10 * EXAMPLES, deadline=None)
 @given(chunks=st.lists(st.integers(1, 200), min_size=1, max_size=5), is_handoff=st.booleans())
 def test_what_is_saved_is_there_and_is_what_hits_need(
     groups: tuple[KVGroup, ...], block_size: int, tokens_per_value: int, chunks: list[int], is_handoff: bool

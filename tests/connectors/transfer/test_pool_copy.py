@@ -13,6 +13,7 @@ from pdkv.connectors.transfer.units import UnitPart
 from pdkv.errors import TransferError
 from pdkv.kernels import host
 from pdkv.wire.kv import KVLayout
+from tests.conftest import EXAMPLES
 
 
 @cache
@@ -88,7 +89,7 @@ def test_a_copy_is_cut_so_that_it_can_be_ended(monkeypatch: pytest.MonkeyPatch) 
     assert sum(part.num_bytes for part in parts) == pieces.num_bytes == 40 * layout.block_bytes
 
 
-@settings(max_examples=60)
+@settings(max_examples=20 * EXAMPLES)
 @given(
     sizes=st.sampled_from([(16, 32), (32, 16), (48, 16), (32, 48), (16, 16)]),
     heads=st.sampled_from([(4, 4, 0, 0, 4), (2, 4, 2, 0, 2), (4, 2, 1, 2, 1), (1, 4, 0, 3, 1)]),

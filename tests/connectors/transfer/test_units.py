@@ -16,6 +16,7 @@ from pdkv.connectors.step_done import ON_HOST
 from pdkv.connectors.transfer.planning import as_ids, unit_index
 from pdkv.connectors.transfer.units import UnitPart, UnitPool
 from pdkv.kernels import kv_copy
+from tests.conftest import EXAMPLES
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,7 +44,7 @@ def test_unit_index_refuses_what_is_no_range_of_units(block_size: int, start: in
 
 
 @given(data=st.data())
-@settings(max_examples=300)
+@settings(max_examples=60 * EXAMPLES)
 def test_units_survive_the_way_between_pools_of_unequal_blocks(data: st.DataObject) -> None:
     """Head slices and layer ranges included; nothing else of the receiving pool changes."""
     here_size, there_size = (data.draw(st.sampled_from([16, 32, 48, 64])) for _ in range(2))

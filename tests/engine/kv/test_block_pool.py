@@ -14,6 +14,7 @@ from pdkv.engine.kv.free_queue import FreeQueue
 from pdkv.kernels.block_pool import available
 from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared
 from pdkv.wire.reports import BlockCounts
+from tests.conftest import EXAMPLES
 
 
 def make_pool(num_blocks: int = 4) -> BlockPool:
@@ -114,7 +115,7 @@ def test_a_snapshot_begins_with_cleared_and_has_parents_first() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 7), st.sampled_from(list(Holder))), max_size=60))
-@settings(max_examples=200)
+@settings(max_examples=50 * EXAMPLES)
 def test_the_books_agree_after_any_sequence(actions: list[tuple[int, int, Holder]]) -> None:
     pool = make_pool(8)
     held: list[tuple[int, Holder]] = []
@@ -261,7 +262,7 @@ def test_withdrawn_blocks_keep_their_holders_and_the_others_content(count: int) 
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 20), st.sampled_from(Holder)), max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50 * EXAMPLES, deadline=None)
 def test_compiled_and_one_by_one_the_books_are_the_same(actions: list[tuple[int, int, Holder]]) -> None:
     """Whatever many blocks go through, blocks that are named twice included."""
     with pytest.MonkeyPatch.context() as patch:
@@ -327,7 +328,7 @@ class Plain:
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 5), st.integers(0, 11)), max_size=80))
-@settings(max_examples=200)
+@settings(max_examples=50 * EXAMPLES)
 def test_free_blocks_come_in_the_order_of_an_ordered_dict(actions: list[tuple[int, int, int]]) -> None:
     """One at a time and many, with blocks that leave from the middle, around the ends of the arrays."""
     queue, plain = FreeQueue(12), Plain(12)

@@ -10,6 +10,7 @@ from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.router.routing.prefix_index import SLICE_KEYS, PrefixIndex, keys_needed
 from pdkv.wire.kv import KVGroup, KVLayout
 from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent, KVEvents
+from tests.conftest import EXAMPLES
 
 
 def keys_of(token_ids: Sequence[int]) -> list[bytes]:
@@ -105,7 +106,7 @@ EVENTS = st.one_of(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50 * EXAMPLES)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(EVENTS, max_size=3)), max_size=25))
 def test_index_equals_a_set_of_keys_per_engine(batches: list[tuple[str, list[KVEvent]]]) -> None:
     index = synced(*"abc")

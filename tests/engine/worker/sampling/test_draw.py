@@ -96,7 +96,7 @@ def draw_on(num_threads: int, logits: torch.Tensor, params: DrawParams) -> list[
 
 
 @needs_compiled_kernel
-@settings(max_examples=150 * EXAMPLES)
+@settings(max_examples=50 * EXAMPLES)
 @given(cases())
 def test_the_kernel_draws_what_torch_draws(case: tuple[torch.Tensor, DrawParams]) -> None:
     logits, params = case
