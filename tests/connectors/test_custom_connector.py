@@ -26,7 +26,7 @@ def test_its_store_is_a_scheme_of_urls_and_a_tier_behind_host_memory(
     installed: Path, hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(installed))
-    workload = greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path)
+    workload = greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path, 12)
     tiers = ["--kv-host-memory", "16MiB", "--kv-store", f"sqlite://{tmp_path}/kv.db"]
     with deployed(workload, "--prefill", "1", "--decode", "1", "--connector", "shared_memory", *tiers) as deployment:
         run_all(deployment, workload)
@@ -43,7 +43,7 @@ def test_its_entry_point_serves_engines_and_unknown_options_are_refused(
     installed: Path, hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(installed))
-    workload = greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path)
+    workload = greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path, 12)
     flags = ["--prefill", "1", "--decode", "1", "--connector", "sqlite"]
     with deployed(workload, *flags, "--connector-config", f"path={tmp_path}/kv.db") as deployment:
         for _ in range(2):

@@ -26,7 +26,7 @@ def test_its_entry_point_serves_engines_with_the_right_tokens(
     installed: Path, hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(installed))
-    workload = greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path)
+    workload = greedy_workload(hf_model("llama", initializer_range=0.2), tmp_path, 12)
     with deployed(workload, "--prefill", "1", "--decode", "1", "--connector", "sockets") as deployment:
         for _ in range(2):
             check_decode_computed_nothing(run_all(deployment, workload))

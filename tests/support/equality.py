@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from deployments import Running, launches
 from oracle import Expected
-from prompt_set import forty_prompts
+from prompt_set import NUM_PROMPTS, forty_prompts
 from serving_checks import Books, complete_all, read_books, serve_directory, settled_books
 
 NUM_OUTPUT = 56
@@ -80,9 +80,9 @@ class Workload:
         return sum(len(e.prompt) for e in self.expected)
 
 
-def greedy_workload(model_dir: Path, directory: Path) -> Workload:
-    """The forty prompts for a model, which is made ready to be served in `directory`."""
-    return Workload(serve_directory(model_dir, directory), forty_prompts(model_dir, NUM_OUTPUT))
+def greedy_workload(model_dir: Path, directory: Path, num: int = NUM_PROMPTS) -> Workload:
+    """The forty prompts for a model, or `num` of them; it is made ready to be served in `directory`."""
+    return Workload(serve_directory(model_dir, directory), forty_prompts(model_dir, NUM_OUTPUT)[:num])
 
 
 @contextmanager
