@@ -22,7 +22,7 @@ NUM_STREAMS, NUM_BY_CURL = 90, 10
 PATH = "/v1/completions"
 PROFILE = """
 step_s = 0.015
-row_s = 0
+row_s = 0.0004
 prompt_token_s = 0
 context_token_s = 0
 num_layers = 1
@@ -31,6 +31,7 @@ head_size = 8
 max_model_len = 512
 vocab_size = 4096
 """
+"""A hundred streams last for four seconds: none ends before all are heard, though a process stands still for one."""
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_a_killed_front_loses_and_doubles_no_token_of_a_hundred_streams(deployme
             front.send_signal(signal.SIGKILL)
             await asyncio.sleep(0.1)
         seen = await asyncio.gather(*tasks)
-        assert sum(each.num_resumed > 0 for each in seen) > NUM_STREAMS // 2
+        assert sum(each.num_resumed > 0 for each in seen) > NUM_STREAMS // 2, "most had ended before a front was killed"
         for number in range(NUM_STREAMS):
             assert choices_of(seen[number].events) == choices_of(expected[number].events), number
         by_curl = await asyncio.gather(*(asyncio.to_thread(curl.resume) for curl in curls))
