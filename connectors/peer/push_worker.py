@@ -20,7 +20,7 @@ from pdkv.connectors.peer.cards import Incarnation
 from pdkv.connectors.peer.checksums import Checksums
 from pdkv.connectors.peer.push_scheduler import PushMetadata, PushSend, PushTicket
 from pdkv.connectors.peer.worker import PeerWorker
-from pdkv.connectors.step_done import ON_HOST, StepDone
+from pdkv.connectors.step_done import ON_HOST, StepDone, make_step_done
 from pdkv.connectors.transfer.digest import PieceDigests
 from pdkv.connectors.transfer.planning import HeadPart, Ids, as_ids, blocks_of, sender_parts, unit_index
 from pdkv.connectors.transfer.units import UnitPart
@@ -55,7 +55,7 @@ class PushPiece(NamedTuple):
     card: EngineCard  # the receiver's
     heads: HeadPart
     layers: range
-    after: StepDone  # the last step that wrote it
+    after: StepDone  # of the step's layers, or of the steps, that wrote it
 
     @property
     def part(self) -> UnitPart:
@@ -208,9 +208,7 @@ class PushWorker(PeerWorker):
 
     def register_kv_caches(self, kv_cache: "torch.Tensor") -> None:
         self.checksums = Checksums(self.config, kv_cache)
-        self.layer_by_layer = (
-            kv_cache.device.type == "cpu"
-        )  # otherwise layers are complete when the device's stream says so
+        self._device = kv_cache.device
         self._in_step: deque[Job] = deque()  # sends of layers that this step has not computed yet, in order
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
@@ -226,15 +224,14 @@ class PushWorker(PeerWorker):
             self._receive(ticket, meta.earlier_steps or ON_HOST)
         self._begin_sending(self.config.layout.num_layers)  # of the last step, if its device has only computed them now
         for send in meta.sends:
-            self._send(send, (meta.this_step if send.during_step else meta.earlier_steps) or ON_HOST)
+            self._send(send, meta.earlier_steps or ON_HOST)
         if any(send.during_step for send in meta.sends):
             self._in_step = deque(sorted(self._in_step, key=_last_layer))
         for key in meta.completed:
             self.submit(key, "send", [])
 
     def save_kv_layer(self, layer: int, kv_cache: "torch.Tensor", meta: KVConnectorMetadata) -> None:
-        if self.layer_by_layer:
-            self._begin_sending(layer + 1)
+        self._begin_sending(layer + 1)
 
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         """Fail sends to an incarnation that is gone; others are not affected."""
@@ -352,10 +349,14 @@ class PushWorker(PeerWorker):
             self._in_step += jobs
 
     def _begin_sending(self, num_layers: int) -> None:
-        """Begin to send: the first layers of the step are in their blocks."""
+        """Begin to send: the first layers of the step are in their blocks, or will be when the device is behind what it
+        has been given so far.
+        """
         ready: list[Job] = []
         while self._in_step and _last_layer(self._in_step[0]) <= num_layers:
             ready.append(self._in_step.popleft())
+        for done in {id(job.order.after): job.order.after for job in ready}.values():
+            done.record()
         if ready:
             self.start_jobs(ready)
 
@@ -372,8 +373,9 @@ class PushWorker(PeerWorker):
         layout, in_step = self.config.layout, send.during_step
         num_bytes = (send.stop - send.start) * layout.token_bytes
         parts = sender_parts(self.config.rank, self.config.tp, card.tp, layout.kv_heads_of_all_ranks)
-        groups = layer_groups(layout.num_layers, num_bytes if self.layer_by_layer else 0)
-        for layers in groups if in_step else [range(layout.num_layers)]:
+        groups = layer_groups(layout.num_layers, num_bytes) if in_step else [range(layout.num_layers)]
+        for layers in groups:
+            after = make_step_done(self._device) if in_step else after
             for part in parts:
                 lane = self.lane_of(card.engine, card.epoch, part.peer_rank)
                 order = PushPiece(send, card, part, layers, after)

@@ -24,6 +24,7 @@ from pdkv.connectors.base import KVConnectorMetadata, ScheduledRange, SchedulerV
 from pdkv.connectors.multi.wire import MultiMetadata
 from pdkv.connectors.multi.worker import MultiWorker
 from pdkv.connectors.p2p.connector import P2PConnector
+from pdkv.connectors.peer import push_worker
 from pdkv.connectors.step_done import ON_HOST, StepDone, StepsDone, make_step_done
 from pdkv.connectors.store.plan import StoreMetadata
 from pdkv.connectors.transfer.planning import as_ids
@@ -56,18 +57,19 @@ def test_a_step_that_does_not_end_fails_its_saves_and_publishes_nothing(late: La
 # --- pushes ---------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(late: LateStep) -> None:
-    """There a step's batch goes when the next step begins; its KV may come later still."""
+def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(
+    late: LateStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What layers have not told of goes when the next step begins; its KV may come later still."""
+    monkeypatch.setattr(push_worker, "make_step_done", lambda _: late)
     with pushing(P2PConnector) as (prefill, decode):
         worker = prefill.workers[0]
-        worker.layer_by_layer = False
         kv, source, target = full_kv(40, prefill.layout, seed=1), [9, 3, 1], [0, 1, 2]
         ticket = decode.want(push_view("t", kv="await_peer", num_tokens=40), target)
         prefill.fill(source, torch.full_like(kv, POISON))
         request = push_view("t", kv="handoff", num_tokens=40, ticket=ticket)
         scheduled = [ScheduledRange(request, 0, 40, [source])]
         meta = prefill.scheduler.build_connector_meta(SchedulerView(1, scheduled, [], [], [], [], []))
-        meta.this_step = late
         worker.start_load_kv(meta)
         worker.wait_for_save()
         prefill.step()

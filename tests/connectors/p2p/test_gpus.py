@@ -14,16 +14,17 @@ from typing import Any
 import pytest
 import torch
 from digests_in_torch import use_digests_in_torch
-from push_rig import PushEngine, full_kv, pushing, view
+from push_rig import PushEngine, full_kv, make_layout, pushing, view
 from recorded_streams import RecordedStreams, check_every_call, use_recorded
 from torch.distributed import ProcessGroupGloo
 from traffic import wait_until_true
 from twin_nccl import TwinNccl, use_gpus, use_twin_nccl
 
-from pdkv.connectors.base import TransferKey
+from pdkv.connectors.base import ScheduledRange, SchedulerView, TransferKey
 from pdkv.connectors.p2p import nccl
 from pdkv.connectors.p2p import pieces as p2p_pieces
 from pdkv.connectors.p2p.connector import P2PConnector
+from pdkv.connectors.peer import push_worker
 from pdkv.connectors.step_done import make_step_done
 from pdkv.kernels import streams
 from pdkv.kernels.streams import HostStreams
@@ -80,6 +81,35 @@ def test_each_order_of_a_piece_through_host_memory_is_missed() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(p2p_pieces, "STAGED_BYTES", 1)  # a batch of each unit, all in one buffer
         check_every_call(pushes, but=DIGESTS)
+
+
+def pushes_layers(recorded: RecordedStreams) -> bool:
+    """A step's layers: when the device is given the last one, the others have arrived."""
+    layout = make_layout(num_layers=3)
+    with pushing(P2PConnector, kv_checksum="off", layout=layout) as (prefill, decode):
+        kv, worker, pool = full_kv(40, layout, seed=1), prefill.workers[0], prefill.pools[0]
+        computed = blocks_of(prefill, kv, SOURCE)
+        ticket = decode.want(view("t", kv="await_peer", num_tokens=40), TARGET)
+        scheduled = [ScheduledRange(view("t", kv="handoff", num_tokens=40, ticket=ticket), 0, 40, [SOURCE])]
+        meta = prefill.scheduler.build_connector_meta(SchedulerView(1, scheduled, [], [], [], [], []))
+        worker.start_load_kv(meta)
+        for layer in range(layout.num_layers):
+            wait_until_true(lambda left=3 - layer: worker.num_open_jobs == left, "what is computed is there")
+            with recorded.compute.on():
+                pool[:, layer].copy_(computed[:, layer])
+                worker.save_kv_layer(layer, pool, meta)
+        worker.wait_for_save()
+        ok = not decode.outcome("receiving", TransferKey("t", 1)).code
+        with recorded.compute.on():
+            read = decode.pools[0].clone()
+        recorded.finish_all()
+        return ok and torch.equal(read[TARGET].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:40], kv)
+
+
+def test_a_layer_is_pushed_behind_its_own_event_before_the_last_one_is_computed() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(push_worker, "MIN_GROUP_BYTES", 1)
+        check_every_call(pushes_layers)
 
 
 @contextlib.contextmanager
