@@ -169,8 +169,11 @@ def test_a_long_sequence_among_short_ones_is_divided_and_they_are_not(
     assert parts_of([40, 30, 50, 20, 1200, 60], device, monkeypatch) == [1, 1, 1, 1, 7, 1]
 
 
-def test_a_decode_step_has_as_many_programs_as_work_and_at_most_as_many_empty_ones_as_shares() -> None:
+def test_a_decode_step_has_as_many_programs_as_work_and_at_most_as_many_empty_ones_as_shares(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """32 heads of 128, 8 of which have KV: 20,480 programs of 64 rows were 98 % empty."""
+    monkeypatch.setattr(paged_attention_module, "_PROGRAMS", 512)
     for num_seqs, most in ((1, 65 * 8), (8, (8 + 2 + 64) * 8), (64, (64 + 16 + 64) * 8)):
         q = torch.empty(num_seqs, 32, 128, dtype=torch.bfloat16, device="meta")
         launch = paged_attention_module._Launch.of(q, (0, 0), (num_seqs, num_seqs), 131_072, 4, 128)

@@ -14,6 +14,15 @@ if IS_INTERPRETED:
     save_work()
 
 
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of attention that have no work cost the interpreter as much as others."""
+    if IS_INTERPRETED:
+        from pdkv.kernels import paged_attention_triton
+
+        monkeypatch.setattr(paged_attention_triton, "_PROGRAMS", 32)
+
+
 @pytest.fixture
 def device() -> torch.device:
     """Where the kernels run: the GPU, or the CPU through Triton's interpreter or the references."""
