@@ -134,7 +134,8 @@ class DeviceTables:
 
     def read(self, slots: torch.Tensor, out: torch.Tensor) -> None:
         """The first columns of the tables in these slots (r,), into `out` (groups, r, columns)."""
-        torch.index_select(self._tables[:, :, : out.shape[2]], 1, slots, out=out)
+        if out.numel():
+            torch.index_select(self._tables[:, :, : out.shape[2]], 1, slots, out=out)
 
 
 class StepBuffers:
