@@ -1,4 +1,4 @@
-"""Causal attention over a paged KV pool: prefill chunks and decode rows mixed in one launch."""
+"""Causal attention over a paged KV pool: prefill chunks and decode rows of one step."""
 
 from typing import Any
 

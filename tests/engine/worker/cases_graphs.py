@@ -229,8 +229,11 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> set[tuple[Any, ...]]:
     return launched
 
 
-def test_nothing_is_compiled_behind_the_warm_up(tmp_path: Path, variants: set[tuple[Any, ...]]) -> None:
+def test_nothing_is_compiled_behind_the_warm_up(
+    tmp_path: Path, variants: set[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float16, which has tiles of both sizes; KV in parts and whole; many requests and one, of any length."""
+    monkeypatch.setattr(attention_kernels, "_PROGRAMS", 512)
     features: dict[str, Any] = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16, "hidden_size": 48}
     directory = make_hf_model(tmp_path, "mistral", "float16", **features, sliding_window=30, num_hidden_layers=1)
     driver = Driver(directory, max_num_tokens=50, num_blocks=150, max_num_seqs=8, decode_sizes=SIZES)
