@@ -141,7 +141,7 @@ def run_router(
         await_all=spec.await_all and bool(spec.engines),
         identity=spec.identity,
     )
-    dispatcher.awaits_others = spec.takes_others
+    dispatcher.fleet.awaits_others = spec.takes_others
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
 

@@ -264,6 +264,7 @@ class Fleet:
         """`identity`: identity of the model that engines must have; empty: that of the first engine to come up."""
         self.engines: dict[str, EngineState] = {}
         self.complete_once = complete_once  # every engine has been ready at the same time
+        self.awaits_others = False  # engines may join that are not yet known
         self._identity = identity
         self._shortest = math.inf  # of all lengths that engines ever had
         self.pairs = BadPairs()

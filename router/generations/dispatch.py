@@ -136,7 +136,7 @@ class Dispatcher(Listener):
     def connect(self) -> None:
         """Connect to all engines, in the running event loop."""
         self._connected = True
-        if self.awaits_others and self.fleet.complete_once:
+        if self.fleet.awaits_others and self.fleet.complete_once:
             self._settled.set()
         for backend in self._backends.values():
             backend.connect(self)

@@ -82,7 +82,6 @@ class Listener(Driver):
         self._peers_are_due = False  # more engines are about to be told of their peers
         self._settled = asyncio.Event()  # whether this start succeeds or fails is known
         self._refusal: IncompatiblePeers | None = None  # why it fails
-        self.awaits_others = False  # engines may join later: a fleet whose own ones have all been ready is complete
         self.closed = False  # `close` was called
 
     @property
@@ -150,7 +149,7 @@ class Listener(Driver):
         self._send_peers()
         self.on_room()
         self.changes.notify()
-        if self.ready or (self.awaits_others and self.fleet.complete_once):
+        if self.ready or (self.fleet.awaits_others and self.fleet.complete_once):
             self._settled.set()
         self._place_parked_soon()
 

@@ -223,6 +223,8 @@ class Recovery:
         return self._fleet.too_short(generation.flow.request, len(generation.flow.output_token_ids))
 
     def _may_come(self, side: Side, failures: FailureRecord, short: Collection[str]) -> Iterator[bool]:
+        if self._fleet.awaits_others and not self._fleet.sides[side].engines:
+            yield True
         for engine in self._fleet.engines.values():
             if engine.role not in (side, "any"):
                 continue

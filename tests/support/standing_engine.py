@@ -1,4 +1,4 @@
-"""An engine that answers routers at a TCP port with the cluster key, and computes nothing; and a resting dispatcher."""
+"""An engine that answers routers at a TCP port with the cluster key, and follows a script instead of computing."""
 
 import contextlib
 import itertools
@@ -7,11 +7,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
-from wire_rig import KEY, make_card
+from scripted_engine import ScriptedEngine, make_card
+from wire_rig import KEY
 
 from pdkv.wire.cluster_key import ClusterKey
-from pdkv.wire.engine_server import EngineServer
+from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 
 _ports = itertools.count(7000, 2)
 ADDRESS = "127.{}.{}.{}".format(*(1 << 22 | os.getpid()).to_bytes(3))
@@ -23,16 +23,25 @@ def free_endpoint() -> str:
 
 
 @contextlib.contextmanager
-def standing(name: str, endpoint: str = "", key: ClusterKey = KEY, epoch: str = "e0", **card: Any) -> Iterator[str]:
-    """The endpoint of such an engine."""
+def standing(name: str, endpoint: str = "", key: ClusterKey = KEY, **card: Any) -> Iterator[str]:
+    """The endpoint of such an engine, which does both roles unless said; each step takes a millisecond."""
     endpoint = endpoint or free_endpoint()
-    server = EngineServer(endpoint, msgspec.structs.replace(make_card(name, epoch), **card), key=key)
+    server = EngineServer(endpoint, make_card(name, **{"role": "any", **card}), key=key)
     over, (wake, tell) = threading.Event(), os.pipe()
 
     def serve() -> None:
+        engine, router = ScriptedEngine(name, "pull"), ""
         while not over.is_set():
-            server.poll(None, wake)
-            server.receive()
+            server.poll(0.001 if engine.tasks else None, wake)
+            for router, message in server.receive():  # noqa: B007 (the last one is the one)
+                if isinstance(message, RouterJoined | RouterLeft):
+                    engine = ScriptedEngine(name, "pull")
+                else:
+                    engine.receive(message)
+            for task in engine.runnable():
+                engine.step(task)
+            said, engine.outbox = engine.outbox, []
+            server.send(router, said)
             server.acknowledge()
 
     thread = threading.Thread(target=serve)

@@ -49,7 +49,7 @@ def _add(
 def run_engines(arguments: argparse.Namespace) -> int:
     """Run `pd engines`: one line per engine."""
     engines = ask_router(arguments, lambda router: router.engines(fresh=True))
-    rows = [("NAME", "ROLE", "STATE", "PID", "REQUESTS")]
+    rows: list[tuple[str, ...]] = [("NAME", "ROLE", "STATE", "PID", "REQUESTS")]
     rows += [(e["name"], e["role"], engine_state(e), str(e["pid"] or "-"), str(e["requests"])) for e in engines]
     if any(e["source"] != "launch" for e in engines):
         sources = [("SOURCE", "ENDPOINT"), *((e["source"], e["endpoint"]) for e in engines)]

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import secrets
+from typing import cast
 
 import msgspec
 import zmq
@@ -74,7 +75,7 @@ class Announcer:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 2000)
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(ALIVE_IVL_S * 1000))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(ALIVE_TIMEOUT_S * 1000))
-        self._key.swapped().present(socket)
+        self._key.swapped().present(cast("zmq.Socket[bytes]", socket))
         socket.connect(self._router)
 
     async def _hear(self, socket: zmq.asyncio.Socket) -> None:

@@ -80,7 +80,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         router=router,
         connector_target=plan_with_tiers(deployment.handoff, deployment.tiers, run_dir.path, "").build,
         start_timeout_s=launch.start_timeout_s,
-        use_fork_server=launch.start_method == "fork" and not launch.backend,
+        use_fork_server=launch.start_method == "fork" and bool(engines),
     )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import zmq
+from dispatch_rig import collect
+from scripted_engine import expected_output, make_request
 from standing_engine import ADDRESS, free_endpoint, standing
 from wire_rig import KEY, Context
 
@@ -33,6 +35,7 @@ class Router:
             return EngineClient(endpoint, endpoint, router_id=f"r-{endpoint}", context=context, key=KEY, door=door)
 
         self.dispatcher = Dispatcher(await_all=False)
+        self.dispatcher.fleet.awaits_others = True
         self.members = Membership(self.dispatcher, Operations(self.dispatcher, connect), connect, 5.0)  # type: ignore[arg-type]
         self.door = JoinDoor(endpoint or free_endpoint(), KEY, self.members, context)
 
@@ -227,6 +230,71 @@ async def test_an_engine_whose_starter_is_gone_too_is_forgotten(monkeypatch: pyt
         await router.until({"decode-b": ("dead", endpoint, "join")})
         starter.task.cancel()
         await router.until({})
+
+
+class Load:
+    """So many clients at a time, each with one request after the other, until the end of the block."""
+
+    def __init__(self, router: Router) -> None:
+        self._dispatcher, self._is_over, self.num_right = router.dispatcher, False, 0
+
+    async def _ask(self, number: int) -> None:
+        while not self._is_over:
+            request = make_request(20 + number, max_tokens=20)
+            tokens, last = await collect(self._dispatcher.start(request))
+            assert tokens == expected_output(request)
+            assert last.finish_reason is not None
+            self.num_right += 1
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Load"]:
+        clients = [asyncio.create_task(self._ask(number)) for number in range(4)]
+        try:
+            yield self
+        finally:
+            self._is_over = True
+            await asyncio.gather(*clients)
+
+    async def more(self, count: int = 8) -> None:
+        """So many more answers."""
+        wanted = self.num_right + count
+        assert await self._dispatcher.changes.wait_for(lambda: self.num_right >= wanted, 30.0)
+
+
+async def test_no_request_is_lost_when_engines_come_go_move_and_change() -> None:
+    with contextlib.ExitStack() as rest:
+        start = rest.enter_context
+        prefill, first = start(standing("p-0", role="prefill")), start(standing("d-0", role="decode"))
+        async with routing() as router:
+            now = {prefill: "p-0", first: "d-0"}
+            router.members.propose("file", now)
+            await router.dispatcher.changes.wait_for(lambda: router.dispatcher.ready, 30.0)
+            async with Load(router).running() as load:
+                await load.more()
+                second = start(standing("d-1", role="decode", version="9.9"))  # of another version
+                starter = Starter(router, "d-1", second)
+                await router.dispatcher.changes.wait_for(lambda: router.members.is_up(second), 30.0)
+                await load.more()
+                router.members.propose("file", {prefill: "p-0"})  # d-0 leaves
+                assert await router.dispatcher.changes.wait_for(lambda: not router.members.name_at(first), 30.0)
+                await load.more()
+                third = start(standing("d-0", role="decode", epoch="e1"))  # and is back, at another address
+                router.members.propose("file", {prefill: "p-0", third: "d-0"})
+                await load.more()
+                await starter.leave()
+                for epoch in range(2):  # and is killed, beside one that takes over
+                    with standing("d-2", role="decode", epoch=f"e{epoch}") as fourth:
+                        router.members.propose("file", {prefill: "p-0", third: "d-0", fourth: "d-2"})
+                        assert await router.dispatcher.changes.wait_for(lambda: router.members.is_up(fourth), 30.0)
+                        await load.more()
+                    await load.more()
+                moved = start(standing("d-0", role="decode", epoch="e2"))  # the only one moves
+                router.members.propose("file", {prefill: "p-0", moved: "d-0"})
+                assert await router.dispatcher.changes.wait_for(lambda: router.members.is_up(moved), 30.0)
+                await load.more()
+            assert set(router.table()) == {"p-0", "d-0"}
+            assert not router.dispatcher.counters.failed
+            assert router.dispatcher.num_generations == 0
 
 
 async def test_noise_with_the_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:
