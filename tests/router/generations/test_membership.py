@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import zmq
 from dispatch_rig import collect
+from relay import Relay
 from scripted_engine import expected_output, make_request
 from standing_engine import ADDRESS, free_endpoint, standing
 from wire_rig import KEY, Context
@@ -104,7 +105,7 @@ async def test_an_engine_joins_leaves_and_joins_a_router_s_successor() -> None:
         ("name", r"at tcp://\S+ is named decode-b, as the one at tcp://\S+ \(join\): each needs a name of its own"),
         ("model", "decode-c has model other, but the deployment started with model m|has model m, decode-c has other"),
         ("address", "another starter, which is still connected, has announced tcp://"),
-        ("alias", r"engine decode-b answers at tcp://\S+, where join expected decode-c"),
+        ("other", r"engine decode-b answers at tcp://\S+, where join expected decode-c"),
         ("key", "does not let this engine in, or is none: do both have the same --cluster-key-file"),
         ("host name", "the address of one host was expected, such as tcp://10.0.0.2:7000, got 'tcp://localhost:7000'"),
     ],
@@ -123,19 +124,20 @@ async def test_what_may_not_join_is_told_why(case: str, message: str, caplog: py
                     endpoint = stack.enter_context(standing("decode-c", model="other"))
                 case "address":
                     name = "decode-b"
-                case "alias":  # the same port by another address of this host: the connection there must not end
-                    await first.leave()
-                    await router.until({})
+                case "other":  # an address that leads to that engine: the connection that it has must not end
+                    host, _, port = endpoint.removeprefix("tcp://").partition(":")
+                    relay = stack.enter_context(Relay((host, int(port))))
+                    endpoint = "tcp://{}:{}".format(*relay.address)
                 case "key":
                     key, endpoint = ClusterKey(b"o" * 32), free_endpoint()
                 case "host name":
                     endpoint = "tcp://localhost:7000"
             with pytest.raises(ConfigError, match=message):
                 await Starter(router, name, endpoint, key).task
-            if case != "alias":
-                assert router.table() == before
-                assert not first.task.done()
-                await first.leave()
+            assert router.table() == before
+            assert router.dispatcher.fleet.engines["decode-b"].num_deaths == 0
+            assert not first.task.done()
+            await first.leave()
     assert caplog.text
 
 
