@@ -109,20 +109,21 @@ class Dispatcher(Listener):
     # --- engines --------------------------------------------------------------------------------------------------
 
     def add_backend(
-        self, backend: Backend, role: str, refusal: Path | None = None, *, endpoint: str = "", source: str = "launch"
+        self,
+        backend: Backend,
+        role: str,
+        refusal: Path | None = None,
+        *,
+        endpoint: str = "",
+        source: str = "launch",
+        is_connected: bool = False,
     ) -> None:
         """Add an engine, at any time. `refusal`: where a launcher writes why it keeps the engine out."""
-        self.admit(backend, role, refusal, endpoint=endpoint, source=source)
-        if self._connected:
-            backend.connect(self)
-
-    def admit(
-        self, backend: Backend, role: str, refusal: Path | None = None, *, endpoint: str = "", source: str = "launch"
-    ) -> None:
-        """Add an engine whose backend is connected, or is connected later."""
         self._backends[backend.name] = backend
         note = RefusalNote(refusal) if refusal is not None else None
         self.fleet.add(backend.name, role, note, endpoint=endpoint, source=source)
+        if self._connected and not is_connected:
+            backend.connect(self)
 
     def remove_backend(self, name: str) -> None:
         """Disconnect from an engine for good: its work ends or continues elsewhere, as if it had died."""

@@ -4,7 +4,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from pdkv.errors import ConfigError
 from pdkv.router.engines.address import check_engine_name
@@ -26,13 +25,6 @@ News = Callable[[str, str, str], None]
 logger = logging.getLogger(__name__)
 
 
-class Withdrawal(NamedTuple):
-    """A member that is being drained."""
-
-    task: "asyncio.Task[None]"
-    hurry: asyncio.Event  # its name is wanted elsewhere
-
-
 @dataclass(eq=False)
 class Proposal:
     """An endpoint, and its engine once that is a member."""
@@ -40,7 +32,8 @@ class Proposal:
     endpoint: str
     names: Mapping[str, str]  # that its sources expect there, by source; empty: any
     client: EngineClient
-    withdrawal: Withdrawal | None = None
+    draining: "asyncio.Task[None] | None" = None  # once all its sources have withdrawn it
+    hurried: bool = False  # its name is wanted elsewhere
 
 
 class Membership:
@@ -107,8 +100,8 @@ class Membership:
     def close(self) -> None:
         """Stop whatever is under way. The dispatcher closes members' connections."""
         for proposal in self._proposals.values():
-            if proposal.withdrawal is not None:
-                proposal.withdrawal.task.cancel()
+            if proposal.draining is not None:
+                proposal.draining.cancel()
             if not self._is_member(proposal):
                 proposal.client.close()
 
@@ -125,9 +118,9 @@ class Membership:
         proposal.names = names
         if self._is_member(proposal):
             self._dispatcher.fleet.engines[proposal.client.name].source = _sources(proposal)
-        if proposal.withdrawal is not None:
-            proposal.withdrawal.task.cancel()
-            proposal.withdrawal = None
+        if proposal.draining is not None:
+            proposal.draining.cancel()
+            proposal.draining = None
             self._dispatcher.fleet.engines[proposal.client.name].leaving = False
             self._operations.resume(proposal.client.name)
 
@@ -135,11 +128,10 @@ class Membership:
         if not self._is_member(proposal):
             proposal.client.close()
             del self._proposals[proposal.endpoint]
-        elif proposal.withdrawal is None:
-            hurry = asyncio.Event()
-            proposal.withdrawal = Withdrawal(asyncio.create_task(self._drain(proposal, hurry)), hurry)
+        elif proposal.draining is None:
+            proposal.hurried, proposal.draining = False, asyncio.create_task(self._drain(proposal))
 
-    async def _drain(self, proposal: Proposal, hurry: asyncio.Event) -> None:
+    async def _drain(self, proposal: Proposal) -> None:
         """Let a member's requests end, or move them; then it is gone."""
         name, changes = proposal.client.name, self._dispatcher.changes
         engine = self._dispatcher.fleet.engines[name]
@@ -150,7 +142,7 @@ class Membership:
             return not engine.books.requests and not self._dispatcher.num_requests_on(name)
 
         if not engine.is_silent:
-            await changes.wait_for(lambda: hurry.is_set() or is_idle(), self._drain_s)
+            await changes.wait_for(lambda: proposal.hurried or is_idle(), self._drain_s)
         if not is_idle():
             self._operations.move_away(name)
             await changes.wait_for(is_idle, MOVE_S)
@@ -169,10 +161,10 @@ class Membership:
         """Take an engine out of the table, and ask its endpoint anew, if that is still proposed."""
         if not self._is_member(proposal):
             return
-        if proposal.withdrawal is not None:
-            proposal.withdrawal.task.cancel()
+        if proposal.draining is not None:
+            proposal.draining.cancel()
         self._remove(proposal)
-        if proposal.names and proposal.withdrawal is None:
+        if proposal.draining is None:
             self._begin(proposal.endpoint, proposal.names)
 
     def _judge(self, proposal: Proposal, card: EngineCard) -> str:
@@ -189,7 +181,7 @@ class Membership:
             if str(error) != client.problem:
                 logger.error("%s is not admitted: %s", proposal.endpoint, error)
             holder = self._members.get(name)
-            waits = holder is not None and holder.withdrawal is not None
+            waits = holder is not None and holder.draining is not None
             self.on_news(proposal.endpoint, "waiting" if waits else "refused", str(error))
             return str(error)
         client.name = name
@@ -218,9 +210,8 @@ class Membership:
         if member is None:
             return False
         if engine.life == "ready" and not engine.is_silent:
-            if member.withdrawal is not None:
-                member.withdrawal.hurry.set()
-                self._dispatcher.changes.notify()
+            member.hurried = True
+            self._dispatcher.changes.notify()
             return False
         self._start_over(member)
         return True

@@ -103,7 +103,7 @@ class Operations:
 
     def admit(self, backend: Backend, role: str, *, endpoint: str, source: str) -> None:
         """Add an engine whose backend is connected and whose card admits it."""
-        self._dispatcher.admit(backend, role, endpoint=endpoint, source=source)
+        self._dispatcher.add_backend(backend, role, endpoint=endpoint, source=source, is_connected=True)
         self._restore(self._dispatcher.fleet.engines[backend.name])
         self._changed(f"{backend.name} ({role}) at {endpoint} has joined ({source})")
 
