@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import tempfile
 import uuid
@@ -42,10 +43,12 @@ class Engines:
     def stopped_at_the_end(self) -> Iterator["Engines"]:
         try:
             yield self
+            for engine in self._running:
+                assert engine.stopped or engine.stop() == 0, engine.log
         finally:
             for engine in self._running:
                 engine.discard()
-                os.rmdir(engine.directory)
+                shutil.rmtree(engine.directory)
 
 
 def table(launch: Running) -> dict[str, tuple[str, str]]:
