@@ -26,8 +26,7 @@ from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.engines.peer_news import PeerNews
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.failure_record import is_final
-from pdkv.router.generations.flow import RequestFlow, Sends
-from pdkv.router.generations.flow_state import FlowMessage, LenderMessage
+from pdkv.router.generations.flow import FlowMessage, LenderMessage, RequestFlow, Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.generation_records import GenerationRecords, log_decision
 from pdkv.router.generations.given_up_grammars import GivenUpGrammars

@@ -5,7 +5,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import islice
 
 from pdkv.errors import IncompatiblePeers, PeerGone
 from pdkv.router.engines.cache_orders import CacheOrders
@@ -43,8 +42,8 @@ from pdkv.wire.types import RequestKey
 logger = logging.getLogger(__name__)
 
 
-PEERS_PER_TURN, PEERS_PAUSE_S = 64, 0.002
-"""Engines that are told of their peers in one turn of the event loop, and seconds until the next."""
+CARDS_PER_TURN, PEERS_PAUSE_S = 1024, 0.002
+"""Cards of peers that are sent in one turn of the event loop, a megabyte or so, and seconds until the next."""
 
 ORPHANS_PER_TURN = 16
 """Generations of an engine that is gone that go on elsewhere in one turn of the event loop: five milliseconds."""
@@ -265,9 +264,12 @@ class Listener(Driver):
         """Tell some engines what is new of their peers; the others have their turn soon, and at the latest before a
         message that may name such a peer.
         """
-        for name in list(islice(self._news.behind, PEERS_PER_TURN)):
-            if name in self._news.behind:
-                self._send(name, self._news.take(name))
+        num_cards = 0
+        while self._news.behind and num_cards < CARDS_PER_TURN:
+            name = next(iter(self._news.behind))
+            news = self._news.take(name)
+            num_cards += len(news.cards) + len(news.removed or ()) + 1
+            self._send(name, news)
         if self._news.behind and not self._peers_are_due:
             self._peers_are_due = True
             asyncio.get_running_loop().call_later(PEERS_PAUSE_S, self._send_more_peers)

@@ -7,8 +7,7 @@ it; dispatch decides nothing by it.
 from dataclasses import dataclass
 from typing import Literal
 
-from pdkv.router.generations.flow import RequestFlow
-from pdkv.router.generations.flow_state import FlowMessage
+from pdkv.router.generations.flow import FlowMessage, RequestFlow
 from pdkv.router.histogram import Histogram, bounds
 from pdkv.wire.messages import Failed, Finished, HandedOff, Loaded, Submit, Tokens
 

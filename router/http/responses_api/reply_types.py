@@ -151,132 +151,39 @@ class Response(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None
 
 
-class _Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    sequence_number: int
+def _event(name: str, tag: str, text: str, /, **fields: Any) -> type[msgspec.Struct]:
+    """The type of an event."""
+    each = [("sequence_number", int), *fields.items()]
+    options: dict[str, Any] = {"frozen": True, "kw_only": True, "tag_field": "type", "tag": tag}
+    return msgspec.defstruct(name, each, namespace={"__doc__": text}, module=__name__, **options)
 
 
-class _OfResponse(_Event, frozen=True, kw_only=True):
-    response: Response
-
-
-class ResponseCreated(_OfResponse, frozen=True, kw_only=True, tag="response.created"):
-    """The first event: the response has no output yet."""
-
-
-class ResponseInProgress(_OfResponse, frozen=True, kw_only=True, tag="response.in_progress"):
-    """The second event: the response has no output yet."""
-
-
-class ResponseCompleted(_OfResponse, frozen=True, kw_only=True, tag="response.completed"):
-    """The last event of a response that was completed."""
-
-
-class ResponseIncomplete(_OfResponse, frozen=True, kw_only=True, tag="response.incomplete"):
-    """The last event if max_output_tokens or the model's length ended the response."""
-
-
-class ResponseFailed(_OfResponse, frozen=True, kw_only=True, tag="response.failed"):
-    """The last event of a response that failed, after the error's event."""
-
-
-class ErrorEvent(_Event, frozen=True, kw_only=True, tag="error"):
-    """An error."""
-
-    code: str | None
-    message: str
-    param: str | None
-    error: ErrorDetail
-
-
-class _OfItem(_Event, frozen=True, kw_only=True):
-    output_index: int
-    item: OutputItem
-
-
-class OutputItemAdded(_OfItem, frozen=True, kw_only=True, tag="response.output_item.added"):
-    """An item begins."""
-
-
-class OutputItemDone(_OfItem, frozen=True, kw_only=True, tag="response.output_item.done"):
-    """A complete item."""
-
-
-class _WithinItem(_Event, frozen=True, kw_only=True):
-    item_id: str
-    output_index: int
-
-
-class _OfPart(_WithinItem, frozen=True, kw_only=True):
-    content_index: int
-    part: OutputText | ReasoningText
-
-
-class ContentPartAdded(_OfPart, frozen=True, kw_only=True, tag="response.content_part.added"):
-    """A text begins."""
-
-
-class ContentPartDone(_OfPart, frozen=True, kw_only=True, tag="response.content_part.done"):
-    """A complete text."""
-
-
-class OutputTextDelta(_WithinItem, frozen=True, kw_only=True, tag="response.output_text.delta"):
-    """An addition to the answer's text."""
-
-    content_index: int
-    delta: str
-    logprobs: list[ChatTokenLogprob]
-
-
-class OutputTextDone(_WithinItem, frozen=True, kw_only=True, tag="response.output_text.done"):
-    """The complete text of an answer."""
-
-    content_index: int
-    text: str
-    logprobs: list[ChatTokenLogprob]
-
-
-class ReasoningTextDelta(_WithinItem, frozen=True, kw_only=True, tag="response.reasoning_text.delta"):
-    """An addition to the reasoning."""
-
-    content_index: int
-    delta: str
-
-
-class ReasoningTextDone(_WithinItem, frozen=True, kw_only=True, tag="response.reasoning_text.done"):
-    """The complete reasoning."""
-
-    content_index: int
-    text: str
-
-
-class ArgumentsDelta(_WithinItem, frozen=True, kw_only=True, tag="response.function_call_arguments.delta"):
-    """An addition to a call's arguments."""
-
-    delta: str
-
-
-class ArgumentsDone(_WithinItem, frozen=True, kw_only=True, tag="response.function_call_arguments.done"):
-    """The complete arguments of a call."""
-
-    name: str
-    arguments: str
-
-
-class InputDelta(_WithinItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.delta"):
-    """An addition to a custom tool's input."""
-
-    delta: str
-
-
-class InputDone(_WithinItem, frozen=True, kw_only=True, tag="response.custom_tool_call_input.done"):
-    """The complete input of a custom tool."""
-
-    input: str
-
+_LOGPROBS = list[ChatTokenLogprob]
+_ITEM: dict[str, Any] = {"item_id": str, "output_index": int}
+_TEXT: dict[str, Any] = {**_ITEM, "content_index": int}
+_ITEM_ENDS: dict[str, Any] = {"output_index": int, "item": OutputItem}
+_PART_ENDS: dict[str, Any] = {**_TEXT, "part": OutputText | ReasoningText}
+_ARGUMENTS, _INPUT, _R = "response.function_call_arguments", "response.custom_tool_call_input", Response
+_ERROR: dict[str, Any] = {"code": str | None, "message": str, "param": str | None, "error": ErrorDetail}
 
 EVENTS = (
-    ResponseCreated, ResponseInProgress, OutputItemAdded, ContentPartAdded, OutputTextDelta, OutputTextDone,
-    ReasoningTextDelta, ReasoningTextDone, ContentPartDone, ArgumentsDelta, ArgumentsDone, InputDelta, InputDone,
-    OutputItemDone, ResponseCompleted, ResponseIncomplete, ErrorEvent, ResponseFailed,
-)  # fmt: skip
+    _event("ResponseCreated", "response.created", "The first event: there is no output yet.", response=_R),
+    _event("ResponseInProgress", "response.in_progress", "The second event: there is no output yet.", response=_R),
+    _event("OutputItemAdded", "response.output_item.added", "An item begins.", **_ITEM_ENDS),
+    _event("ContentPartAdded", "response.content_part.added", "A text begins.", **_PART_ENDS),
+    _event("OutputTextDelta", "response.output_text.delta", "More text.", **_TEXT, delta=str, logprobs=_LOGPROBS),
+    _event("OutputTextDone", "response.output_text.done", "All of a text.", **_TEXT, text=str, logprobs=_LOGPROBS),
+    _event("ReasoningTextDelta", "response.reasoning_text.delta", "More reasoning.", **_TEXT, delta=str),
+    _event("ReasoningTextDone", "response.reasoning_text.done", "All of the reasoning.", **_TEXT, text=str),
+    _event("ContentPartDone", "response.content_part.done", "A complete text.", **_PART_ENDS),
+    _event("ArgumentsDelta", f"{_ARGUMENTS}.delta", "More of a call's arguments.", **_ITEM, delta=str),
+    _event("ArgumentsDone", f"{_ARGUMENTS}.done", "All arguments of a call.", **_ITEM, name=str, arguments=str),
+    _event("InputDelta", f"{_INPUT}.delta", "More of a custom tool's input.", **_ITEM, delta=str),
+    _event("InputDone", f"{_INPUT}.done", "All input of a custom tool.", **_ITEM, input=str),
+    _event("OutputItemDone", "response.output_item.done", "A complete item.", **_ITEM_ENDS),
+    _event("ResponseCompleted", "response.completed", "The last event of a response that was completed.", response=_R),
+    _event("ResponseIncomplete", "response.incomplete", "The last event if a limit ended the response.", response=_R),
+    _event("ErrorEvent", "error", "An error.", **_ERROR),
+    _event("ResponseFailed", "response.failed", "The last event after an error's.", response=_R),
+)
 """The events of a stream."""

@@ -114,8 +114,8 @@ DEFECTS = {
         "router/http/test_app.py router/http/read/test_job.py router/http/answer/test_sse.py",
     ),
     "a request that goes on has forgotten its output": Defect(
-        "router/generations/submits.py",
-        "output_token_ids=output_token_ids,",
+        "router/generations/flow.py",
+        r"output_token_ids=list\(self\.output\.token_ids\),",
         "output_token_ids=[],",
         "router/generations/test_flow.py router/generations/test_recovery.py",
     ),
