@@ -5,34 +5,45 @@ CPU time of one thread, each case in a process of its own. Half of the engines r
 
     python -m benchmarks.run fleet
     python -m benchmarks.fleet decision 1000 pairs --profile
+
+Its memory is that of a process with a dispatcher and a connection to each engine, once each engine has been told of all
+others; there, the fakes are sockets of another process.
 """
 
 import argparse
 import asyncio
 import cProfile
 import json
+import multiprocessing
+import os
 import pstats
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+import zmq
+
 from benchmarks.report import Claim, Context
-from pdkv.router.engines.engine_client import EngineListener
+from benchmarks.router_alone import own_memory_kib
+from pdkv.host.sockets import raise_open_files_limit
+from pdkv.router.engines.engine_client import EngineClient, EngineListener, make_context
 from pdkv.router.generations.dispatch import Dispatcher, GenerateRequest
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.frames import encode_message
+from pdkv.wire.frames import encode_message, encode_raw_frame
 from pdkv.wire.kv import EngineCard, KVLayout
-from pdkv.wire.messages import BlockStored, CacheCleared, KVEvents, RouterToEngine
+from pdkv.wire.messages import PROTOCOL, BlockStored, CacheCleared, KVEvents, Ready, RouterToEngine
 
 NUM_BLOCKS, NUM_COMMON, NUM_WHOLE = 64, 16, 20
 DECISION_LIMITS_US = {10: 150.0, 1_000: 300.0, 10_000: 500.0}
 HOLD_LIMIT_MS = 20.0
 MAX_PAIRS = 250_000
 STREAMS, DEAD_BLOCKS = 512, 1 << 20
+MEMORY_LIMITS_MIB = {200: 150.0, 1_000: 400.0}
 PAIRS = ("plain", "pairs", "failing")  # of engines: none used yet, all used, one of them failing
 
 
@@ -177,7 +188,48 @@ async def death(num_engines: int, case: str, profile: bool) -> float:
     return seconds
 
 
-CASES = {"decision": decision, "start": start, "death": death}
+async def memory(num_engines: int, case: str, profile: bool) -> float:
+    """MiB of this process that are its own, with so many engines over sockets."""
+    names = [f"{role}-{i}" for i in range(num_engines // 2) for role in ("prefill", "decode")]
+    with tempfile.TemporaryDirectory() as folder:
+        others = multiprocessing.get_context("spawn").Process(target=_answer, args=(folder, names), daemon=True)
+        others.start()
+        raise_open_files_limit()
+        dispatcher, context = Dispatcher(await_all=False), make_context()
+        for name in names:
+            client = EngineClient(name, f"ipc://{folder}/{name}", router_id="r", context=context)
+            dispatcher.add_backend(client, name.partition("-")[0])
+        dispatcher.connect()
+        async with asyncio.timeout(180):
+            while dispatcher._news.behind or len(dispatcher.fleet.cards()) < num_engines:
+                await asyncio.sleep(0.1)
+        num_mib = own_memory_kib(os.getpid()) / 1024
+        dispatcher.close()
+        others.kill()
+        others.join()
+    return num_mib
+
+
+def _answer(folder: str, names: list[str]) -> None:
+    """The engines' sockets: each answers the first frame of the router, and drops the others."""
+    raise_open_files_limit()
+    context, poller, greeted = make_context(), zmq.Poller(), set[object]()
+    cards = {}
+    for name in names:
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(f"ipc://{folder}/{name}")
+        poller.register(socket, zmq.POLLIN)
+        cards[socket] = Fake(name, name.partition("-")[0]).card()
+    while True:
+        for socket, _ in poller.poll():
+            router = socket.recv_multipart()[0]
+            if socket not in greeted:
+                greeted.add(socket)
+                ready = encode_message(Ready(cards[socket], PROTOCOL))
+                socket.send_multipart([router, encode_raw_frame(0, [ready], begun=1, handled=1)])
+
+
+CASES = {"decision": decision, "start": start, "death": death, "memory": memory}
 
 
 def run(context: Context) -> list[Claim]:
@@ -191,6 +243,8 @@ def run(context: Context) -> list[Claim]:
     for what in ("start", "death"):
         hold_ms = 1e3 * _child(what, 10 if context.quick else 1_000, PAIRS[0])
         claims.append(Claim(f"longest hold by an engine's {what}, ms", hold_ms, HOLD_LIMIT_MS, "lower", {}))
+    for n, limit in [] if context.quick else MEMORY_LIMITS_MIB.items():
+        claims.append(Claim(f"memory, {n} engines, MiB", _child("memory", n, PAIRS[0]), limit, "lower", {}))
     return claims
 
 

@@ -41,11 +41,16 @@ class Alone(NamedTuple):
         return sum(map(process_cpu_seconds, self.fronts))
 
     def memory_kib(self) -> int:
-        """Resident memory of the router that is its own, without pages of files."""
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1])
-        raise RuntimeError(f"/proc/{self.pid}/status names no RssAnon")
+        """As `own_memory_kib`, of the router."""
+        return own_memory_kib(self.pid)
+
+
+def own_memory_kib(pid: int) -> int:
+    """Resident memory of a process that is its own, without pages of files."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/{pid}/status names no RssAnon")
 
 
 @contextlib.contextmanager

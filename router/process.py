@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import uvicorn
-import zmq
 from starlette.types import ASGIApp
 
 from pdkv.base.clock import MONOTONIC
@@ -25,7 +24,7 @@ from pdkv.models.generation_config import log_sampling_defaults, read_sampling_d
 from pdkv.models.pooling_config import read_pooling
 from pdkv.router.admission.api_keys import KeyRing, read_keys
 from pdkv.router.engines.backend import Backend
-from pdkv.router.engines.engine_client import EngineClient
+from pdkv.router.engines.engine_client import EngineClient, make_context
 from pdkv.router.engines.fleet import ORDERS
 from pdkv.router.engines.foreign_kinds import is_foreign, lacking, read_backend_key, read_source
 from pdkv.router.fronts.hall import Hall
@@ -60,9 +59,6 @@ SWITCH_S = 0.0005
 """How long a computing thread keeps the interpreter when the event loop wants it (Python's default: 5 ms). The loop
 asks for it again after each system call, so next to one busy thread it would do 200 system calls a second.
 """
-
-MAX_SOCKETS = 5 * MAX_PROPOSALS
-"""Sockets of ZeroMQ; an engine takes four."""
 
 _WAITING_S = 10.0
 """Seconds between log lines of a router that is not ready yet, naming the engines it waits for."""
@@ -142,8 +138,7 @@ def run_router(
         identity=spec.identity,
     )
     dispatcher.fleet.awaits_others = spec.takes_others
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    context = make_context()
 
     cluster_key = ClusterKey.read(spec.cluster_key_file) if spec.cluster_key_file is not None else None
 

@@ -72,6 +72,13 @@ BYTES_PER_TURN = PIECE_BYTES
 """The most bytes after which it takes no further frame, nor a further piece of a long one, in that turn."""
 
 
+def make_context() -> "zmq.Context[zmq.Socket[bytes]]":
+    """A context for the sockets of any number of engines: each has four, and ZeroMQ's default is 1,023 in all."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, cast(int, context.get(zmq.SOCKET_LIMIT)))
+    return context
+
+
 def _descriptor(socket: "zmq.Socket[bytes]") -> int:
     return cast(int, socket.getsockopt(zmq.FD))
 

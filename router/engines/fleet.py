@@ -438,18 +438,19 @@ class Fleet:
         other: Side = "decode" if side == "prefill" else "prefill"
         failing = self.pairs.avoided(now)
         unpaired = self._without_partner(side, failing) if failing else ()
-        if near is not None and len(members) > MANY and side not in self._mostly_ejected:
 
-            def fits(e: EngineState) -> bool:
-                if e.name in without or not e.is_well(now):
-                    return False
-                if prefill and ((prefill, e.name) in failing or not self.can_hand_over(prefill, e.name)):
-                    return False
-                return e.role == "any" or (e.name not in unpaired and self.has_reader(e, other))
+        def fits(e: EngineState) -> bool:
+            if e.name in without or not e.is_well(now):
+                return False
+            if prefill and ((prefill, e.name) in failing or not self.can_hand_over(prefill, e.name)):
+                return False
+            return e.role == "any" or (e.name not in unpaired and self.has_reader(e, other))
 
-            if few := members.few(near, fits):
-                return [e.view(side, now) for e in few]
-        able = [e for e in self.engines.values() if e.name in members.engines]
+        sees_few = near is not None and len(members) > MANY and side not in self._mostly_ejected
+        able = members.few(near or (), fits) if sees_few else []
+        able = able or [e for e in self.engines.values() if e.name in members.engines]
+        if all(map(fits, able)):
+            return [e.view(side, now) for e in able]
         ready = [e for e in able if not (e.draining or e.is_silent)]
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others

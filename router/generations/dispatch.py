@@ -21,6 +21,7 @@ from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.capacity import Capacity
+from pdkv.router.engines.card_summary import describe_card
 from pdkv.router.engines.fleet import ORDERS, Counters, EngineState, Fleet
 from pdkv.router.engines.health import TICK_S, HealthSnapshot, log_suspects
 from pdkv.router.generations.flow import RequestFlow
@@ -30,7 +31,6 @@ from pdkv.router.generations.moves import Mover
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.probes import Prober, probe_request
 from pdkv.router.generations.recovery import Recovery
-from pdkv.router.generations.views import describe_engine, describe_fleet, snapshot_health
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.policies import DEFAULT_POLICY
@@ -131,8 +131,7 @@ class Dispatcher(Listener):
         self._move_orphans(len(self._orphans))
         self._backends.pop(name).close()
         self.fleet.remove(name)
-        self._place_parked_soon()  # nothing waits for its return
-        self.changes.notify()
+        self.changed(engines=True)  # nothing waits for its return
 
     def connect(self) -> None:
         """Connect to all engines, in the running event loop."""
@@ -153,8 +152,7 @@ class Dispatcher(Listener):
             self._advance(generation, end, "the shutdown")
         for backend in self._backends.values():
             backend.close()
-        self.on_room()  # `start` tells the waiters
-        self.changes.notify()
+        self.changed()  # `start` tells the waiters
 
     @property
     def fault(self) -> str:
@@ -193,8 +191,7 @@ class Dispatcher(Listener):
                 elif self.fleet.is_ready(name):
                     self.fleet.events.note(now, "well", name)
             self._suspects = silent
-            self._place_parked_soon()
-            self.on_room()
+            self.changed(engines=True)
         if self.ready and (route := self.prober.due(now)) is not None:
             self._launch(self._holdings.of(probe_request(route), now), route, now)
 
@@ -225,19 +222,30 @@ class Dispatcher(Listener):
         return {e.name: e.connector_problem for e in engines if e.connector_problem is not None}
 
     def topology(self) -> dict[str, Any]:
-        """The topology, JSON-ready: the result of `describe_fleet`, addresses that are not admitted, and "router"."""
+        """The fleet, JSON-ready: {"engines": [each], "pairs": [those whose KV loads fail], "proposed": [addresses that are
+        not admitted], "router": {…}}.
+        """
         num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
         router = self._described | {"indexed_keys": self.index.num_keys, "tiers": self.tiers.describe()}
-        fleet = describe_fleet(self.fleet, num_requests, self._clock())
-        return fleet | {"proposed": self.proposed(), "router": router}
+        engines = [self._describe(e, num_requests[e.name]) | self._step_of(e.name) for e in self.fleet.engines.values()]
+        pairs = [{"prefill": prefill, "decode": decode} for prefill, decode in self.fleet.pairs]
+        return {"engines": engines, "pairs": pairs, "proposed": self.proposed(), "router": router}
 
     def describe_engine(self, name: str) -> dict[str, Any]:
-        """One engine, as in `topology`."""
-        return describe_engine(self.fleet.engines[name], self.num_requests_on(name), self._clock())
+        """One engine, JSON-ready: `EngineState.describe` and `describe_card`."""
+        return self._describe(self.fleet.engines[name], self.num_requests_on(name))
+
+    def _describe(self, engine: EngineState, num_requests: int) -> dict[str, Any]:
+        return engine.describe(self._clock(), num_requests) | describe_card(engine.card, engine.load)
+
+    def _step_of(self, name: str) -> dict[str, Any]:
+        """The time between two tokens, as a line over the requests that decode together; measured on recent ones."""
+        fixed_s, request_s = self.fleet.speeds.step_line(name)
+        return {"decode_step": {"fixed_s": fixed_s, "request_s": request_s}} if fixed_s and request_s else {}
 
     def health(self) -> HealthSnapshot:
         """The router's current judgement of its engines."""
-        return snapshot_health(self.fleet, self.prober, self._mover.num_moved, self._clock())
+        return HealthSnapshot(len(self.fleet.pairs), self.prober.num_ok, self.prober.num_failed, self._mover.num_moved)
 
     # --- generations ----------------------------------------------------------------------------------------------
 
@@ -288,7 +296,8 @@ class Dispatcher(Listener):
     def _launch(self, prompt: PromptKV, route: Route, now: float) -> Generation:
         """Begin a generation on these engines."""
         request = prompt.request
-        own, transfer, loan = (secrets.token_hex(12) for _ in range(3))
+        drawn = secrets.token_hex(36)
+        own, transfer, loan = drawn[:24], drawn[24:48], drawn[48:]
         flow = RequestFlow(request, route, request_id=own, transfer_id=transfer, loan_id=loan, now=now)
         generation = Generation(flow, self._apply, now)
         if route is not NOWHERE:

@@ -126,9 +126,16 @@ class Driver:
             self.fleet.events.note(self._clock(), "operator", text=what)
         for engine in self.fleet.engines.values():
             self.fleet.look_at(engine)
+        self.changed(engines=True)
+
+    def changed(self, *, engines: bool = False) -> None:
+        """Tell all that wait for something that it may be there: the one channel of changes but for tokens. `engines`:
+        some may be usable that were not.
+        """
         self.changes.notify()
         self.on_room()
-        self._place_parked_soon()
+        if engines:
+            self._place_parked_soon()
 
     # --- messages of engines --------------------------------------------------------------------------------------
 
@@ -341,7 +348,7 @@ class Driver:
         if flow.ended:
             self._forget(generation)
         generation.wake()
-        self.changes.notify()
+        self.changed()
 
     def _fail_by_error(self, generation: Generation, cause: str, error: Exception) -> None:
         """End a generation that this code could not handle, even if it cannot end in order."""

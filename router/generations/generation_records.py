@@ -1,5 +1,6 @@
 """Records of single generations, for queries: those that run, and the latest that have ended."""
 
+import dataclasses
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -118,33 +119,15 @@ def _times(timeline: Timeline, now: float) -> dict[str, Any]:
     def since(time: float | None) -> float | None:
         return None if time is None else round(time - began, 6)
 
-    def leg(item: Leg) -> dict[str, Any]:
-        return {
-            "part": item.part,
-            "engine": item.engine,
-            "attempt": item.attempt,
-            "began_s": since(item.began),
-            "ended_s": since(item.ended),
-            "outcome": item.outcome,
-            "queued_s": item.queued_s,
-            "ran_s": item.ran_s,
-        }
-
-    def transfer(item: Transfer) -> dict[str, Any]:
-        return {
-            "source": item.source,
-            "target": item.target,
-            "attempt": item.attempt,
-            "ended_s": since(item.ended),
-            "seconds": item.seconds,
-            "bytes": item.num_bytes,
-            "code": item.code,
-        }
+    def told(item: Leg | Transfer) -> dict[str, Any]:
+        fields = dataclasses.asdict(item)
+        times = {f"{name}_s": since(fields.pop(name)) for name in ("began", "ended") if name in fields}
+        return fields | times
 
     return {
         "age_s": since(now),
         "first_token_s": since(timeline.first_token),
         "ended_s": since(timeline.ended),
-        "legs": [leg(item) for item in timeline.legs],
-        "transfers": [transfer(item) for item in timeline.transfers],
+        "legs": [told(item) for item in timeline.legs],
+        "transfers": [told(item) | {"bytes": item.num_bytes} for item in timeline.transfers],
     }

@@ -42,8 +42,10 @@ from pdkv.wire.types import RequestKey
 logger = logging.getLogger(__name__)
 
 
-CARDS_PER_TURN, PEERS_PAUSE_S = 1024, 0.002
-"""Cards of peers that are sent in one turn of the event loop, a megabyte or so, and seconds until the next."""
+CARDS_PER_TURN, PEERS_PAUSE_S = 1024, 0.02
+"""Cards of peers that are sent at once, some megabyte, and seconds until the next: of a thousand engines that start
+together, each is told of many at a time, and what is on its way to them all stays small.
+"""
 
 ORPHANS_PER_TURN = 16
 """Generations of an engine that is gone that go on elsewhere in one turn of the event loop: five milliseconds."""
@@ -79,6 +81,7 @@ class Listener(Driver):
         self._orphans: deque[tuple[Generation, str]] = deque()  # generations of engines that are gone
         self._orphans_are_due = False  # more of them are about to go on elsewhere
         self._peers_are_due = False  # more engines are about to be told of their peers
+        self._num_cards = 0  # that they were sent in this turn
         self._settled = asyncio.Event()  # whether this start succeeds or fails is known
         self._refusal: IncompatiblePeers | None = None  # why it fails
         self.closed = False  # `close` was called
@@ -146,11 +149,9 @@ class Listener(Driver):
         self.tiers.add_engine(name)
         self._news.came_up(card)
         self._send_peers()
-        self.on_room()
-        self.changes.notify()
+        self.changed(engines=True)
         if self.ready or (self.fleet.awaits_others and self.fleet.complete_once):
             self._settled.set()
-        self._place_parked_soon()
 
     def engine_refused(self, name: str, error: IncompatiblePeers) -> None:
         """Keep an engine out that says itself that it cannot be one of this fleet, until it comes up."""
@@ -191,8 +192,7 @@ class Listener(Driver):
         self._orphans.extend((g, name) for g in self._generations.values() if g.flow.loan.lender == name)
         self._move_orphans(ORPHANS_PER_TURN)
         self._send_peers()
-        self.changes.notify()
-        self._place_parked_soon()
+        self.changed(engines=True)
         for card in self.fleet.no_longer_refused():
             self.engine_up(card.engine, card)
 
@@ -244,7 +244,7 @@ class Listener(Driver):
             case LoadReport():
                 self.fleet.reported(name, message)
                 if message.answers:
-                    self.changes.notify()
+                    self.changed()
             case Beat():
                 self.fleet.engines[name].health.beat(message)
             case Trial():
@@ -264,17 +264,16 @@ class Listener(Driver):
         """Tell some engines what is new of their peers; the others have their turn soon, and at the latest before a
         message that may name such a peer.
         """
-        num_cards = 0
-        while self._news.behind and num_cards < CARDS_PER_TURN:
+        while self._news.behind and self._num_cards < CARDS_PER_TURN:
             name = next(iter(self._news.behind))
             news = self._news.take(name)
-            num_cards += len(news.cards) + len(news.removed or ()) + 1
+            self._num_cards += len(news.cards) + len(news.removed or ()) + 1
             self._send(name, news)
-        if self._news.behind and not self._peers_are_due:
+        if self._num_cards and not self._peers_are_due:
             self._peers_are_due = True
             asyncio.get_running_loop().call_later(PEERS_PAUSE_S, self._send_more_peers)
 
     def _send_more_peers(self) -> None:
-        self._peers_are_due = False
+        self._peers_are_due, self._num_cards = False, 0
         if not self.closed:
             self._send_peers()

@@ -314,7 +314,7 @@ class PrefixIndex:
             if num_new == room:
                 num_excess += 1
                 continue
-            shard[key] = mask | bit
+            shard[key] = mask | bit if mask else bit  # the one object of the engine's bit: most keys have one holder
             num_new += 1
         part.num_keys += num_new
         self.num_excess_keys += num_excess

@@ -13,7 +13,7 @@ from pdkv.config import LocalTurns
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
 from pdkv.router.engines.books import expected_output, kv_tokens
 from pdkv.router.engines.candidate import EngineView, Side
-from pdkv.router.engines.fleet import Fleet
+from pdkv.router.engines.fleet import MANY, Fleet
 from pdkv.router.request import Offer, Route
 from pdkv.router.routing.decision import Candidate, Choice, Reason
 from pdkv.router.routing.holdings import Holdings, PromptKV
@@ -282,7 +282,7 @@ class RouteChooser:
         """
         near: Collection[str] | None = ()
         if prompt is not None:
-            sees_all = self.policy not in BY_LOAD or prompt.request.affinity
+            sees_all = self.policy not in BY_LOAD or prompt.request.affinity or len(self._fleet.sides[side]) <= MANY
             near = None if sees_all else {*prompt.near, prompt.request.near}
         engines = self._fleet.candidates(side, now, without=without, near=near, prefill=prefill)
         return [engine for engine in engines if engine.name not in without]

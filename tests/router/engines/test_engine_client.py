@@ -18,7 +18,7 @@ from wire_rig import TIMEOUT_S, Context, Listener, make_card
 
 from pdkv.router.engines import engine_client
 from pdkv.router.engines.beats import BeatReader
-from pdkv.router.engines.engine_client import EngineClient
+from pdkv.router.engines.engine_client import EngineClient, make_context
 from pdkv.router.http.server import connections
 
 ENGINE = """
@@ -49,6 +49,12 @@ def endpoint(tmp_path: Path) -> Iterator[str]:
     with subprocess.Popen([sys.executable, "-c", ENGINE, endpoint, card]) as engine:
         yield endpoint
         engine.kill()
+
+
+def test_a_router_has_sockets_for_thousands_of_engines() -> None:
+    """By ZeroMQ's default the 257th engine could not be connected: each has four sockets."""
+    with make_context() as context:
+        assert context.get(zmq.MAX_SOCKETS) >= 4 * 10_000
 
 
 def num_open() -> int:

@@ -20,6 +20,7 @@ from pdkv.errors import (
 )
 from pdkv.router.generations.dispatch import Delta, Dispatcher
 from pdkv.router.generations.driver import TIMER_SLACK_S
+from pdkv.router.generations.listener import CARDS_PER_TURN
 from pdkv.router.routing.expected import EXPECTED_S
 from pdkv.testing import VirtualLoop
 from pdkv.wire.kv import Order
@@ -300,6 +301,8 @@ async def test_engines_are_told_what_changed_once_and_older_ones_everything() ->
     for name, backend in system.backends.items():
         backend.start(system.card(name, peer_changes=name != "prefill-1"))
     backends = system.backends
+    num_cards = sum(len(message.cards) for backend in backends.values() for message in backend.heard(Peers))
+    assert num_cards < CARDS_PER_TURN + len(names), "the others wait, and are told of several at once"
 
     def known(name: str) -> dict[str, str]:
         """As the engine understands it."""
