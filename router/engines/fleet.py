@@ -447,8 +447,9 @@ class Fleet:
             return e.role == "any" or (e.name not in unpaired and self.has_reader(e, other))
 
         sees_few = near is not None and len(members) > MANY and side not in self._mostly_ejected
-        able = members.few(near or (), fits) if sees_few else []
-        able = able or [e for e in self.engines.values() if e.name in members.engines]
+        if few := members.few(near or (), fits) if sees_few else []:
+            return [e.view(side, now) for e in few]
+        able = [e for e in self.engines.values() if e.name in members.engines]
         if all(map(fits, able)):
             return [e.view(side, now) for e in able]
         ready = [e for e in able if not (e.draining or e.is_silent)]
