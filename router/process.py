@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
 
 import uvicorn
+import zmq
 from starlette.types import ASGIApp
 
 from pdkv.base.clock import MONOTONIC

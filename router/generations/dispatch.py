@@ -222,8 +222,8 @@ class Dispatcher(Listener):
         return {e.name: e.connector_problem for e in engines if e.connector_problem is not None}
 
     def topology(self) -> dict[str, Any]:
-        """The fleet, JSON-ready: {"engines": [each], "pairs": [those whose KV loads fail], "proposed": [addresses that are
-        not admitted], "router": {…}}.
+        """The fleet, JSON-ready: {"engines": [each], "pairs": [those whose KV loads fail], "proposed": [addresses that
+        are not admitted], "router": {…}}.
         """
         num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
         router = self._described | {"indexed_keys": self.index.num_keys, "tiers": self.tiers.describe()}
