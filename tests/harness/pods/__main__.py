@@ -73,9 +73,7 @@ def main() -> int:
     parser.add_argument("--events", nargs="*", default=list(EVENTS), choices=EVENTS)
     parser.add_argument("--requests", type=int, default=45, help="per event, at least")
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second")
-    parser.add_argument(
-        "--old", type=Path, metavar="FOLDER", help="of another version's `pd`, for the first engines"
-    )
+    parser.add_argument("--old", type=Path, metavar="FOLDER", help="of another version's `pd`, for the first engines")
     options = parser.parse_args()
     enter()
     lost = 0
