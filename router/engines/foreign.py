@@ -13,6 +13,7 @@ import secrets
 import ssl
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import msgspec
@@ -22,7 +23,15 @@ from pdkv.base.block_keys import HASH_BLOCK_SIZE, root_key
 from pdkv.base.clock import MONOTONIC
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, InvalidRequest, PdkvError, RequestFailed, ServerBusy
 from pdkv.router.engines.engine_client import EngineListener
-from pdkv.router.engines.foreign_answers import Answer, Events, Salts, fault, request_body
+from pdkv.router.engines.foreign_answers import (
+    Answer,
+    Events,
+    Salts,
+    fault,
+    handed_off,
+    prefill_body,
+    request_body,
+)
 from pdkv.router.engines.foreign_cache import ForeignCache
 from pdkv.router.engines.foreign_events import EventFollower
 from pdkv.router.engines.foreign_kinds import KINDS, Source, lacks, split_endpoint
@@ -64,6 +73,8 @@ FIRST_TOKEN_S, TOKEN_S, END_S = 300.0, 30.0, 5.0
 MAX_PAGE_BYTES = 1 << 20
 """Longest list of models; other pages and errors are cut."""
 
+_PATH, _JSON = "/v1/completions", {"content-type": "application/json"}
+
 _MODEL = "served by other engines"
 """The identity on the cards: the operator says that they all have the model whose directory the router reads."""
 
@@ -103,7 +114,7 @@ class _Unwell(Exception):
 
 
 class ForeignEngine:
-    """A `Backend`: an aggregated engine whose requests are HTTP's."""
+    """A `Backend`: an engine whose requests are HTTP's."""
 
     def __init__(self, name: str, endpoint: str, terms: Terms) -> None:
         """`endpoint`: KIND+URL."""
@@ -227,10 +238,11 @@ class ForeignEngine:
         return theirs or wanted or most
 
     def _make_card(self, length: int) -> EngineCard:
-        terms = self._terms
+        terms, role = self._terms, KINDS[self.kind].role
         return EngineCard(
-            engine=self.name, epoch=secrets.token_hex(8), role="any", pid=0,
-            connector="none", kind="store", content_addressed=False, orders=[],
+            engine=self.name, epoch=secrets.token_hex(8), role=role, pid=0,
+            connector="none" if role == "any" else self.kind.partition("-")[0], kind="store", content_addressed=False,
+            orders=[] if role == "any" else ["prefill_first"],
             model=_MODEL, hash_block_size=HASH_BLOCK_SIZE,
             layout=KVLayout(1, 1, 1, HASH_BLOCK_SIZE, "unknown", 1),
             num_blocks=min(terms.max_num_seqs * -(-length // HASH_BLOCK_SIZE), 1 << 24),  # its pool is not known
@@ -355,16 +367,23 @@ class ForeignEngine:
         await doubt
 
     async def _exchange(self, submit: Submit) -> None:
-        if submit.kv != "local" or submit.until != "end" or self._card is None:
-            raise fault(submit, f"a {self.kind} server runs whole requests only")
         terms, own = self._terms, KINDS[self.kind]
-        answer, events = Answer(submit, own, terms.tokenizer, terms.vocab_size), Events(submit)
+        parts = {"handoff": "prefill", "await_peer": "decode", "local": own.role}
+        if parts[submit.kv] != own.role or submit.until == "cached" or self._card is None:
+            raise fault(submit, f"a {self.kind} server does not do this part of a request")
         body = request_body(submit, self.kind, self._model, self._card.max_model_len, terms.salts)
-        content, headers = msgspec.json.encode(body), {"content-type": "application/json"}
-        loop = asyncio.get_running_loop()
+        if submit.kv == "handoff":
+            await self._prefill(submit, prefill_body(body), self._card)
+        else:
+            answer = Answer(submit, own, terms.tokenizer, terms.vocab_size)
+            await self._stream(submit, answer, msgspec.json.encode(body))
+            self._tell(answer.finished())
+
+    async def _stream(self, submit: Submit, answer: Answer, content: bytes) -> None:
+        events, loop = Events(submit), asyncio.get_running_loop()
         try:
             async with asyncio.timeout(FIRST_TOKEN_S) as limit:
-                async with self._http.stream("POST", "/v1/completions", content=content, headers=headers) as response:
+                async with self._http.stream("POST", _PATH, content=content, headers=_JSON) as response:
                     if response.status_code != 200:
                         raise await _refusal(submit, response)
                     async for data in response.aiter_raw():
@@ -382,7 +401,17 @@ class ForeignEngine:
         except (TimeoutError, httpx.HTTPError, OSError):
             if not answer.has_ended:
                 raise
-        self._tell(answer.finished())
+
+    async def _prefill(self, submit: Submit, body: dict[str, Any], card: EngineCard) -> None:
+        """Have the prompt computed, and hand over what the server says of where its KV is."""
+        content = msgspec.json.encode(body)
+        async with asyncio.timeout(FIRST_TOKEN_S):
+            async with self._http.stream("POST", _PATH, content=content, headers=_JSON) as response:
+                if response.status_code != 200:
+                    raise await _refusal(submit, response)
+                data = await _read(response, MAX_PAGE_BYTES)
+        self._num_heard += 1
+        self._tell(handed_off(submit, data, card))
 
     def _fail(self, submit: Submit, error: PdkvError) -> None:
         retryable = isinstance(error, ServerBusy | EngineUnavailable) or getattr(error, "retryable", False)

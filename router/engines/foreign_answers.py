@@ -12,7 +12,8 @@ import msgspec
 from pdkv.errors import InvalidRequest, RequestFailed
 from pdkv.router.engines.foreign_kinds import KINDS, Kind
 from pdkv.text import Tokenizer
-from pdkv.wire.messages import PROBE_SALT, Finished, FinishReason, Submit, TokenLogprob, Tokens
+from pdkv.wire.kv import EngineCard, KVHandoff
+from pdkv.wire.messages import PROBE_SALT, Finished, FinishReason, HandedOff, Submit, TokenLogprob, Tokens
 from pdkv.wire.reports import SourceCounts
 
 MAX_LINE_BYTES = 1 << 18
@@ -23,6 +24,14 @@ MAX_TEXT_CHARS = 1 << 16
 
 MAX_SALTS = 1 << 16
 """Salts whose digests are known when a server's KV events name them."""
+
+MAX_PARAMS_BYTES = 1 << 18
+"""Longest kv_transfer_params: those of 1,000,000 tokens in blocks of 32."""
+
+_ASKED = {"do_remote_decode": True, "do_remote_prefill": False} | dict.fromkeys(
+    ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
+)
+_OF_STREAMS = ("stream_options", "min_tokens", "logprobs", "return_tokens_as_token_ids", "return_token_ids")
 
 _PROMPT_TOKEN_BYTES = 12
 _ANCHOR_TOKENS = 8
@@ -64,7 +73,13 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
 
+class _Prefilled(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    usage: _Usage | None = None
+
+
 _chunks, _logprobs = msgspec.json.Decoder(_Chunk), msgspec.json.Decoder(_Logprobs)
+_prefilled = msgspec.json.Decoder(_Prefilled)
 
 
 def fault(submit: Submit, text: str, *, retryable: bool = True) -> RequestFailed:
@@ -120,7 +135,52 @@ def request_body(submit: Submit, kind: str, model: str, max_model_len: int, salt
         body["cache_salt"] = salts.digest(submit.cache_salt)
     prompt = [*submit.prompt_token_ids, *submit.output_token_ids]
     most = max_model_len - len(prompt) if params.max_tokens is None else params.max_tokens - done
-    return body | {"prompt": prompt, "max_tokens": most, "stream_options": {"include_usage": True}}
+    body |= {"prompt": prompt, "max_tokens": most, "stream_options": {"include_usage": True}}
+    return body | _params_of(submit)
+
+
+def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
+    """The body by which a prefill server computes the prompt of such a body, and keeps its KV for a decode server."""
+    kept = {name: value for name, value in body.items() if name not in _OF_STREAMS}
+    return kept | {"max_tokens": 1, "stream": False, "kv_transfer_params": _ASKED}
+
+
+def handed_off(submit: Submit, data: bytes, card: EngineCard) -> HandedOff:
+    """A prefill server's answer; where its KV is travels as it came, at most MAX_PARAMS_BYTES. Raises RequestFailed."""
+    try:
+        answer = _prefilled.decode(data)
+    except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
+        raise fault(submit, f"an answer that cannot be read ({error}): {_shown(data)}") from None
+    params = bytes(answer.kv_transfer_params)
+    if len(params) > MAX_PARAMS_BYTES or not params.startswith((b"{", b"null")):
+        raise fault(submit, f"kv_transfer_params of {len(params)} bytes: {_shown(params)}")
+    num_tokens = len(submit.prompt_token_ids) + len(submit.output_token_ids)
+    handoff = KVHandoff(
+        submit.request_id, submit.attempt, submit.transfer_id, card.engine, card.epoch, num_tokens, params
+    )
+    return HandedOff(submit.request_id, submit.attempt, _sources(submit, _cached_of(answer.usage)), handoff)
+
+
+def _params_of(submit: Submit) -> dict[str, msgspec.Raw]:
+    """Where a decode server finds the KV. What another one has perhaps read already, or lacks output, is computed."""
+    handoff, num_tokens = submit.handoff, len(submit.prompt_token_ids) + len(submit.output_token_ids)
+    if handoff is None or (handoff.attempt, handoff.num_tokens) != (submit.attempt, num_tokens):
+        return {}
+    return {"kv_transfer_params": msgspec.Raw(handoff.payload)}
+
+
+def _sources(submit: Submit, num_cached: int) -> SourceCounts:
+    """Of a prompt's tokens; a decode server counts those that it was given as cached, too."""
+    num_prompt = len(submit.prompt_token_ids)
+    num_cached = min(max(num_cached, 0), num_prompt)
+    if submit.kv == "await_peer":
+        return SourceCounts(computed=num_prompt - num_cached, remote=num_cached)
+    return SourceCounts(computed=num_prompt - num_cached, local_hit=num_cached)
+
+
+def _cached_of(usage: "_Usage | None") -> int:
+    details = None if usage is None else usage.prompt_tokens_details
+    return 0 if details is None else details.cached_tokens or 0
 
 
 def _seed(submit: Submit) -> int | None:
@@ -182,8 +242,7 @@ class Answer:
             chunk = _chunks.decode(data)
             if chunk.error is not None:
                 raise fault(self._submit, f"it reported an error: {_shown(chunk.error)}")
-            if chunk.usage is not None and (details := chunk.usage.prompt_tokens_details) is not None:
-                self._num_cached = details.cached_tokens or 0
+            self._num_cached = _cached_of(chunk.usage) or self._num_cached
             return self._take_choices(chunk.choices)
         except (msgspec.DecodeError, ValueError, OverflowError, RecursionError) as error:
             raise fault(self._submit, f"an event that cannot be read ({error}): {_shown(data)}") from None
@@ -191,10 +250,7 @@ class Answer:
     def finished(self) -> Finished:
         """The last message, once it `has_ended`."""
         assert self._reason is not None
-        submit = self._submit
-        num_prompt = len(submit.prompt_token_ids)
-        num_cached = min(max(self._num_cached, 0), num_prompt)
-        sources = SourceCounts(computed=num_prompt - num_cached, local_hit=num_cached)
+        submit, sources = self._submit, _sources(self._submit, self._num_cached)
         return Finished(submit.request_id, submit.attempt, self._reason, sources, self._stop_token_id)
 
     def _take_choices(self, choices: list[_Choice]) -> Tokens | None:

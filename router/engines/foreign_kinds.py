@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pdkv.base.options import did_you_mean
 from pdkv.base.secret_options import MAX_FILE_BYTES, read_own_file, without_secrets
 from pdkv.errors import ConfigError
-from pdkv.router.engines.address import EngineAddress
+from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.sampling.params import PARAMS_IN_BODIES
 
 
@@ -22,6 +22,7 @@ class Kind(NamedTuple):
     tells_ids: bool  # streams token ids; otherwise only text, which the router's tokenizer turns into tokens again
     takes_salt: bool  # keeps prefixes with different cache_salt apart
     health: str  # path of a page that answers while it can serve
+    role: Role = "any"  # prefill and decode: they pass KV to one another by kv_transfer_params
 
 
 _OF_ALL = ("temperature", "top_p")
@@ -30,8 +31,11 @@ _OF_MOST = (
     *("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("min_tokens", "stop_token_ids", "ignore_eos"),
 )
+_VLLM = Kind((*_OF_MOST, "seed", "logprobs", "allowed_token_ids", "bad_words"), True, True, "/health")
 KINDS: Mapping[str, Kind] = {
-    "vllm": Kind((*_OF_MOST, "seed", "logprobs", "allowed_token_ids", "bad_words"), True, True, "/health"),
+    "vllm": _VLLM,
+    "vllm-prefill": _VLLM._replace(role="prefill"),
+    "vllm-decode": _VLLM._replace(role="decode"),
     "sglang": Kind(_OF_MOST, True, True, "/health"),
     "openai": Kind(_OF_ALL, False, False, "/v1/models"),
 }
@@ -80,8 +84,13 @@ def read_backends(words: Sequence[str]) -> list[EngineAddress]:
         url = _checked(word)
         if url in found:
             raise ConfigError(f"backend: {url} is given twice")
-        found[url] = EngineAddress(f"{kind}-{numbers[kind]}", "any", f"{kind}+{url}")
+        found[url] = EngineAddress(f"{kind}-{numbers[kind]}", KINDS[kind].role, f"{kind}+{url}")
         numbers[kind] += 1
+    roles = {address.role for address in found.values()}
+    if roles and roles not in ({"any"}, {"prefill", "decode"}):
+        raise ConfigError(
+            f"backend: vllm-prefill and vllm-decode need one another, and no other kind, got {', '.join(numbers)}"
+        )
     return list(found.values())
 
 

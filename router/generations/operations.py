@@ -80,8 +80,8 @@ class Operations:
         if role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}, got {role!r}", param="role")
         engine = self._engine(name)
-        if role != "any" and engine.card is not None and engine.card.backend:
-            raise InvalidRequest(f"{name} is a {engine.card.backend} server, which runs whole requests", param="role")
+        if engine.card is not None and engine.card.backend and role != engine.card.role:
+            raise InvalidRequest(f"{name} is a {engine.card.backend} server: its role is given by that", param="role")
         if not force and engine.role != role:
             self._check_rest(f"the role {role} for", engine, role)
         engine.role = engine.assigned = role

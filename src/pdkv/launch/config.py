@@ -44,7 +44,8 @@ class LaunchConfig(Options):
     )
     backend: Names = option(
         (),
-        "servers of other engines (vllm, sglang, openai) that run all requests; no engine is started here",
+        "servers of other engines (vllm, sglang, openai, or vllm-prefill with vllm-decode) that run all requests; no "
+        "engine is started here",
         metavar="KIND=URL",
     )
     backend_key_file: Path | None = option(

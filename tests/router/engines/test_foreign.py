@@ -5,8 +5,9 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+import msgspec
 import pytest
 from coroutines import run
 from wire_rig import Listener
@@ -15,6 +16,7 @@ from pdkv.config import DEFAULT_MODEL
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines import foreign
 from pdkv.router.engines.foreign import ForeignEngine, Terms
+from pdkv.router.engines.foreign_kinds import KINDS
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.request import GenerateRequest
 from pdkv.sampling.params import SamplingParams
@@ -94,11 +96,11 @@ class Heard(Listener):
 
 @contextlib.asynccontextmanager
 async def rig(
-    server: Server, *, up: bool = True, length: int | None = None
+    server: Server, *, up: bool = True, length: int | None = None, kind: str = "vllm"
 ) -> AsyncIterator[tuple[ForeignEngine, Heard]]:
     port = await server.start()
     terms = dataclasses.replace(TERMS, max_model_len=length)
-    engine, heard = ForeignEngine("vllm-0", f"vllm+http://127.0.0.1:{port}", terms), Heard()
+    engine, heard = ForeignEngine(f"{kind}-0", f"{kind}+http://127.0.0.1:{port}", terms), Heard()
     engine.connect(heard)
     try:
         if up:
@@ -126,11 +128,11 @@ REQUEST = GenerateRequest(
 
 
 @contextlib.asynccontextmanager
-async def fleet(*servers: Server) -> AsyncIterator[Dispatcher]:
+async def fleet(*servers: Server, kinds: Sequence[str] = ("vllm", "vllm")) -> AsyncIterator[Dispatcher]:
     dispatcher = Dispatcher(policy="round_robin")
-    for number, server in enumerate(servers):
-        endpoint = f"vllm+http://127.0.0.1:{await server.start()}"
-        dispatcher.add_backend(ForeignEngine(f"vllm-{number}", endpoint, TERMS), "any")
+    for number, (kind, server) in enumerate(zip(kinds, servers, strict=True)):
+        endpoint = f"{kind}+http://127.0.0.1:{await server.start()}"
+        dispatcher.add_backend(ForeignEngine(f"{kind}-{number}", endpoint, TERMS), KINDS[kind].role)
     dispatcher.connect()
     try:
         await dispatcher.wait_ready()
@@ -282,6 +284,90 @@ def test_a_stream_goes_on_at_another_server_after_the_tokens_that_it_has() -> No
             (body,) = second.bodies
             assert (body["prompt"], body["max_tokens"]) == ([5, 1, 2], 3)
             assert dispatcher.counters.migrated == 1
+
+    run(main())
+
+
+def prefilled(params: object) -> bytes:
+    usage = {"prompt_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
+    return HEAD + json.dumps({"choices": [], "usage": usage, "kv_transfer_params": params}).encode()
+
+
+WHERE = {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_host": "10.0.0.2", "remote_port": 5600}
+
+
+@pytest.mark.parametrize("params", [WHERE, None])
+def test_a_prompt_s_kv_goes_from_a_prefill_server_to_a_decode_server_as_its_params_say(params: object) -> None:
+    async def main() -> None:
+        prefill, decode = Server(), Server()
+
+        async def hand_over(writer: asyncio.StreamWriter) -> None:
+            writer.write(prefilled(params))
+
+        prefill.answer = hand_over  # type: ignore[method-assign]
+        async with fleet(prefill, decode, kinds=("vllm-prefill", "vllm-decode")) as dispatcher:
+            generation = dispatcher.start(REQUEST)
+            assert [token async for delta in generation for token in delta.token_ids] == [1, 2, 3]
+        (asked,), (given,) = prefill.bodies, decode.bodies
+        assert (asked["max_tokens"], asked["stream"], asked["prompt"]) == (1, False, [5])
+        assert asked["kv_transfer_params"]["do_remote_decode"] is True  # type: ignore[index]
+        assert (given["kv_transfer_params"], given["max_tokens"], given["stream"]) == (params, 5, True)
+
+    run(main())
+
+
+def test_a_decode_server_s_successor_computes_what_it_may_not_find_any_more() -> None:
+    async def main() -> None:
+        prefill, first, second, told = Server(), Server(), Server(), asyncio.Event()
+
+        async def hand_over(writer: asyncio.StreamWriter) -> None:
+            writer.write(prefilled(WHERE))
+
+        async def begin(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD + event([1, 2]))
+            await writer.drain()
+            told.set()
+            await asyncio.Event().wait()
+
+        right = second.answer
+        prefill.answer, first.answer, second.answer = hand_over, begin, begin  # type: ignore[method-assign]
+        kinds = ("vllm-prefill", "vllm-decode", "vllm-decode")
+        async with fleet(prefill, first, second, kinds=kinds) as dispatcher:
+            generation = dispatcher.start(REQUEST)
+            await told.wait()
+            (dead, heir) = (first, second) if first.bodies else (second, first)
+            heir.answer = right  # type: ignore[method-assign]
+            await dead.die()
+            assert [token async for delta in generation for token in delta.token_ids] == [1, 2, 1, 2, 3]
+            assert ("kv_transfer_params" in dead.bodies[0], "kv_transfer_params" in heir.bodies[0]) == (True, False)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (prefilled({"remote_block_ids": list(range(50_000))}), "kv_transfer_params of"),
+        (prefilled("x"), "kv_transfer_params of 3 bytes"),
+        (prefilled({"x": "y" * (1 << 21)}), "an answer that cannot be read"),
+        (HEAD + b'{"kv_transfer_params": ' + b'{"a":' * 100_000, "an answer that cannot be read"),
+        (b"HTTP/1.1 500 No\r\n\r\nwhy", "HTTP 500: why"),
+    ],
+)
+def test_params_that_are_none_cost_their_own_request(answer: bytes, error: str) -> None:
+    async def main() -> None:
+        server = Server()
+
+        async def lie(writer: asyncio.StreamWriter) -> None:
+            writer.write(answer)
+
+        server.answer = lie  # type: ignore[method-assign]
+        async with rig(server, kind="vllm-prefill") as (engine, heard):
+            engine.send(msgspec.structs.replace(submit(), kv="handoff", until="first_token"))
+            await heard.until(lambda: bool(heard.of(Failed)))
+            (failed,) = heard.of(Failed)
+            assert isinstance(failed, Failed)
+            assert (error in failed.message, failed.retryable, heard.downs) == (True, True, [])
 
     run(main())
 

@@ -29,7 +29,10 @@ def test_a_word_without_a_kind_has_that_of_the_word_before() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["http://a"], "KIND=URL was expected, got the kind ''; known: vllm, sglang, openai"),
+        (
+            ["http://a"],
+            "KIND=URL was expected, got the kind ''; known: vllm, vllm-prefill, vllm-decode, sglang,",
+        ),
         (["vlm=http://a"], r"got the kind 'vlm' \(did you mean 'vllm'\?\)"),
         (["vllm=ftp://a"], "such as http://10.0.0.2:8000.*got 'ftp://a'"),
         (["vllm=http://"], "got 'http://'"),
@@ -37,6 +40,8 @@ def test_a_word_without_a_kind_has_that_of_the_word_before() -> None:
         (["vllm=http://a?x=1"], "got"),
         (["vllm=http://user:secret@a"], r"see --backend-key-file.*got 'http://\*\*\*@a'"),
         (["vllm=http://a", "vllm=http://a/"], "http://a is given twice"),
+        (["vllm-prefill=http://a"], "need one another, and no other kind, got vllm-prefill"),
+        (["vllm-prefill=http://a", "vllm-decode=http://b", "vllm=http://c"], "no other kind"),
     ],
 )
 def test_a_wrong_address_is_named(words: list[str], error: str) -> None:
