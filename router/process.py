@@ -26,6 +26,7 @@ from pdkv.models.pooling_config import read_pooling
 from pdkv.router.admission.api_keys import KeyRing, read_keys
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.engine_client import EngineClient, make_context
+from pdkv.router.engines.event_publisher import EventPublisher
 from pdkv.router.engines.fleet import ORDERS
 from pdkv.router.engines.foreign_kinds import is_foreign, lacking, read_backend_key, read_source
 from pdkv.router.fronts.hall import Hall
@@ -154,6 +155,9 @@ def run_router(
         key = cluster_key if endpoint.startswith("tcp://") else None
         return EngineClient(name, endpoint, router_id=spec.router_id, context=context, key=key)
 
+    if (events := config.observability.publish_kv_events) is not None:
+        events_key = config.observability.publish_kv_events_key_file
+        dispatcher.publisher = EventPublisher(events, ClusterKey.read(events_key) if events_key is not None else None)
     for engine in spec.engines:
         backend = make_client(engine.name, engine.endpoint)
         dispatcher.add_backend(backend, engine.role, engine.refusal, endpoint=engine.endpoint, source=engine.source)

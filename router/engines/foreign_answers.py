@@ -170,7 +170,7 @@ def _params_of(submit: Submit) -> dict[str, msgspec.Raw]:
 
 
 def _sources(submit: Submit, num_cached: int) -> SourceCounts:
-    """Of a prompt's tokens; a decode server counts those that it was given as cached, too."""
+    """The sources of a prompt's tokens; a decode server counts those that it was given as cached, too."""
     num_prompt = len(submit.prompt_token_ids)
     num_cached = min(max(num_cached, 0), num_prompt)
     if submit.kv == "await_peer":

@@ -82,7 +82,7 @@ class ForeignCache:
         return [BlockStored(new, None)] if new else ()
 
     def _parent(self, event: theirs.BlockStored) -> bytes | None:
-        """The key before its first one; None: it is not known."""
+        """The key before the event's first one; None: it is not known."""
         if event.parent_block_hash is not None:
             return self._blocks.get((event.group_idx, event.parent_block_hash), b"")[-KEY_BYTES:] or None
         match (event.extra_keys or [None])[0]:
@@ -93,7 +93,7 @@ class ForeignCache:
         return None
 
     def _num_usable(self, event: theirs.BlockStored) -> int:
-        """Its first blocks that are those of a text alone, in the server's fastest memory."""
+        """How many of the first blocks are a text's alone, in the server's fastest memory."""
         of_adapter = event.lora_id is not None or event.lora_name is not None
         if of_adapter or event.medium not in _FASTEST or event.kv_cache_spec_kind not in _WHOLE:
             return 0

@@ -136,6 +136,8 @@ class Dispatcher(Listener):
     def connect(self) -> None:
         """Connect to all engines, in the running event loop."""
         self._connected = True
+        if self.publisher is not None:
+            self.publisher.begin(self.resync)
         if self.fleet.awaits_others and self.fleet.complete_once:
             self._settled.set()
         for backend in self._backends.values():
@@ -152,6 +154,9 @@ class Dispatcher(Listener):
             self._advance(generation, end, "the shutdown")
         for backend in self._backends.values():
             backend.close()
+        if self.publisher is not None:
+            self.publisher.close()
+            self.publisher = None
         self.changed()  # `start` tells the waiters
 
     @property

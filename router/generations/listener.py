@@ -9,6 +9,7 @@ from functools import partial
 from pdkv.errors import IncompatiblePeers, PeerGone
 from pdkv.router.engines.cache_orders import CacheOrders
 from pdkv.router.engines.capacity import Capacity
+from pdkv.router.engines.event_publisher import EventPublisher
 from pdkv.router.engines.fleet import Counters, Fleet
 from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.generation import Generation
@@ -22,6 +23,7 @@ from pdkv.wire.messages import (
     Allocated,
     AskReport,
     Beat,
+    CacheCleared,
     EngineToRouter,
     Failed,
     Finished,
@@ -85,6 +87,7 @@ class Listener(Driver):
         self._settled = asyncio.Event()  # whether this start succeeds or fails is known
         self._refusal: IncompatiblePeers | None = None  # why it fails
         self.closed = False  # `close` was called
+        self.publisher: EventPublisher | None = None  # of what engines have cached
 
     @property
     def ready(self) -> bool:
@@ -121,6 +124,12 @@ class Listener(Driver):
             )
 
         return await self.changes.wait_for(are_there, timeout_s)
+
+    def resync(self) -> None:
+        """Have all engines say again what they have cached."""
+        for engine in self.fleet.engines.values():
+            if engine.life == "ready":
+                self._send(engine.name, Resync())
 
     def work_on_index_soon(self) -> None:
         """Work on the index in a separate turn of the event loop."""
@@ -183,6 +192,8 @@ class Listener(Driver):
         self.index.remove_engine(name)
         self.tiers.remove_engine(name)
         self.cache_orders.engine_down(name)
+        if self.publisher is not None:
+            self.publisher.publish(name, [CacheCleared()])
         victims = [g for g in self._generations.values() if name in g.flow.route[:2]]
         try:
             self.recovery.engine_died(name, victims, suspects)
@@ -251,6 +262,8 @@ class Listener(Driver):
                 self.recovery.trials.hear(name, message)
                 self._send(name, message)
             case KVEvents():
+                if self.publisher is not None:
+                    self.publisher.publish(name, message.events)
                 if not self.index.apply(name, message):
                     self._send(name, Resync())
             case TierEvents():

@@ -550,6 +550,16 @@ class ObservabilityConfig(Options):
     explain_share: Annotated[float, Meta(ge=0, le=1)] = option(
         0.0, "share of requests whose choices of engines are logged, and shown by GET /admin/requests/ID"
     )
+    publish_kv_events: str | None = option(
+        None,
+        "publish what engines have cached, by keys, in the form of vLLM's KV events",
+        metavar="tcp://ADDRESS:PORT|ipc://PATH",
+    )
+    publish_kv_events_key_file: Path | None = option(
+        None,
+        "file with the secret that subscribers of --publish-kv-events must have, too; needed for tcp://",
+        metavar="FILE",
+    )
     otlp_endpoint: str | None = option(
         None, "send request spans to this OpenTelemetry collector (OTLP over HTTP); needs pdkv[otel]", metavar="URL"
     )
@@ -570,6 +580,7 @@ class ObservabilityConfig(Options):
         super().__post_init__()
         if self.otlp_endpoint is not None:
             _check_collector(self.otlp_endpoint)
+        _check_publisher(self.publish_kv_events, self.publish_kv_events_key_file is not None)
 
 
 class Bounds(NamedTuple):
@@ -649,6 +660,17 @@ class RouterConfig:
     def reads_files(self) -> bool:
         """Whether the router has files to read again on SIGHUP."""
         return self.access.api_key_file is not None or self.tls.ssl_certfile is not None
+
+
+def _check_publisher(endpoint: str | None, has_key: bool) -> None:
+    """Raise ConfigError for an endpoint at which nothing can be published, or to which strangers could subscribe."""
+    if endpoint is not None and re.fullmatch(r"tcp://[^\s/@]+:\d{1,5}|ipc:///\S+", endpoint) is None:
+        raise ConfigError(f"publish_kv_events: tcp://ADDRESS:PORT or ipc:///PATH was expected, got {endpoint!r}")
+    if (endpoint or "").startswith("tcp:") != has_key:
+        raise ConfigError(
+            "publish_kv_events at tcp:// needs a --publish-kv-events-key-file, and nothing else does: keys tell those "
+            "who guess a prompt that it was asked, and only this user can open ipc://"
+        )
 
 
 def _check_collector(url: str) -> None:

@@ -103,6 +103,21 @@ def test_an_authority_of_clients_means_that_they_need_a_certificate() -> None:
     assert TlsConfig(ssl_certfile=Path("c"), ssl_ca_certs=Path("a")).client_certificates == "required"
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"publish_kv_events": "tcp://10.0.0.1:5557"}, "needs a --publish-kv-events-key-file"),
+        ({"publish_kv_events": "ipc:///run/x", "publish_kv_events_key_file": Path("k")}, "nothing else does"),
+        ({"publish_kv_events_key_file": Path("k")}, "nothing else does"),
+        ({"publish_kv_events": "http://a"}, "tcp://ADDRESS:PORT or ipc:///PATH was expected, got 'http://a'"),
+    ],
+)
+def test_no_stranger_hears_what_is_cached(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ObservabilityConfig(**fields)
+    assert ObservabilityConfig(publish_kv_events="ipc:///run/x").publish_kv_events is not None
+
+
 REMOTE: dict[str, Any] = {"remote_engines": {"decode-b": "tcp://10.0.0.2:7000"}, "cluster_key_file": Path("k")}
 
 

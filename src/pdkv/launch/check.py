@@ -98,6 +98,8 @@ def check_deployment(deployment: Deployment) -> Deployment:
     if seen.otlp_endpoint is not None:
         check_tracing()
     check_recording(seen)
+    if seen.publish_kv_events_key_file is not None:
+        ClusterKey.read(seen.publish_kv_events_key_file)
     check_processors(deployment)
     for config in (deployment.prefill, deployment.decode):
         check_proposer(config.speculative_config)
