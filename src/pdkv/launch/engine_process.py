@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from pdkv.assemble.engine import RankPlace, build_engine, run_rank
-from pdkv.base.clock import MONOTONIC
+from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.registry import check_installed, probe_connector
 from pdkv.engine.core import EngineCore
@@ -89,6 +89,24 @@ class Notifier:
         return self._stopping.is_set()
 
 
+class StartPhases:
+    """The seconds that each part of a start has taken, as the log shows them."""
+
+    def __init__(self, began: float, clock: Clock = MONOTONIC) -> None:
+        self._began = self._at = began
+        self._clock = clock
+        self._parts: list[str] = []
+
+    def end(self, name: str) -> None:
+        """Note that this phase has ended now."""
+        now = self._clock.now()
+        self._parts.append(f"{name} {now - self._at:.1f} s")
+        self._at = now
+
+    def __str__(self) -> str:
+        return f"{self._at - self._began:.1f} s: {', '.join(self._parts)}"
+
+
 def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequence[int] = ()) -> int:
     """Run one rank of an engine in this process; returns its exit status: 0 after SIGTERM, 1 after an error.
 
@@ -100,6 +118,8 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
     set_process_name(f"pd {spec.process_name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ack = Acknowledger(ack_fd)
+    phases = StartPhases(MONOTONIC.now() if spec.asked_at is None else spec.asked_at)
+    phases.end("interpreter and imports")
     try:
         ack.wait_known()  # a fork server that died before answering has left a process that would never end otherwise
         _check_connector(spec)
@@ -115,12 +135,16 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
     for sock in sockets:
         sock.set_inheritable(False)
     try:
-        return (_run_other_rank if spec.rank else _run_first_rank)(spec, ack, lifeline_fd, sockets)
+        if spec.rank:
+            return _run_other_rank(spec, ack, lifeline_fd, sockets)
+        return _run_first_rank(spec, ack, lifeline_fd, sockets, phases)
     finally:
         sweep_if_orphaned(lifeline_fd, spec.run_dir)
 
 
-def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket]) -> int:
+def _run_first_rank(
+    spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, sockets: Sequence[socket.socket], phases: StartPhases
+) -> int:
     """Run the engine itself, or the part of it that schedules, samples and talks to routers."""
     notifier = Notifier()
     serving = threading.Event()
@@ -130,6 +154,12 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
         grace_s=_LIFELINE_GRACE_S,
         run_dir=spec.run_dir,
     )
+    names = iter(("configuration", "weights"))
+
+    def on_progress(text: str) -> None:
+        phases.end(next(names))
+        ack.progress(text)
+
     try:
         key = ClusterKey.read(spec.cluster_key_file) if spec.cluster_key_file is not None else None
         core = build_engine(
@@ -142,9 +172,10 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
             kv_shards=spec.kv_shards,
             place=_place(spec, sockets, notifier.write_fd),
             notify=notifier.notify,
-            on_progress=ack.progress,
+            on_progress=on_progress,
             on_identity=ack.identified,
         )
+        phases.end("KV pool, connector and warm-up")
         server = EngineServer(spec.endpoint, core.card, core.watch, key)
     except StartGivenUp:
         return 1
@@ -155,7 +186,9 @@ def _run_first_rank(spec: EngineSpec, ack: Acknowledger, lifeline_fd: int, socke
     serving.set()
     notifier.stop_on(signal.SIGTERM)
     try:
+        phases.end("listening")
         ack.ready()
+        logger.info("ready after %s", phases)
         config = spec.config
         serve(core, server, notifier, max_steps_ahead=config.max_steps_ahead, least_s=config.least_step_ahead_s)
     except StartGivenUp:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
+from pdkv.base.clock import MONOTONIC
 from pdkv.config import EngineConfig, TiersConfig
 from pdkv.errors import ConfigError, PdkvError, StartupError
 from pdkv.launch.children import Child, heed
@@ -110,7 +111,7 @@ class RayStarter:
             await _within(_SHUTDOWN_S, ray.shutdown)
 
     async def _tell_shortage(self, spec: EngineSpec) -> None:
-        await asyncio.sleep(_SHORTAGE_S)
+        await MONOTONIC.pause(_SHORTAGE_S)
         if (shortage := await self._shortage(spec)) is not None:
             logger.warning("%s", shortage)
 

@@ -35,6 +35,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     store: Path | None = None  # how the ranks of this incarnation reach one another; None: one rank
     start_timeout_s: float = 120.0  # limit of a rank's waits before the engine is ready
     cluster_key_file: Path | None = None  # key that routers must have, for an endpoint at tcp://
+    asked_at: float | None = None  # when this incarnation was asked for, by this host's monotonic clock
 
     @property
     def process_name(self) -> str:

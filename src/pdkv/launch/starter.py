@@ -14,6 +14,7 @@ import msgspec
 from pdkv.base.clock import MONOTONIC
 from pdkv.errors import ConfigError, DiedEarly, OtherRankGone, StartupError
 from pdkv.launch.children import AckSocket, Child, ForkServer, OomWatch, RankLinks, describe_exit, spawn_engine
+from pdkv.launch.pre_read import pre_read
 from pdkv.launch.specs import EngineSpec
 
 ENGINE_GRACE_S = 1.5
@@ -137,10 +138,12 @@ class LocalStarter:
         epoch = secrets.token_hex(8)
         store = _fresh_store(spec.store, epoch) if spec.store is not None else None
         links = RankLinks(spec.config.tp)
+        spec = msgspec.structs.replace(spec, epoch=epoch, store=store, asked_at=MONOTONIC.now())
+        pre_read(spec.config.model)
         ranks: list[Child] = []
 
         async def start_rank(rank: int) -> Child:
-            own = msgspec.structs.replace(spec, epoch=epoch, store=store, rank=rank)
+            own = msgspec.structs.replace(spec, rank=rank)
 
             async def spawn(ack: AckSocket) -> Child:
                 ranks.append(await self._make_engine(own, ack, links.fds(rank)))
