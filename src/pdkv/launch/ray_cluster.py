@@ -14,8 +14,8 @@ from pdkv.config import EngineConfig, TiersConfig
 from pdkv.errors import ConfigError, PdkvError, StartupError
 from pdkv.launch.children import Child, heed
 from pdkv.launch.logs import LineHandler
-from pdkv.launch.ray_actor import EngineActor, Exited, LogLines, Order, Started, decode_event
-from pdkv.launch.specs import EngineSpec, encode
+from pdkv.launch.ray_actor import EngineActor, Exited, LogLines, Order, decode_event
+from pdkv.launch.specs import EngineSpec, Started, encode
 from pdkv.launch.starter import Children
 
 CONNECT_S = 20.0
@@ -23,7 +23,7 @@ CONNECT_S = 20.0
 
 _SHUTDOWN_S = 5.0
 _SHORTAGE_S = 5.0  # without a place for an engine, before the log says why
-_GONE_S = 10.0  # for Ray to say that a killed actor is gone; that of a lost node may never be
+_GONE_S = 3.0  # for Ray to say that an actor is gone after it was killed; it may never say so of a lost node's
 
 T = TypeVar("T")
 
@@ -65,24 +65,19 @@ class RayStarter:
 
     async def start(self, spec: EngineSpec) -> list[Child]:
         """Start an engine, as `EngineStarter` says. ConfigError: no node has had room for it within the time."""
-        import ray
-        from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        needs = resources(spec.config)
-        if spec.name not in self._groups:
-            self._groups[spec.name] = placement_group([needs], strategy="SPREAD")
-        place = PlacementGroupSchedulingStrategy(self._groups[spec.name], 0)
-        actor = ray.remote(EngineActor).options(
-            num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), max_restarts=0, scheduling_strategy=place
-        ).remote()  # fmt: skip
-        stream = actor.run.options(num_returns="streaming").remote(encode(Order(spec, self._tiers, self._key)))
+        timeout_s = self._children.start_timeout_s
+        try:
+            actor, stream = await _within(timeout_s, lambda: self._make_actor(spec))
+        except TimeoutError:
+            raise StartupError(f"{spec.name}: Ray did not answer within {timeout_s:g} s") from None
+        except Exception as error:
+            raise StartupError(f"{spec.name}: {_first_line(error)}") from error
         child = RayChild(spec.name, actor)
         self._children.running.add(child)
         child.follow(stream, self._children)
         shortage = asyncio.create_task(self._tell_shortage(spec))
         try:
-            async with asyncio.timeout(self._children.start_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await asyncio.shield(child.ready)
             return [child]
         except TimeoutError:
@@ -91,6 +86,21 @@ class RayStarter:
             shortage.cancel()
             if not child.ready.done() or child.ready.exception() is not None:
                 await self._children.kill([child])
+
+    def _make_actor(self, spec: EngineSpec) -> tuple[Any, AsyncIterator[Awaitable[bytes]]]:
+        """An actor, which Ray starts as soon as the engine's group has a place, and its events' stream. Blocks."""
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        needs = resources(spec.config)
+        if spec.name not in self._groups:
+            self._groups[spec.name] = placement_group([needs], strategy="SPREAD")
+        place = PlacementGroupSchedulingStrategy(self._groups[spec.name], 0)
+        options = {"num_cpus": needs["CPU"], "num_gpus": needs.get("GPU", 0), "max_restarts": 0}
+        actor = ray.remote(EngineActor).options(**options, scheduling_strategy=place).remote()
+        order = encode(Order(spec, self._tiers, self._key))
+        return actor, actor.run.options(num_returns="streaming").remote(order)
 
     def renew(self) -> None:
         """The environment of engines is that of their nodes."""
@@ -163,7 +173,8 @@ class RayChild(Child):
         self._events = asyncio.create_task(self._follow(stream, children))
 
     async def _follow(self, stream: AsyncIterator[Awaitable[bytes]], children: Children) -> None:
-        status, error = -int(signal.SIGKILL), StartupError(f"{self.name} died before it was ready")
+        status = -int(signal.SIGKILL)
+        error: PdkvError = StartupError(f"{self.name} died before it was ready")
         lines = LineHandler(2)
         try:
             async for item in stream:
@@ -199,7 +210,8 @@ class RayChild(Child):
             return
         if number == signal.SIGKILL:
             ray.kill(self._actor)
-            asyncio.get_running_loop().call_later(_GONE_S, self._end, -int(number))
+            wait_s = _GONE_S if self.pid else 0.0  # before it is ready, it may still wait for its place
+            asyncio.get_running_loop().call_later(wait_s, self._end, -int(number))
         else:
             self._actor.signal.remote(int(number))
 

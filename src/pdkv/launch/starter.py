@@ -176,7 +176,9 @@ class LocalStarter:
 
     async def _make_engine(self, spec: EngineSpec, ack: AckSocket, rank_fds: Sequence[int]) -> Child:
         """Fork a rank of an engine, from a second fork server if the first is gone; spawn it if that fails, too."""
-        for _ in range(2 if self._forks is not None else 0):
+        for _ in range(2):
+            if self._forks is None:
+                break
             if not self._forks.usable:
                 self._forks = self._new_fork_server()
             try:
