@@ -75,7 +75,7 @@ BYTES_PER_TURN = PIECE_BYTES
 def make_context() -> "zmq.Context[zmq.Socket[bytes]]":
     """A context for the sockets of any number of engines: each has four, and ZeroMQ's default is 1,023 in all."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.set(zmq.MAX_SOCKETS, cast(int, context.get(zmq.SOCKET_LIMIT)))
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
     return context
 
 
