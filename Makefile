@@ -29,7 +29,7 @@ PARTS ?=
 GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
 GPU_SETS := smoke full
-.PHONY: $(GPU_SETS) install lint check test steady planted matrix soak faults chaos operations bench bench-quick gpu gpu-carry demo serve clean
+.PHONY: smoke full install lint check test steady planted matrix soak faults chaos operations bench bench-quick gpu gpu-carry demo serve clean
 
 install: $(STAMP)
 

@@ -26,7 +26,7 @@ _MAX_PARTS_BYTES = 32 << 20  # for which there are fewer parts: more than that w
 _COMBINED = 16  # parts at once
 _SEQS = 512  # whose lengths a program looks at together
 _NOT_SPECIALIZED = ["first_seq", "num_seqs", "first_token", "window", "stride_table", "num_shares", "least"]
-"""They change with every step."""
+"""Arguments that change with every step."""
 
 
 @jit()

@@ -22,7 +22,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """Who starts the engine: this launch, or others, on hosts that it was given."""
+        """Origin of the engine: this launch starts it, or others do, on hosts that it was given."""
         return {"ipc": "launch", "tcp": "remote"}.get(self.endpoint.partition(":")[0], "backend")
 
 
