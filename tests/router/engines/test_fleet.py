@@ -64,6 +64,8 @@ def test_description_is_the_topology_entry() -> None:
     assert engine.describe(0.0) == {
         "name": "decode-0",
         "role": "decode",
+        "endpoint": "",
+        "source": "launch",
         "pid": 1,
         "ranks": [],
         "state": "ready",

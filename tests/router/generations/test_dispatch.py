@@ -544,6 +544,8 @@ async def test_topology_and_snapshots_show_what_engines_said_last() -> None:
             "content_addressed": False,
             "name": "decode-0",
             "role": "decode",
+            "endpoint": "",
+            "source": "launch",
             "pid": 1,
             "ranks": [],
             "state": "ready",
