@@ -22,7 +22,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """Origin of the engine: this launch starts it, or others do, on hosts that it was given."""
+        """The source of the address: this launch, or other starters, on hosts that it was given."""
         return {"ipc": "launch", "tcp": "remote"}.get(self.endpoint.partition(":")[0], "backend")
 
 
