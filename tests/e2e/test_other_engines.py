@@ -22,6 +22,8 @@ def test_streams_go_on_at_another_server_when_theirs_is_killed(launch: Launch, m
     ]
     refused = router.complete("a", prompt_logprobs=1).json()["error"]
     assert (refused["param"], "vllm-0 (vllm) lacks it" in refused["message"]) == ("prompt_logprobs", True)
+    shown = [url.complete("a", logprobs=1).json()["choices"][0]["logprobs"]["tokens"] for url in (router, servers[0])]
+    assert shown[0] == shown[1]
     expected, later = kills.right_answers(servers[1]), greedy[len(kills.STREAMS) :]
 
     def kill() -> int:
