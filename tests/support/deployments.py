@@ -103,7 +103,8 @@ def launches(model: Path) -> Iterator[Launch]:
             key.write_text(uuid.uuid4().hex)
             endpoint, shared = "tcp://{}:{}".format(*address), ["--cluster-key-file", str(key)]
             own += ["--remote-engines", f"decode-b={endpoint}", *shared]
-        deployment = Running([*defaults, *own, *flags], environment or {}, directory)
+        common = defaults[:2] if "--backend" in flags else defaults  # others' servers take no options of engines
+        deployment = Running([*common, *own, *flags], environment or {}, directory)
         running.append(deployment)
         if engine is not None:
             named = ["--name", "decode-b", "--role", "decode", "--listen", endpoint, *shared]
