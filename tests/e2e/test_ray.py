@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 NUM_CPUS = 3
 STORE_BYTES = 80 << 20
+ENGINES = ("EngineActor", "engine_process")
 
 
 class Nodes:
@@ -61,8 +62,8 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     started = []
     try:
         yield nodes
-        wait_until_true(lambda: not engines(), "no engine is left when its launch has ended")
-        started = [p for p in psutil.Process().children(recursive=True) if "ray" in " ".join(p.cmdline())]
+        wait_until_true(lambda: not below(ENGINES), "no engine is left when its launch has ended")
+        started = below(("site-packages/ray/", "ray::", "engine_process"))
     finally:
         nodes.shut_down()
         shutil.rmtree(directory, ignore_errors=True)
@@ -70,13 +71,13 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     assert not left
 
 
-def engines() -> list[psutil.Process]:
-    """Actors and engines below this process."""
+def below(names: Sequence[str]) -> list[psutil.Process]:
+    """Processes below this one with one of these in their command line."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             text = " ".join(process.cmdline())
-            found += [process] if "EngineActor" in text or "engine_process" in text else []
+            found += [process] if any(name in text for name in names) else []
     return found
 
 

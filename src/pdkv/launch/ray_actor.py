@@ -168,13 +168,18 @@ def _free_port(host: str) -> int:
 
 @contextlib.contextmanager
 def _lifeline() -> Any:
-    """The reading end of a pipe whose other end is this process's alone: the engine ends when it does."""
+    """The reading end of a pipe whose other end is this process's alone: the engine ends when it does, and it ends with
+    its node's raylet, its parent: Ray leaves an actor behind when the head is lost.
+    """
     read_fd, write_fd = os.pipe()
+    raylet_fd = os.pidfd_open(os.getppid())
+    asyncio.get_running_loop().add_reader(raylet_fd, os._exit, 1)
     try:
         yield read_fd
     finally:
-        os.close(write_fd)
-        os.close(read_fd)
+        asyncio.get_running_loop().remove_reader(raylet_fd)
+        for fd in (raylet_fd, write_fd, read_fd):
+            os.close(fd)
 
 
 @contextlib.contextmanager
