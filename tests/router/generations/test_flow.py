@@ -11,7 +11,7 @@ from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.errors import EngineDied, InvalidRequest, RequestAborted, RequestFailed, RequestTimeout
 from pdkv.router.generations.flow import RequestFlow, Sends
-from pdkv.router.request import GenerateRequest, Offer, Route
+from pdkv.router.request import Delta, GenerateRequest, Offer, Route
 from pdkv.sampling.params import SamplingParams
 from pdkv.wire.kv import KVHandoff, KVTerms
 from pdkv.wire.messages import (
@@ -224,7 +224,7 @@ def test_prefill_first_hands_the_token_and_the_handoff_to_decode_with_the_time_t
     ((engine, first),) = flow.start(NOW + 1)
     assert (engine, first.until, first.kv, first.timeout_s) == ("p", "first_token", "handoff", 59.0)  # type: ignore[union-attr]
     assert list(flow.handle("p", Tokens("q", 0, 0, [3]), NOW)) == []
-    assert flow.take_delta() == ([3], None, None, None, None)
+    assert flow.take_delta() == Delta([3], None, None, None, None)
     ((engine, second),) = flow.handle("p", handoff(), NOW + 10)
     assert isinstance(second, Submit)
     assert (engine, second.until, second.kv, second.timeout_s) == ("d", "end", "await_peer", 50.0)
@@ -235,7 +235,7 @@ def test_prefill_first_hands_the_token_and_the_handoff_to_decode_with_the_time_t
     assert list(flow.handle("d", Release("t", 0), NOW)) == []
     flow.handle("d", Tokens("q", 0, 1, [4, 5]), NOW)
     assert list(flow.handle("d", Finished("q", 0, "stop", SourceCounts(remote=20), 5), NOW)) == []
-    assert flow.take_delta() == ([4, 5], None, None, "stop", 5)
+    assert flow.take_delta() == Delta([4, 5], None, None, "stop", 5)
     assert flow.take_delta() is None
     assert flow.sources == SourceCounts(computed=20)
     assert flow.decode_sources == SourceCounts(remote=20)
@@ -246,7 +246,7 @@ def test_first_token_that_ends_the_request_means_no_handoff_and_no_release() -> 
     flow.start(NOW)
     flow.handle("p", Tokens("q", 0, 0, [7]), NOW)
     assert list(flow.handle("p", Finished("q", 0, "stop", SourceCounts(computed=20), 7), NOW)) == []
-    assert flow.take_delta() == ([7], None, None, "stop", 7)
+    assert flow.take_delta() == Delta([7], None, None, "stop", 7)
     assert flow.decode == "idle"
 
 
@@ -331,7 +331,7 @@ def test_tokens_of_both_sides_are_delivered_once_with_their_logprobs() -> None:
     flow.handle("d", Tokens("q", 0, 0, [3], logprobs[:1]), NOW)
     assert list(flow.handle("p", Tokens("q", 0, 0, [3], logprobs[:1]), NOW)) == []  # decode has it already
     flow.handle("d", Tokens("q", 0, 0, [3, 4], logprobs), NOW)
-    assert flow.take_delta() == ([3, 4], logprobs, None, None, None)
+    assert flow.take_delta() == Delta([3, 4], logprobs, None, None, None)
     assert flow.num_duplicates == 2
 
 
@@ -551,7 +551,7 @@ def test_what_is_known_of_the_prompt_is_asked_for_once_and_stays() -> None:
     assert (second.params.prompt_logprobs, second.params.logprobs) == (None, 1)  # type: ignore[union-attr]
     flow.handle("f", Tokens("q", 1, 1, [4], [logprob], None, None), NOW)
     flow.handle("f", Finished("q", 1, "stop", SourceCounts(local_hit=3), 4), NOW)
-    assert flow.take_delta() == ([3, 4], [logprob] * 2, about_prompt, "stop", 4)
+    assert flow.take_delta() == Delta([3, 4], [logprob] * 2, about_prompt, "stop", 4)
     assert (flow.prompt_engine, flow.sources) == ("e", SourceCounts(computed=3))
 
 
