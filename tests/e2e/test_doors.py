@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,17 @@ CONNECTORS = {
 
 
 @pytest.fixture(scope="module")
-def houses(module_launch: Launch) -> Mapping[str, Running]:
-    """One deployment for each way; that of pushes has fronts, and its decode engine, with two ranks, on TCP."""
+def houses(module_launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Running]:
+    """One deployment for each way; that of pushes has fronts, its decode engine, with two ranks, on TCP, and doors for
+    engines that join and for readers of its KV events.
+    """
+    (key := tmp_path_factory.mktemp("doors") / "events.key").touch(mode=0o600)
+    key.write_text(uuid.uuid4().hex)
+    host = "127.{}.{}.{}".format(*(64 + os.getpid()).to_bytes(3))
+    more = ("--join-listen", f"tcp://{host}:6000", "--publish-kv-events", f"tcp://{host}:6001")
     flags = dict.fromkeys(CONNECTORS, ("--prefill", "1", "--decode", "1"))
-    flags["push"] = ("--prefill", "1", "--decode", "0", "--router-fronts", "2")
+    flags["push"] = ("--prefill", "1", "--decode", "0", "--router-fronts", "2", *more)
+    flags["push"] += ("--publish-kv-events-key-file", str(key))
     engines = {"push": (*PUSH, "--tp", "2")}
     started = {
         name: module_launch(*flags[name], *CONNECTORS[name], wait=False, engine=engines.get(name))

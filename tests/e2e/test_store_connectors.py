@@ -253,10 +253,10 @@ def failing(workload: Workload) -> Iterator[tuple[RedisServer, Running]]:
 
 
 def test_a_store_that_is_down_at_the_start_is_said_at_once_until_it_is_up(failing: tuple[RedisServer, Running]) -> None:
-    """Before weights are loaded, and in /topology and /health without any request."""
+    """Before there is a pool, and in /topology and /health without any request."""
     server, deployment = failing
     assert line_of_prefill(deployment, "until it can be reached, prompts are computed instead") < (
-        line_of_prefill(deployment, "loading weights")
+        line_of_prefill(deployment, "KV blocks")
     )
 
     def problems() -> int:

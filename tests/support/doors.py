@@ -21,6 +21,7 @@ from pdkv.connector_kit.rig.sockets import Listener, listeners
 SECURITY_PAGE = Path(__file__).parents[2] / "SECURITY.md"
 _LABEL = re.compile(r"`((?:tcp|udp|unix|abstract|memfd|shm|fifo): [^`]+)`")
 _DELETED = " (deleted)"
+_OF_OPTIONS = {"--join-listen", "--publish-kv-events"}
 
 
 def documented_doors() -> set[str]:
@@ -39,6 +40,10 @@ def doors_of(deployment: Running) -> Mapping[str, set[int]]:
     named = {("127.0.0.1", urlsplit(deployment.url).port): "tcp: --port"}
     for host, port in (engine.listen for engine in deployment.elsewhere if engine.listen is not None):
         named |= {(host, port): "tcp: --listen", (host, port + 1): "tcp: --listen, the port above"}
+    command = psutil.Process(deployment.process.pid).cmdline()
+    for option in _OF_OPTIONS.intersection(command):
+        where = urlsplit(command[command.index(option) + 1])
+        named |= {(where.hostname or "", where.port): f"tcp: {option}"}
     engines = deployment.pids()
     found: dict[str, set[int]] = {}
     for process in processes_of(deployment):

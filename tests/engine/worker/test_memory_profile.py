@@ -84,9 +84,8 @@ def test_the_pool_gets_what_the_largest_step_leaves(
 ) -> None:
     """Of the share that the engine may use: less weights and the temporaries at their peak."""
     ledger = Ledger(monkeypatch, model)
-    largest = num_tokens // 8 * 8  # as many requests as draw, with equally many tokens
-    assert profile(model, 0.9, num_tokens) == 90_000 - WEIGHTS - largest * PER_TOKEN
-    assert max(ledger.tokens) == largest
+    assert profile(model, 0.9, num_tokens) == 90_000 - WEIGHTS - num_tokens * PER_TOKEN
+    assert max(ledger.tokens) == num_tokens
     assert ledger.most_logits == 8
 
 

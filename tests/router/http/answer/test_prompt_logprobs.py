@@ -56,9 +56,9 @@ def test_many_logprobs_do_not_hold_the_event_loop(
     threads: set[threading.Thread] = set()
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*arguments: Any) -> Any:
+        def note(*arguments: Any, **options: Any) -> Any:
             threads.add(threading.current_thread())
-            return function(*arguments)
+            return function(*arguments, **options)
 
         return note
 
