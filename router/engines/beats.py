@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import cast
 
 import zmq
 
@@ -51,7 +50,7 @@ class BeatReader:
             if key is not None:
                 key.present(socket)
             socket.connect(endpoint)
-            self._fd = cast(int, socket.getsockopt(zmq.FD))
+            self._fd = socket.fileno()
             self._loop.add_reader(self._fd, self._read)
         except (zmq.ZMQError, OSError):
             socket.close(linger=0)

@@ -79,10 +79,6 @@ def make_context() -> "zmq.Context[zmq.Socket[bytes]]":
     return context
 
 
-def _descriptor(socket: "zmq.Socket[bytes]") -> int:
-    return cast(int, socket.getsockopt(zmq.FD))
-
-
 class EngineListener(Protocol):
     """Receives events of engines. Calls are made on the event loop's thread, never from inside `send`."""
 
@@ -219,7 +215,7 @@ class EngineClient:
 
     def _watch(self, socket: "zmq.Socket[bytes]", callback: Callable[[], None]) -> None:
         """Watch ZeroMQ's descriptor. It signals only changes of state, so also look once now and after every send."""
-        self._loop.add_reader(_descriptor(socket), callback)
+        self._loop.add_reader(socket.fileno(), callback)
         self._loop.call_soon(callback)
 
     def _shut(self, *, linger_ms: int = 0) -> None:
@@ -231,10 +227,10 @@ class EngineClient:
         if self._resubscribe is not None:
             self._resubscribe.cancel()
         if self._monitor is not None:
-            self._loop.remove_reader(_descriptor(self._monitor))
+            self._loop.remove_reader(self._monitor.fileno())
             self._monitor.close(linger=0)
         if self._socket is not None:
-            self._loop.remove_reader(_descriptor(self._socket))
+            self._loop.remove_reader(self._socket.fileno())
             self._socket.disable_monitor()
             self._socket.close(linger=linger_ms)
         self._socket = self._monitor = None

@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import zmq
@@ -54,10 +54,10 @@ class EventPublisher:
             raise ConfigError(f"cannot publish KV events at {endpoint}: {error}") from None
         finally:
             os.umask(mask)
-        self.endpoint = cast(bytes, socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self.endpoint = socket.get_string(zmq.LAST_ENDPOINT)
         if self._doorkeeper is not None:
             self._doorkeeper.start([self.endpoint])
-        self._fd = cast(int, socket.getsockopt(zmq.FD))
+        self._fd = socket.fileno()
 
     def begin(self, tell_all: Callable[[], None]) -> None:
         """Begin, in the running event loop. `tell_all` has engines say again what they have, for a new subscriber."""

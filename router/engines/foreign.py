@@ -11,7 +11,7 @@ import logging
 import random
 import secrets
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,7 +133,7 @@ class ForeignEngine:
         self._said = ""  # why it last did not serve
         self._cache: ForeignCache | None = None  # what it says that it has cached
         self._follower: EventFollower | None = None
-        self._following: list[asyncio.Task[None]] = []
+        self._following: set[asyncio.Task[None]] = set()
         self._num_events = 0
 
     def connect(self, listener: EngineListener) -> None:
@@ -161,7 +161,7 @@ class ForeignEngine:
             case AskReport():
                 asyncio.get_running_loop().call_soon(self._report, message.number)
             case Resync() if self._follower is not None:
-                self._following.append(asyncio.create_task(self._follower.resync()))
+                self._keep(self._follower.resync())
             case CacheOrder():
                 text = f"the router does not manage caches of {self.kind} servers"
                 answer = CacheAnswer(message.order_id, [TierAnswer("", code="not_supported", problem=text)])
@@ -326,13 +326,19 @@ class ForeignEngine:
                     logger.exception("%s: cannot follow its KV events, trying again", self.name)
                     await MONOTONIC.pause(MAX_PAUSE_S)
 
-        self._following.append(asyncio.create_task(run()))
+        self._keep(run())
 
     def _unfollow(self) -> None:
         for task in self._following:
             task.cancel()
         self._cache = self._follower = None
-        self._following = []
+        self._following = set()
+
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        """Have work on the cache done until it ends, or the server goes down."""
+        task = asyncio.create_task(work)
+        self._following.add(task)
+        task.add_done_callback(self._following.discard)
 
     def _tell_events(self, changes: Sequence[KVEvent]) -> None:
         self._num_events += 1

@@ -23,7 +23,6 @@ class ForeignCache:
     def __init__(self, root_of: Callable[[str], bytes | None], max_keys: int) -> None:
         """`root_of`: the parent of the first key of a chain with this cache salt; None: no request has that salt."""
         self.num_excess = 0  # blocks for which there was no room
-        self.num_unknown = 0  # blocks of other sizes, adapters, images and unknown salts or parents
         self._root_of = root_of
         self._most = min(max_keys, MAX_KEYS)
         self.num_keys = 0
@@ -70,7 +69,6 @@ class ForeignCache:
             raise MalformedMessage(f"{len(event.token_ids)} tokens in {len(hashes)} blocks of {size}")
         parent, num_blocks = self._parent(event), self._num_usable(event)
         if parent is None or not num_blocks:
-            self.num_unknown += len(hashes)
             return ()
         keys = keys_behind(parent, event.token_ids[: num_blocks * size], hash_block_size=HASH_BLOCK_SIZE)
         per_block = size // HASH_BLOCK_SIZE

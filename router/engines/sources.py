@@ -143,11 +143,13 @@ async def _look_up(resolver: "Resolver", name: str, port: int | None) -> tuple[l
         addresses, ttl_s = await _ask(resolver, name, "A")
         return [f"tcp://{address}:{port}" for address in addresses], ttl_s
     services, ttl_s = await _ask(resolver, name, "SRV")
-    targets = {service.split()[3]: service.split()[2] for service in services}
-    looked_up = await asyncio.gather(*(_ask(resolver, target, "A") for target in targets))
-    ttl_s = min(ttl_s, *(own_ttl_s for _, own_ttl_s in looked_up)) if targets else ttl_s
-    found = zip(targets.values(), looked_up, strict=True)
-    return [f"tcp://{address}:{service_port}" for service_port, (addresses, _) in found for address in addresses], ttl_s
+    looked_up = await asyncio.gather(*(_ask(resolver, service.split()[3], "A") for service in services))
+    found = [
+        f"tcp://{address}:{service.split()[2]}"
+        for service, (addresses, _) in zip(services, looked_up, strict=True)
+        for address in addresses
+    ]
+    return found, min([ttl_s, *(own_ttl_s for _, own_ttl_s in looked_up)])
 
 
 async def _ask(resolver: "Resolver", name: str, kind: str) -> tuple[list[str], float]:

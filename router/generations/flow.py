@@ -91,7 +91,6 @@ class RequestFlow:
         self.prefill: SideState = "idle"
         self.decode: SideState = "idle"
         self.declined = False  # decode runs the prompt itself
-        self.decode_sources: SourceCounts | None = None
         self.load: Loaded | None = None  # how decode's remote load ended
         self._num_before_decode = 0  # tokens that did not come from the decode part
         self._recovered()
@@ -303,7 +302,6 @@ class RequestFlow:
     def _on_finished(self, engine: str, message: Finished) -> Sends:
         if engine == self.route.decode:
             self.decode = "done"
-            self.decode_sources = message.sources
             if self.prompt_engine in (None, engine) and not self._sources_known:
                 self.sources = message.sources
         else:

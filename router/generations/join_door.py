@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from dataclasses import dataclass
-from typing import cast
 
 import zmq
 
@@ -76,12 +75,12 @@ class JoinDoor:
     @property
     def endpoint(self) -> str:
         """The bound endpoint."""
-        return cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        return self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def start(self) -> None:
         """Begin to answer, in the running event loop."""
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(cast(int, self._socket.getsockopt(zmq.FD)), self._read)
+        self._loop.add_reader(self._socket.fileno(), self._read)
         self._loop.call_soon(self._read)
         self._look_after_guests()
 
@@ -89,7 +88,7 @@ class JoinDoor:
         """Stop listening. Idempotent."""
         if self._sweep is not None:
             self._sweep.cancel()
-            self._loop.remove_reader(cast(int, self._socket.getsockopt(zmq.FD)))
+            self._loop.remove_reader(self._socket.fileno())
             self._sweep = None
         self._socket.close(linger=0)
         self._doorkeeper.close()

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 from pdkv.assemble.engine import RankPlace, build_engine, run_rank
-from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.registry import check_installed, probe_connector
 from pdkv.engine.core import EngineCore
@@ -92,14 +92,13 @@ class Notifier:
 class StartPhases:
     """The seconds that each part of a start has taken, as the log shows them."""
 
-    def __init__(self, began: float, clock: Clock = MONOTONIC) -> None:
+    def __init__(self, began: float) -> None:
         self._began = self._at = began
-        self._clock = clock
         self._parts: list[str] = []
 
     def end(self, name: str) -> None:
         """Note that this phase has ended now."""
-        now = self._clock.now()
+        now = MONOTONIC.now()
         self._parts.append(f"{name} {now - self._at:.1f} s")
         self._at = now
 

@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True):
 
     spec: EngineSpec
     tiers: TiersConfig
-    key: str = msgspec.field()  # the cluster's secret
+    key: str  # the cluster's secret
 
     def __repr__(self) -> str:
         return f"Order({self.spec.name})"

@@ -1,6 +1,7 @@
 """Engines on the nodes of a Ray cluster. Ray places them; the launch's supervisor alone starts and ends them."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import secrets
@@ -50,7 +51,7 @@ async def connect(address: str) -> None:
     except TimeoutError:
         raise ConfigError(f"address: no Ray cluster answered at {address} within {CONNECT_S:g} s") from None
     except Exception as error:  # ConnectionError, ValueError, RuntimeError
-        raise ConfigError(f"address: cannot join a Ray cluster at {address}: {_first_line(error)}") from None
+        raise ConfigError(f"address: cannot join a Ray cluster at {address}: {_last_line(error)}") from None
 
 
 class RayStarter:
@@ -71,7 +72,7 @@ class RayStarter:
         except TimeoutError:
             raise StartupError(f"{spec.name}: Ray did not answer within {timeout_s:g} s") from None
         except Exception as error:
-            raise StartupError(f"{spec.name}: {_first_line(error)}") from error
+            raise StartupError(f"{spec.name}: {_last_line(error)}") from error
         child = RayChild(spec.name, actor)
         self._children.running.add(child)
         child.follow(stream, self._children)
@@ -144,7 +145,7 @@ class RayStarter:
         try:
             state, nodes, free = await _within(_SHUTDOWN_S, look)
         except Exception as error:
-            return f"{spec.name}: Ray does not say why it has no place: {_first_line(error)}"
+            return f"{spec.name}: Ray does not say why it has no place: {_last_line(error)}"
         if state == "CREATED":
             return None
         have = "; ".join(_amounts(node) for node in nodes)
@@ -195,7 +196,7 @@ class RayChild(Child):
         except PdkvError as failure:
             error = failure
         except Exception as failure:  # of Ray: the actor or its node is gone, or the node has no pdkv
-            error = StartupError(f"{self.name}: {_first_line(failure)}")
+            error = StartupError(f"{self.name}: {_last_line(failure)}")
             if self.ready.done():
                 logger.warning("%s", error)
         self._settle(error)
@@ -238,32 +239,22 @@ def _log_event(data: dict[str, Any], **_: object) -> None:
     logger.warning("Ray: %s", "".join(data["lines"]).partition("\n")[0])
 
 
-def _first_line(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 async def _within(timeout_s: float, call: Callable[[], T]) -> T:
     """The result of a call that blocks. Raises its error, or TimeoutError, and leaves it behind then."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: Any, error: Exception | None) -> None:
-        if not result.done():
-            if error is None:
-                result.set_result(value)
-            else:
-                result.set_exception(error)
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    result.set_running_or_notify_cancel()
 
     def work() -> None:
-        value, error = None, None
         try:
-            value = call()
-        except Exception as failure:
-            error = failure
-        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
+            result.set_result(call())
+        except Exception as error:
+            result.set_exception(error)
 
     threading.Thread(target=work, name="ray-call", daemon=True).start()
     async with asyncio.timeout(timeout_s):
-        return await result
+        return await asyncio.wrap_future(result)

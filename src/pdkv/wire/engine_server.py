@@ -161,7 +161,7 @@ class EngineServer:
     @property
     def endpoint(self) -> str:
         """The bound endpoint (with the port that tcp://host:0 was given)."""
-        return cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        return self._socket.get_string(zmq.LAST_ENDPOINT)
 
     def poll(self, timeout_s: float | None, extra_fd: int | None = None) -> bool:
         """Wait until a message is there, `extra_fd` is readable or `timeout_s` has passed (None: no limit).

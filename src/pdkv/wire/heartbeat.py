@@ -1,7 +1,6 @@
 """An engine's beats: a thread publishes that the process runs, and what its loop is doing."""
 
 import threading
-from typing import cast
 
 import zmq
 
@@ -45,7 +44,7 @@ class Heartbeat:
         except zmq.ZMQError:
             self._socket.close(linger=0)
             raise
-        self.endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).rstrip(b"\0").decode()
+        self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._thread = ServiceThread(self._run, lambda: None, "heartbeat")
         self._thread.start()
 

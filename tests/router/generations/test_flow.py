@@ -238,7 +238,6 @@ def test_prefill_first_hands_the_token_and_the_handoff_to_decode_with_the_time_t
     assert flow.take_delta() == Delta([4, 5], None, None, "stop", 5)
     assert flow.take_delta() is None
     assert flow.sources == SourceCounts(computed=20)
-    assert flow.decode_sources == SourceCounts(remote=20)
 
 
 def test_first_token_that_ends_the_request_means_no_handoff_and_no_release() -> None:
