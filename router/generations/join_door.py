@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import zmq
 
@@ -35,14 +35,11 @@ SOURCE = "join"
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Guest:
-    """A starter that is connected, and its engine."""
+class _Guest(NamedTuple):
+    """A starter that is connected, and what it last said."""
 
     identity: bytes
-    starter: str
-    name: str
-    leaving: bool = False
+    join: Join
 
 
 class JoinDoor:
@@ -115,9 +112,9 @@ class JoinDoor:
             check_engine_name(join.name)
             check_numeric(join.endpoint)
             known = self._guests.get(join.endpoint)
-            if known is not None and known.name != join.name:
-                raise ConfigError(f"engine {known.name} has announced {join.endpoint}, and {join.name} does, too")
-            if known is not None and known.starter != join.starter and self._say(known.identity, Verdict("asked")):
+            if known is not None and known.join.name != join.name:
+                raise ConfigError(f"engine {known.join.name} has announced {join.endpoint}, and {join.name} does, too")
+            if known is not None and known.join.starter != join.starter and self._say(known.identity, Verdict("asked")):
                 raise ConfigError(f"another starter, which is still connected, has announced {join.endpoint}")
             if (present := self._membership.name_at(join.endpoint)) not in ("", join.name):
                 raise ConfigError(f"engine {present} is at {join.endpoint}, and not {join.name}")
@@ -128,7 +125,7 @@ class JoinDoor:
             self._say(identity, Verdict("refused", str(error)[:1024]))
 
     def _let_in(self, identity: bytes, join: Join) -> None:
-        self._guests[join.endpoint] = _Guest(identity, join.starter, join.name)
+        self._guests[join.endpoint] = _Guest(identity, join)
         try:
             self._propose()
         except ConfigError:
@@ -139,19 +136,20 @@ class JoinDoor:
 
     def _let_go(self, identity: bytes, join: Join) -> None:
         if join.endpoint in self._guests:
-            self._guests[join.endpoint] = _Guest(identity, join.starter, join.name, leaving=True)
+            self._guests[join.endpoint] = _Guest(identity, join)
             self._say(identity, Verdict("leaving"))
             self._propose()
         if not self._membership.name_at(join.endpoint):
+            self._guests.pop(join.endpoint, None)
             self._say(identity, Verdict("left"))
 
     def _propose(self) -> None:
-        self._membership.propose(SOURCE, {e: guest.name for e, guest in self._guests.items() if not guest.leaving})
+        self._membership.propose(SOURCE, {e: g.join.name for e, g in self._guests.items() if not g.join.leaving})
 
     def _hear(self, endpoint: str, kind: str, why: str) -> None:
         """Pass on what became of an engine."""
         guest = self._guests.get(endpoint)
-        if guest is None or (kind == "left" and not guest.leaving):
+        if guest is None or (kind == "left" and not guest.join.leaving):
             return
         self._say(guest.identity, Verdict(kind, why[:1024]))  # type: ignore[arg-type]
         if kind in ("refused", "left"):
@@ -163,7 +161,7 @@ class JoinDoor:
         for endpoint, guest in list(self._guests.items()):
             why = "" if self._membership.name_at(endpoint) else f"nothing answers at {endpoint} yet"
             if not self._membership.is_up(endpoint) and not self._say(guest.identity, Verdict("asked", why)):
-                logger.warning("%s at %s is forgotten: its starter is gone, too", guest.name, endpoint)
+                logger.warning("%s at %s is forgotten: its starter is gone, too", guest.join.name, endpoint)
                 del self._guests[endpoint]
                 self._propose()
         self._sweep = self._loop.call_later(SWEEP_S, self._look_after_guests)

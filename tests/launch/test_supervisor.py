@@ -417,7 +417,7 @@ async def test_a_stop_waits_for_the_router_and_keeps_the_engines_for_it(
         os.kill(deck.newest("decode-0").pid, signal.SIGKILL)
         assert await deck.ready.get() == "decode-0", "requests that are still answered need it"
         assert not stop.done()
-        deck.supervisor.hurry()
+        deck.supervisor.hurried.set()
         await stop
         assert not deck.newest("router").alive
         assert [child.name for child in deck.started].count("router") == 1

@@ -11,7 +11,7 @@ _ADAPTER = "adapters are not served: merge it into the weights and load the merg
 
 # fmt: off
 ABSENT: Mapping[str, str] = {
-    **dict.fromkeys(("classify", "reward"), "there are no classifiers: LLM.embed and LLM.score are what is pooled"),
+    **dict.fromkeys(("classify", "reward"), "no classifier is served: LLM.embed and LLM.score are what there is"),
     "encode": "use LLM.embed, or LLM.score",
     "PoolingParams": "LLM.embed has arguments of its own: dimensions, normalize and pooling",
     **dict.fromkeys(("sleep", "wake_up"), "close() gives the memory back, and a new LLM takes it"),

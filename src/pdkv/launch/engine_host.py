@@ -1,5 +1,6 @@
 """`pd engine`: one engine, supervised, for the router of a launch on another host."""
 
+import asyncio
 import dataclasses
 import logging
 
@@ -90,14 +91,14 @@ def plan_hosted(
     return place_on_hardware([spec], tiers)[0]
 
 
-async def _stay(hosted: HostedEngine, signals: StopSignals) -> None:
+async def _stay(hosted: HostedEngine, signals: StopSignals, hurried: asyncio.Event) -> None:
     """Wait for a signal, and then for the router that the engine has joined, if there is one."""
     if hosted.join is None:
         await signals.stopped.wait()
         return
     signals.drain_s = hosted.drain_s
     announcer = Announcer(hosted.join, hosted.name, hosted.reachable_at, ClusterKey.read(hosted.cluster_key_file))
-    await announcer.run(signals.stopped, signals.hurried, hosted.drain_s)
+    await announcer.run(signals.stopped, hurried, hosted.drain_s)
 
 
 async def _serve(hosted: HostedEngine, supervisor: Supervisor) -> None:
@@ -106,7 +107,7 @@ async def _serve(hosted: HostedEngine, supervisor: Supervisor) -> None:
     try:
         if await start_unless_stopped(supervisor, signals):
             print(f"ready: {hosted.name} ({hosted.role}) at {hosted.listen}", flush=True)
-            await _stay(hosted, signals)
+            await _stay(hosted, signals, supervisor.hurried)
     finally:
         await supervisor.stop()
         if signals.stopped.is_set():

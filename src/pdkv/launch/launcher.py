@@ -153,7 +153,6 @@ class StopSignals:
         """
         self.stopped = asyncio.Event()
         self.drain_s = 0.0  # until everything is ready, nothing needs to be answered
-        self.hurried = asyncio.Event()
         self._supervisor = supervisor
         for number in _STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
@@ -165,10 +164,9 @@ class StopSignals:
         if not self.stopped.is_set():
             logger.info("stopping")
             self.stopped.set()
-        elif self.drain_s and not self.hurried.is_set():
+        elif self.drain_s and not self._supervisor.hurried.is_set():
             logger.warning("asked to stop again: running requests are cut off")
-            self.hurried.set()
-            self._supervisor.hurry()
+            self._supervisor.hurried.set()
         else:
             logger.warning("asked to stop again: killing every process")
             self._supervisor.kill()

@@ -77,7 +77,7 @@ class Supervisor:
         self._keepers: dict[str, Keeper] = {}
         self.engines = {spec.name: spec for spec in fleet.engines}  # kept running, by name, oldest first
         self._addresses = {a.name: a for a in fleet.router.engines} if fleet.router is not None else {}
-        self._hurried = asyncio.Event()
+        self.hurried = asyncio.Event()  # running requests are not waited for any longer
         self._model = self._first_loaded = ""  # its identity, and who reported it first; empty: nobody has yet
 
     async def start(self) -> None:
@@ -266,10 +266,6 @@ class Supervisor:
         if self._starter is not None:
             await self._starter.close()
 
-    def hurry(self) -> None:
-        """Stop waiting for running requests. Idempotent."""
-        self._hurried.set()
-
     async def _drain_router(
         self, processes: Sequence[Child], drain_s: float, stuck: Callable[[], Awaitable[None]] | None
     ) -> None:
@@ -277,7 +273,7 @@ class Supervisor:
         for process in processes:
             process.send_signal(signal.SIGTERM)
         waits: list[asyncio.Future[Any]] = [asyncio.gather(*(process.wait() for process in processes))]
-        waits.append(asyncio.ensure_future(self._hurried.wait()))
+        waits.append(asyncio.ensure_future(self.hurried.wait()))
         if stuck is not None:
             waits.append(asyncio.ensure_future(stuck()))
         await asyncio.wait(waits, timeout=drain_s + _ROUTER_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
