@@ -156,7 +156,7 @@ def _run_first_rank(
     names = iter(("configuration", "weights"))
 
     def on_progress(text: str) -> None:
-        phases.end(next(names))
+        phases.end(next(names, text))
         ack.progress(text)
 
     try:
