@@ -74,11 +74,11 @@ class Card(NamedTuple):
         return read / self.copied + 2 * size / item * BATCH * input_len / self.multiplied
 
 
-def speed(device: str, smoke: bool, card: Card) -> Iterator[Claim]:
+def speed(device: str, is_tiny: bool, card: Card) -> Iterator[Claim]:
     """Tokens/s of a batch, of those that the card allows, beside those of transformers; then the engine's host gaps."""
-    size, dtype = ("tiny", torch.float32) if smoke else ("8b", torch.bfloat16)
-    input_len, output_len = (16, 4) if smoke else (INPUT_LEN, OUTPUT_LEN)
-    batches = (4, 8) if smoke else host_gaps.BATCHES
+    size, dtype = ("tiny", torch.float32) if is_tiny else ("8b", torch.bfloat16)
+    input_len, output_len = (16, 4) if is_tiny else (INPUT_LEN, OUTPUT_LEN)
+    batches = (4, 8) if is_tiny else host_gaps.BATCHES
     prompts = [[(7 * i + j) % 4000 + 2 for j in range(input_len)] for i in range(BATCH)]
     with models_folder() as folder:
         model = find_model(folder, size, device)

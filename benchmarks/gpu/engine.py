@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu.against_transformers import Card, speed
-from benchmarks.gpu.kernels import FULL, SMOKE, Bench
+from benchmarks.gpu.kernels import FULL, SMALL, Bench
 from benchmarks.repeated_step import RepeatedStep
 from benchmarks.report import Claim
 from pdkv.connector_kit.bench.turns import times_in_turns
@@ -70,19 +70,19 @@ class RandomWeights:
 def run(device: str, scale: str) -> Iterator[Claim]:
     """One claim for each number of sequences, one beside transformers, and one for each batch of an engine."""
     where, dtype = torch.device(device), torch.float32 if device == "cpu" else torch.bfloat16
-    smoke = scale == "tiny"
-    bench = Bench(where, dtype, SMOKE if smoke else FULL, 1 if smoke else 10)
+    is_tiny = scale == "tiny"
+    bench = Bench(where, dtype, SMALL if is_tiny else FULL, 1 if is_tiny else 10)
     copied, multiplied = bench.copy_yardstick(), bench.matmul_yardstick()
-    config = _config(SHAPE | TINY if smoke else SHAPE)
+    config = _config(SHAPE | TINY if is_tiny else SHAPE)
     weights = RandomWeights(where, dtype)
     model = Loader(weights, config, dtype, where, linear_kind(dtype, where)).decoder(2048)
     embedding = config.vocab_size * config.hidden_size * dtype.itemsize  # of which a step reads a row per token
     num_bytes = weights.num_bytes - embedding
     for case in CASES:
-        one = case._replace(context=64, num_steps=2) if smoke else case
+        one = case._replace(context=64, num_steps=2) if is_tiny else case
         yield _claim(one, model, dtype, num_bytes, copied.rate)
     del model, weights  # the next one needs their memory
-    yield from speed(device, smoke, Card(copied.rate * 1e9, multiplied.rate * 1e12))
+    yield from speed(device, is_tiny, Card(copied.rate * 1e9, multiplied.rate * 1e12))
 
 
 def _claim(case: Case, model: Decoder, dtype: torch.dtype, num_bytes: int, rate: float) -> Claim:

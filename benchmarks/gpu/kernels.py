@@ -60,7 +60,7 @@ BRIEF = FULL._replace(
     draws=(64,),
 )  # fmt: skip
 """One figure for each kernel."""
-SMOKE = Sizes(
+SMALL = Sizes(
     1 << 16, 64, 2, 4, 2, 32, 16, ((2, 40),), ((20, 20), (8, 40)), 8, 3, ((48, 320),), (48, 320), (1, 5, 300),
     ((2, 2), (1, 2), (2, 1)), 640, (2,), 500,
 )  # fmt: skip
@@ -372,7 +372,7 @@ _MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 def run(device: str, scale: str) -> Iterator[Claim]:
     """A claim on each kernel's speed, and one on its error."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16  # Triton's interpreter has no bfloat16
-    sizes = {"tiny": SMOKE, "smoke": BRIEF, "full": FULL}[scale]
+    sizes = {"tiny": SMALL, "smoke": BRIEF, "full": FULL}[scale]
     bench = Bench(torch.device(device), dtype, sizes, 1 if scale == "tiny" else 20)
     yardsticks: dict[str, Result] = {}
     for result in bench.run():

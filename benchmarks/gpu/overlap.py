@@ -44,9 +44,9 @@ LARGE = Shape(2048, 4096, 64, (1024, 32, 2, 8, 16, 128), 64)
 SMALL = Shape(16, 32, 4, (256, 2, 2, 2, 16, 8), 8)
 
 
-def run(device: str, smoke: bool) -> Iterator[Claim]:
+def run(device: str, is_tiny: bool) -> Iterator[Claim]:
     """One claim. The trace lies beside the results, as gpu-DATE-transfer-trace.json.gz."""
-    steps = Steps(torch.device(device), SMALL if smoke else LARGE)
+    steps = Steps(torch.device(device), SMALL if is_tiny else LARGE)
     steps.run(computes=True, copies=True)  # kernels are compiled and chosen
     ways = {"both": (True, True), "compute": (True, False), "transfer": (False, True)}
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -56,7 +56,7 @@ def run(device: str, smoke: bool) -> Iterator[Claim]:
     both, compute, transfer = (median(times[name]) for name in ways)
     hidden = min(max((compute + transfer - both) / transfer, 0.0), 1.0)
     figures = {f"{name} ms": median(each) * 1e3 for name, each in times.items()}
-    figures |= trace(steps, device, None if smoke else RESULTS)
+    figures |= trace(steps, device, None if is_tiny else RESULTS)
     yield Claim("time in which KV leaves that passes under compute", hidden, LEAST_SHARE, "higher", figures)
 
 

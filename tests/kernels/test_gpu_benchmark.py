@@ -48,8 +48,8 @@ WORK = [  # name, shape, unit, and what is done in a call: bytes read and writte
 _RUN = """
 import json, torch
 import pytest
-from benchmarks.gpu.kernels import SMOKE, Bench
-print(json.dumps([result._asdict() for result in Bench(torch.device("cpu"), torch.float32, SMOKE, 1).run()]))
+from benchmarks.gpu.kernels import SMALL, Bench
+print(json.dumps([result._asdict() for result in Bench(torch.device("cpu"), torch.float32, SMALL, 1).run()]))
 """
 
 
