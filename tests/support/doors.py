@@ -40,7 +40,7 @@ def doors_of(deployment: Running) -> Mapping[str, set[int]]:
     named = {("127.0.0.1", urlsplit(deployment.url).port): "tcp: --port"}
     for host, port in (engine.listen for engine in deployment.elsewhere if engine.listen is not None):
         named |= {(host, port): "tcp: --listen", (host, port + 1): "tcp: --listen, the port above"}
-    command = psutil.Process(deployment.process.pid).cmdline()
+    command = [str(part) for part in deployment.process.args]
     for option in _OF_OPTIONS.intersection(command):
         where = urlsplit(command[command.index(option) + 1])
         named |= {(where.hostname or "", where.port): f"tcp: {option}"}
