@@ -192,6 +192,8 @@ def _log_taken(events: "asyncio.Queue[Event]") -> Any:
     def take() -> None:
         nonlocal rest, num_dropped
         *lines, rest = (rest + os.read(read_fd, _CHUNK_BYTES)).split(b"\n")
+        if len(rest) >= _CHUNK_BYTES:  # of a line without an end
+            lines, rest = [*lines, rest], b""
         if events.qsize() > _MAX_WAITING:
             num_dropped += len(lines)
             return
