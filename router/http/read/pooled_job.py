@@ -55,13 +55,16 @@ def prepare_rerank(body: RerankBody, model: ServedModel, cancelled: Cancelled = 
         raise InvalidRequest(f"documents must be 1 to {MAX_INPUTS}, got {num}", param="documents")
     if top_n is not None and top_n < 1:
         raise InvalidRequest(f"top_n must be at least 1, got {top_n}", param="top_n")
+    model.check_name(body.model)
     params, instruction = judging(model.tokenizer), INSTRUCTION if body.instruction is None else body.instruction
     documents = [given if isinstance(given, str) else given.text for given in body.documents]
-    prompts = []
+    prompts, num_tokens = [], 0
     for document in documents:
         check_chars(len(body.query) + len(instruction) + len(document), model, "documents")
         text = judged_text(model.tokenizer, body.query, document, instruction)
         ids = encode(text, model, "documents", cancelled, add_special_tokens=False)
+        num_tokens += len(ids)
+        check_total(num_tokens, 1, "documents")  # before the next: each has the query again
         prompts.append(Prompt(ids, None))
     form = PooledForm(documents=documents, top_n=top_n, shows_documents=body.return_documents is not False)
     return _job(body, prompts, params, form, model, "documents")

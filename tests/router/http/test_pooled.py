@@ -19,6 +19,7 @@ from pdkv.models.pooling_config import Pooling
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.http.answer import reply_types as reply
 from pdkv.router.http.app import create_app, served_model
+from pdkv.router.http.read import job, pooled_job
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.text import Tokenizer
 
@@ -92,6 +93,7 @@ def test_a_ranking_is_sorted_and_cut() -> None:
         (EMBEDDINGS, {"input": "a", "stream": True}, "stream", "not a known field"),
         (EMBEDDINGS, {}, "input", "required"),
         (RERANK, {"query": "q", "documents": []}, "documents", "got 0"),
+        (RERANK, {"query": "q", "documents": ["a"], "model": "other"}, "model", "does not exist"),
         (RERANK, {"query": "q", "documents": ["a"], "top_n": 0}, "top_n", "at least 1, got 0"),
         (RERANK, {"query": "q", "documents": ["a" * 9999]}, "documents", f"{MAX_MODEL_LEN} tokens"),
         (RERANK, {"query": "q" * 200, "documents": ["a"]}, "documents", f"{MAX_MODEL_LEN} tokens"),
@@ -114,6 +116,15 @@ def test_engines_and_models_that_cannot_pool_are_named() -> None:
         assert (got.status, words in got.json()["error"]["message"]) == (400, True), got.json()
     got = run(call(make_app(FakeDispatcher()), "POST", RERANK, {"query": "q", "documents": ["d"]}))
     assert (got.status, "one token for no and one for yes" in got.json()["error"]["message"]) == (400, True)
+
+
+def test_a_query_is_not_tokenized_for_more_documents_than_fit_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = []
+    encode = pooled_job.encode
+    monkeypatch.setattr(pooled_job, "encode", lambda *a, **k: encoded.append(1) or encode(*a, **k))
+    monkeypatch.setattr(job, "MAX_TOTAL_PROMPT_TOKENS", 500)
+    got, _ = ask(RERANK, {"query": "q", "documents": ["a"] * 100}, max_model_len=1024)
+    assert (got.status, got.json()["error"]["param"], len(encoded) < 4) == (400, "documents", True), got.json()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
