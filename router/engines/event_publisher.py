@@ -1,8 +1,11 @@
 """Publishes what a launch's engines have cached, in the form of vLLM's KV events: keys, never tokens."""
 
 import asyncio
+import errno
 import os
+import socket as sockets
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +34,7 @@ class EventPublisher:
 
     def __init__(self, endpoint: str, key: ClusterKey | None) -> None:
         """`key`: subscribers must have it, too; None: for ipc://, which only this user can open. Raises ConfigError."""
+        self._path = _claimed(endpoint)
         self._number = 0
         self._ranks: dict[str, int] = {}  # by engine
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -84,6 +88,8 @@ class EventPublisher:
             if self._doorkeeper is not None:
                 self._doorkeeper.close()
             self._context.term()
+            if self._path is not None:
+                self._path.unlink(missing_ok=True)
 
     def _read(self) -> None:
         is_new = False
@@ -96,6 +102,18 @@ class EventPublisher:
     def _tell(self) -> None:
         self._timer, self._told_at = None, MONOTONIC.now()
         self._tell_all()
+
+
+def _claimed(endpoint: str) -> Path | None:
+    """The path of ipc://, where ZeroMQ would replace whatever is there. Raises ConfigError if that is in use."""
+    if not endpoint.startswith("ipc://"):
+        return None
+    path = Path(endpoint.removeprefix("ipc://"))
+    with sockets.socket(sockets.AF_UNIX) as other:
+        other.setblocking(False)
+        if path.exists() and not (path.is_socket() and other.connect_ex(str(path)) == errno.ECONNREFUSED):
+            raise ConfigError(f"cannot publish KV events at {endpoint}: something else has this path")
+    return path
 
 
 def _told(event: KVEvent) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,3 +167,16 @@ def test_only_its_user_can_open_a_socket_file_and_what_cannot_be_bound_is_an_err
             EventPublisher("ipc:///no/folder/x", None)
     finally:
         publisher.close()
+
+
+def test_a_path_of_others_is_left_alone_and_its_own_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("precious")
+    publisher = EventPublisher(f"ipc://{tmp_path}/events", None)
+    for name in ("notes", "events"):
+        with pytest.raises(ConfigError, match=f"{name}: something else has this path"):
+            EventPublisher(f"ipc://{tmp_path}/{name}", None)
+    publisher.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(tmp_path / "events"))
+    EventPublisher(f"ipc://{tmp_path}/events", None).close()
