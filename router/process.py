@@ -18,7 +18,7 @@ import zmq
 from starlette.types import ASGIApp
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.config import HttpLimits
+from pdkv.config import HttpLimits, is_paced
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
@@ -335,7 +335,7 @@ def model_of(spec: RouterSpec) -> ServedModel:
         api=spec.config.api,
         sampling_defaults=read_sampling_defaults(files.model, files.generation_config),
         logits_processors=spec.logits_processors,
-        lacks=lacking(spec.engines),
+        lacks={"pooling": str(files.model)} if is_paced(files.model) else lacking(spec.engines),
         pooling=read_pooling(files.model, spec.config.api.pooling),
     )
 

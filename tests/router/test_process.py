@@ -16,6 +16,9 @@ import pytest
 import small_tokenizers
 from scripted_engine import ScriptedEngine, expected_output, make_card, make_request
 
+from pdkv.config import ModelFiles
+from pdkv.router.process import model_of
+from pdkv.router.spec import RouterSpec
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 
 TIMEOUT_S = 60.0
@@ -389,3 +392,8 @@ def test_idle_connections_do_not_make_the_router_unreachable(
 def ask(router: RouterProcess, path: str) -> httpx.Response:
     """On a connection of its own."""
     return httpx.get(router.url + path, timeout=TIMEOUT_S)
+
+
+def test_paced_engines_have_no_embeddings() -> None:
+    spec = RouterSpec(router_id="r", engines=[], model=ModelFiles(model=Path("paced:h100")), served_model_names=["m"])
+    assert model_of(spec).lacks == {"pooling": "paced:h100"}

@@ -26,6 +26,7 @@ def prepare_embedding(body: EmbeddingBody, model: ServedModel, cancelled: Cancel
         InvalidRequest: names the field and what was expected.
         RequestAborted: the request was cancelled.
     """
+    _check(body, model, "input")
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=model.pooling.checked_kind())
     model.pooling.check_dimensions(body.dimensions)
     truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side or "right", model)
@@ -55,7 +56,7 @@ def prepare_rerank(body: RerankBody, model: ServedModel, cancelled: Cancelled = 
         raise InvalidRequest(f"documents must be 1 to {MAX_INPUTS}, got {num}", param="documents")
     if top_n is not None and top_n < 1:
         raise InvalidRequest(f"top_n must be at least 1, got {top_n}", param="top_n")
-    model.check_name(body.model)
+    _check(body, model, "documents")
     params, instruction = judging(model.tokenizer), INSTRUCTION if body.instruction is None else body.instruction
     documents = [given if isinstance(given, str) else given.text for given in body.documents]
     prompts, num_tokens = [], 0
@@ -70,6 +71,14 @@ def prepare_rerank(body: RerankBody, model: ServedModel, cancelled: Cancelled = 
     return _job(body, prompts, params, form, model, "documents")
 
 
+def _check(body: EmbeddingBody | RerankBody, model: ServedModel, param: str) -> None:
+    """Check what needs no tokenizer."""
+    model.check_name(body.model)
+    check_priority(body.priority)
+    if (engine := model.lacks.get("pooling")) is not None:
+        raise lacking(param, engine)
+
+
 def _job(
     body: EmbeddingBody | RerankBody,
     prompts: list[Prompt],
@@ -78,10 +87,6 @@ def _job(
     model: ServedModel,
     param: str,
 ) -> Job:
-    model.check_name(body.model)
-    check_priority(body.priority)
-    if (engine := model.lacks.get("pooling")) is not None:
-        raise lacking(param, engine)
     check_length(longest(prompts), None, model, param)
     check_total(sum(len(prompt.token_ids) for prompt in prompts), 1, param)
     return Job(

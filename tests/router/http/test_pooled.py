@@ -114,6 +114,8 @@ def test_engines_and_models_that_cannot_pool_are_named() -> None:
     ):
         got, _ = ask(EMBEDDINGS, {"input": "a", **({"dimensions": 9} if "one of" in words else {})}, **changes)
         assert (got.status, words in got.json()["error"]["message"]) == (400, True), got.json()
+    got, _ = ask(RERANK, {"query": "q", "documents": ["d" * 9999]}, lacks={"pooling": "vllm-0 (vllm)"})
+    assert (got.status, "vllm-0 (vllm) lacks it" in got.json()["error"]["message"]) == (400, True), got.json()
     got = run(call(make_app(FakeDispatcher()), "POST", RERANK, {"query": "q", "documents": ["d"]}))
     assert (got.status, "one token for no and one for yes" in got.json()["error"]["message"]) == (400, True)
 
