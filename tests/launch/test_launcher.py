@@ -158,6 +158,19 @@ def test_a_body_that_fits_no_frame_between_front_and_dispatcher_is_refused(tmp_p
         check(2, most + 1)
 
 
+def test_an_order_that_the_connector_does_not_allow_is_refused(tmp_path: Path) -> None:
+    config = EngineConfig(model=make_hf_config(tmp_path))
+
+    def check(connector: str, num_prefill: int = 1) -> None:
+        launch, handoff = LaunchConfig(prefill=num_prefill, order="concurrent"), HandoffConfig(connector=connector)
+        check_deployment(Deployment(launch=launch, handoff=handoff, prefill=config, decode=config))
+
+    check("p2p")
+    check("shared_memory", num_prefill=0)
+    with pytest.raises(ConfigError, match="--order concurrent is not one of connector shared_memory: prefill_first"):
+        check("shared_memory")
+
+
 def test_sampling_defaults_are_checked_before_anything_starts_and_are_the_routers(
     tmp_path: Path, run_dir: RunDirectory
 ) -> None:

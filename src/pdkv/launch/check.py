@@ -81,6 +81,10 @@ def check_deployment(deployment: Deployment) -> Deployment:
     plan = plan_with_tiers(deployment.handoff, deployment.tiers, Path("/"), "")
     if deployment.launch.prefill or deployment.launch.decode:  # engines of other hosts have packages of their own
         check_installed(plan)
+    if deployment.launch.prefill and deployment.launch.order not in ("auto", *plan.orders):
+        raise ConfigError(
+            f"--order {deployment.launch.order} is not one of connector {plan.name}: {', '.join(plan.orders)} or auto"
+        )
     if deployment.launch.backend:
         check_backends(deployment.launch.backend_key_file)
     find_policy(deployment.launch.policy)
