@@ -664,7 +664,8 @@ class RouterConfig:
 
 def _check_publisher(endpoint: str | None, has_key: bool) -> None:
     """Raise ConfigError for an endpoint at which nothing can be published, or to which strangers could subscribe."""
-    if endpoint is not None and re.fullmatch(r"tcp://[^\s/@]+:\d{1,5}|ipc:///\S+", endpoint) is None:
+    found = re.fullmatch(r"tcp://[^\s/@]+:(\d{1,5})|ipc:///\S+", endpoint or "ipc:///none")
+    if found is None or int(found[1] or 0) > 65535:  # ZeroMQ would take the port's lower 16 bits
         raise ConfigError(f"publish_kv_events: tcp://ADDRESS:PORT or ipc:///PATH was expected, got {endpoint!r}")
     if (endpoint or "").startswith("tcp:") != has_key:
         raise ConfigError(

@@ -129,7 +129,10 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         (["launch", "--pref", "1"], "--pref"),
         (["launch", "--prefill", "two"], "--prefill: a whole number of at least 0 was expected, got 'two'"),
         (["launch", "--prefill", "-1"], "--prefill: a whole number of at least 0 was expected, got '-1'"),
-        (["launch", "--decode", "0"], "decode must be at least 1 where there are no --remote-engines, got 0"),
+        (
+            ["launch", "--decode", "0"],
+            "decode must be at least 1 where there are no --remote-engines, and none may join, got 0",
+        ),
         (["launch", "--prefill", "0", "--prefill-tp", "2"], "--prefill-tp is given, but prefill = 0"),
         (
             ["launch", "--port", "70000"],

@@ -110,6 +110,10 @@ def test_an_authority_of_clients_means_that_they_need_a_certificate() -> None:
         ({"publish_kv_events": "ipc:///run/x", "publish_kv_events_key_file": Path("k")}, "nothing else does"),
         ({"publish_kv_events_key_file": Path("k")}, "nothing else does"),
         ({"publish_kv_events": "http://a"}, "tcp://ADDRESS:PORT or ipc:///PATH was expected, got 'http://a'"),
+        (
+            {"publish_kv_events": "tcp://a:65536", "publish_kv_events_key_file": Path("k")},
+            "was expected, got 'tcp://a:65536'",
+        ),
     ],
 )
 def test_no_stranger_hears_what_is_cached(fields: dict[str, Any], message: str) -> None:

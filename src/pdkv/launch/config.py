@@ -106,7 +106,7 @@ class LaunchConfig(Options):
             raise ConfigError("backend_key_file is given, but no --backend to send the key to")
         check_sources(self.backend_kv_events, self.backends)
         if not self.remote_engines and not self.decode and not self.backend and not self.takes_others:
-            raise ConfigError("decode must be at least 1 where there are no --remote-engines, got 0")
+            raise ConfigError("decode must be at least 1 where there are no --remote-engines, and none may join, got 0")
         if self.backends and self.takes_others:
             raise ConfigError(
                 "backend excludes --join-listen, --engines-file and --engines-dns: engines of one kind only"
