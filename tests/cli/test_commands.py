@@ -275,7 +275,17 @@ def test_autoscaling_excludes_servers_of_other_engines() -> None:
         deployment("--backend", "vllm=http://a", "--autoscale", "decode=1..2")
 
 
-@pytest.mark.parametrize("flag", ["--kv-store=file:///x", "--connector=nixl", "--decode-tp=2", "--start-method=spawn"])
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--kv-store=file:///x",
+        "--connector=nixl",
+        "--decode-tp=2",
+        "--start-method=spawn",
+        "--order=concurrent",
+        "--pooling=mean",
+    ],
+)
 def test_options_of_engines_are_refused_beside_servers_of_other_engines(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]} is given, but --backend starts no engine"):
         deployment("--backend", "vllm=http://a", flag)

@@ -89,7 +89,7 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("disable_uvicorn_access_log", _OFF, "{no_access_log} leaves these log lines out"),
     ("enable_ssl_refresh", _OFF, "kill -HUP PID has certificates read again"),
     ("enable_force_include_usage", _OFF, "a request asks for usage by stream_options"),
-    ("return_tokens_as_token_ids tokens_only", _OFF, "a request asks for ids by return_token_ids"),
+    ("return_tokens_as_token_ids tokens_only", _OFF, "requests ask for ids, by their fields of similar names"),
     ("disable_fastapi_docs", _OFF, "/docs and /openapi.json are always served"),
     ("skip_tokenizer_init", _OFF, "the tokenizer is needed: stop strings and answers are text"),
     ("disable_sliding_window disable_hybrid_kv_cache_manager", _OFF, "windows of attention are part of the model"),

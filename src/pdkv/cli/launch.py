@@ -167,8 +167,9 @@ def _check_no_prefill_options(flags: Flags, values: Mapping[str, Any]) -> None:
 
 def _check_no_engine_options(flags: Flags, values: Mapping[str, Any]) -> None:
     """Raise ConfigError if options of engines are given beside --backend, whose servers have their own."""
-    used = {*flags_of(LaunchConfig), *MODEL_FILES, "max_model_len", "max_num_seqs"} - {"kv_shards", "start_method"}
+    used = {*flags_of(LaunchConfig), *MODEL_FILES, "max_model_len", "max_num_seqs"}
     used |= {name for concern in _CONCERNS.values() for name in flags_of(concern)}
+    used -= {"kv_shards", "start_method", "order", "pooling"}
     for name in values:
         if name in flags and name not in used:
             raise ConfigError(
