@@ -307,6 +307,17 @@ def test_connectors_of_different_versions_are_said_once_with_both(caplog: pytest
     assert fleet.can_hand_over("prefill-0", "decode-1")
 
 
+def test_an_engine_that_shortens_the_service_is_named_with_both_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    fleet = make_fleet()
+    for role, length in (("prefill", 8), ("decode", 1 << 20), ("decode", 16)):
+        fleet.add(name := f"{role}-of-{length}", role)
+        fleet.came_up(name, make_card(name, role, max_model_len=length))
+    known = fleet.engines["decode-0"].card
+    assert known is not None
+    line = f"decode-of-16 takes at most 16 tokens a request, so the service does; before: {known.max_model_len}"
+    assert [record.getMessage() for record in caplog.records] == [line]
+
+
 def test_what_an_engine_has_probably_computed_does_not_wait_there_and_a_step_is_the_most_of_it() -> None:
     fleet = Fleet()
     fleet.add("prefill-0", "prefill")
