@@ -69,6 +69,10 @@ def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytes
         (["simulate", *SMALL, "--request-rate", "1e-9"], "a load of 6e+09 s"),
         (["plan", "--engines", "2", "--slo-ttft", "1", "--slo-tpot", "1"], "--rate: requests a second"),
         (["plan", "--engines", "0", "--slo-ttft", "1", "--slo-tpot", "1", "--rate", "1"], "--engines"),
+        (
+            ["plan", "--engines", "2", "--slo-ttft", "500", "--slo-tpot", "50", "--rate", "1"],
+            "--slo-tpot: seconds below 10",
+        ),
         (["profile", "--output", "/nowhere/x.toml"], "there is no folder /nowhere"),
         (["profile", "--like", "h900", "--output", "x.toml"], "unknown profile 'h900'"),
     ],

@@ -120,6 +120,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
     check_folder(arguments.save_result, "--save-result")
     check_numbers(arguments, "engines", "slo_ttft", "slo_tpot")
+    if arguments.slo_tpot >= 10:  # what other options count in milliseconds
+        raise ConfigError(f"--slo-tpot: seconds below 10 were expected, such as 0.05, got {arguments.slo_tpot:g}")
     if not 0 < arguments.attainment <= 1:
         raise ConfigError(f"--attainment: a share from 0 to 1 was expected, got {arguments.attainment:g}")
     if arguments.rate is not None:
