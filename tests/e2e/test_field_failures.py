@@ -117,6 +117,7 @@ def check_the_last_request_frees_its_blocks(deployment: Running) -> None:
     wait_for_rest(deployment)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["deployment", "pushing"])
 def test_the_last_request_frees_its_blocks_without_another_one(name: str, request: pytest.FixtureRequest) -> None:
     """F19: nothing comes after it, and leases last long."""

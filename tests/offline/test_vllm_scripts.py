@@ -8,6 +8,7 @@ import pytest
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("script", SCRIPTS, ids=[script.stem for script in SCRIPTS])
 def test_a_script_runs_and_gets_the_answers_of_transformers(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(script), run_name="__main__")

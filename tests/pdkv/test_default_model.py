@@ -157,6 +157,7 @@ def test_calls_tools_passes_on_results_and_writes_json(
     assert right >= least
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "schema",
     [

@@ -100,6 +100,8 @@ def _search(target: Any, seen: set[int]) -> bool:
         if _is_starter(target.__module__):
             return True
         return _is_ours(target) and any(_search(member, seen) for member in _members(target))
+    if isinstance(target, dict):  # a table of starters
+        return any(_search(value, seen) for value in target.values())
     function = inspect.unwrap(target) if callable(target) else target
     if not isinstance(function, FunctionType):
         return _is_starter(str(getattr(target, "__module__", "")))

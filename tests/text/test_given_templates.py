@@ -24,6 +24,7 @@ def tokenizer() -> Tokenizer:
     )
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("bounded", [False, True])
 def test_a_template_that_is_given_is_asked_what_it_takes_too(tokenizer: Tokenizer, bounded: bool) -> None:
     tool = {"type": "function", "function": {"strict": False, "name": "f"}}  # a model is not told of `strict`
@@ -37,6 +38,7 @@ def test_a_template_that_is_given_is_asked_what_it_takes_too(tokenizer: Tokenize
     assert "{'type': 'text', 'text': 'Hé'}" in tokenizer.render_chat(MESSAGES, content_format="openai")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("bounded", [False, True])
 @pytest.mark.parametrize(
     ("template", "says"),
@@ -61,6 +63,7 @@ def test_a_template_that_is_none_or_reaches_out_is_the_callers_mistake(
         tokenizer.render_chat(MESSAGES, chat_template=template, bounded=bounded)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "template",
     [ENDLESS + SAID, "{{ 'a' * 1000000000 }}" + SAID, DOUBLED + SAID, "{{ '%0900000000d' % 1 }}" + SAID,

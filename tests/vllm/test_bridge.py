@@ -228,7 +228,9 @@ def redis_url() -> Iterator[str]:
         yield server.url
 
 
-@pytest.mark.parametrize("connector", ["shared_storage", "host", "redis", "shared_memory"])
+@pytest.mark.parametrize(
+    "connector", ["shared_storage", "host", pytest.param("redis", marks=pytest.mark.processes), "shared_memory"]
+)
 def test_kv_of_old_weights_does_not_come_back_after_a_reset(
     make: Make, request: pytest.FixtureRequest, tmp_path: Path, connector: str
 ) -> None:

@@ -226,6 +226,7 @@ def test_the_template_is_given_all_of_a_conversation(fields: dict[str, Any], pro
     assert prompt_of(**fields) == prompt
 
 
+@pytest.mark.processes
 def test_a_chat_template_of_a_request_is_taken_where_the_server_trusts_requests() -> None:
     """Rendered beside the event loop; its mistakes and its bounds are the request's."""
     trusting = {"api": HttpApi(trust_request_chat_template=True)}
