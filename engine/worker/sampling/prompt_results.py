@@ -39,7 +39,7 @@ class PromptResults:
         params = request.params
         if (params.prompt_logprobs is not None or params.pooling is not None) and not request.output_token_ids:
             self._requests[slot] = request
-            self._logprobs[slot] = [None] * len(request.prompt_token_ids)
+            self._logprobs[slot] = [] if params.pooling is not None else [None] * len(request.prompt_token_ids)
 
     def remove(self, slot: int) -> None:
         """Forget what `slot` holds. Idempotent."""

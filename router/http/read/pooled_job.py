@@ -6,7 +6,6 @@ from pdkv.router.http.read.bodies import EmbeddingBody, RerankBody
 from pdkv.router.http.read.job import Job, PooledForm, check_priority, check_total, lacking
 from pdkv.router.http.read.prompts import (
     Prompt,
-    Truncation,
     check_chars,
     check_length,
     encode,
@@ -30,23 +29,19 @@ def prepare_embedding(body: EmbeddingBody, model: ServedModel, cancelled: Cancel
     params = SamplingParams(max_tokens=1, temperature=0.0, pooling=model.pooling.checked_kind())
     model.pooling.check_dimensions(body.dimensions)
     truncation = read_truncation(body.truncate_prompt_tokens, body.truncation_side or "right", model)
-    try:
-        prompts = _read_inputs(body, model, cancelled, truncation)
-    except InvalidRequest as error:
-        error.param = "input" if error.param == "prompt" else error.param
-        error.args = (str(error).replace("prompt", "input", 1),)
-        raise
+    special = body.add_special_tokens is not False
+    prompts = read_prompts(
+        body.input,
+        1,
+        model,
+        cancelled,
+        add_special_tokens=special,
+        truncation=truncation,
+        most=MAX_INPUTS,
+        param="input",
+    )
     form = PooledForm(body.dimensions, body.normalize is not False, body.encoding_format == "base64")
     return _job(body, prompts, params, form, model, "input")
-
-
-def _read_inputs(
-    body: EmbeddingBody, model: ServedModel, cancelled: Cancelled, truncation: Truncation | None
-) -> list[Prompt]:
-    special = body.add_special_tokens is not False
-    return read_prompts(
-        body.input, 1, model, cancelled, add_special_tokens=special, truncation=truncation, most=MAX_INPUTS
-    )
 
 
 def prepare_rerank(body: RerankBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:

@@ -68,8 +68,10 @@ def read_prompts(
     add_special_tokens: bool = True,
     truncation: Truncation | None = None,
     most: int = MAX_CHOICES,
+    param: str = "prompt",
 ) -> list[Prompt]:
-    """Read at most `most` prompts, times n: a text, a list of texts, token ids or a list of them.
+    """Read at most `most` prompts, times n: a text, a list of texts, token ids or a list of them. `param`: the field
+    that they are given in.
 
     Raises:
         InvalidRequest: none, too many, too long, or not of one kind.
@@ -77,45 +79,51 @@ def read_prompts(
     """
     parts = [prompt] if isinstance(prompt, str) else prompt
     if not parts:
-        raise InvalidRequest("prompt must not be empty", param="prompt")
+        raise InvalidRequest(f"{param} must not be empty", param=param)
     if isinstance(parts[0], int):
         if truncation is None:
-            check_length(len(parts), None, model, "prompt")
+            check_length(len(parts), None, model, param)
     elif len(parts) * n > most:
-        raise InvalidRequest(f"prompts times n must be at most {most}, got {len(parts)} * {n}", param="prompt")
+        raise InvalidRequest(f"{param}s times n must be at most {most}, got {len(parts)} * {n}", param=param)
     kinds = {type(part) for part in parts}  # no set(map(…)): with a million parts, it keeps other threads waiting
     if len(kinds) > 1:
-        raise InvalidRequest("prompt must be of one kind: texts, token ids, or lists of token ids", param="prompt")
+        raise InvalidRequest(f"{param} must be of one kind: texts, token ids, or lists of token ids", param=param)
     if kinds == {str}:
-        prompts = _read_texts(cast(list[str], parts), model, cancelled, add_special_tokens, truncation)
+        prompts = _read_texts(cast(list[str], parts), model, cancelled, add_special_tokens, truncation, param)
     else:
-        prompts = _read_token_ids(cast(list[list[int]], [parts] if kinds == {int} else parts), model, truncation)
+        lists = cast(list[list[int]], [parts] if kinds == {int} else parts)
+        prompts = _read_token_ids(lists, model, truncation, param)
     if any(not token_ids or text == "" for token_ids, text in prompts):
-        raise InvalidRequest("prompt must not be empty", param="prompt")
+        raise InvalidRequest(f"{param} must not be empty", param=param)
     return prompts
 
 
 def _read_texts(
-    texts: list[str], model: ServedModel, cancelled: Cancelled, add_special_tokens: bool, truncation: Truncation | None
+    texts: list[str],
+    model: ServedModel,
+    cancelled: Cancelled,
+    add_special_tokens: bool,
+    truncation: Truncation | None,
+    param: str,
 ) -> list[Prompt]:
     if truncation is None:
         for text in texts:
-            check_chars(len(text), model, "prompt")
+            check_chars(len(text), model, param)
     prompts = []
     for text in texts:
-        token_ids = encode(
-            text, model, "prompt", cancelled, add_special_tokens=add_special_tokens, truncation=truncation
-        )
+        token_ids = encode(text, model, param, cancelled, add_special_tokens=add_special_tokens, truncation=truncation)
         kept = token_ids if truncation is None else truncation.cut(token_ids)
         prompts.append(Prompt(kept, text if kept is token_ids else None))
     return prompts
 
 
-def _read_token_ids(lists: list[list[int]], model: ServedModel, truncation: Truncation | None) -> list[Prompt]:
+def _read_token_ids(
+    lists: list[list[int]], model: ServedModel, truncation: Truncation | None, param: str
+) -> list[Prompt]:
     prompts = [Prompt(ids if truncation is None else truncation.cut(ids), None) for ids in lists]
-    check_length(max(len(token_ids) for token_ids, _ in prompts), None, model, "prompt")
+    check_length(max(len(token_ids) for token_ids, _ in prompts), None, model, param)
     for token_ids, _ in prompts:
-        model.check_token_ids(token_ids, "prompt")
+        model.check_token_ids(token_ids, param)
     return prompts
 
 
