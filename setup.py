@@ -8,7 +8,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 LEVELS = {
-    "v4_bf16": (["-march=x86-64-v4", "-mavx512bf16"], "avx512_bf16"),
+    "v4_bf16": (["-march=x86-64-v4", "-mavx512bf16", "-mavx512vbmi"], "avx512_bf16"),
     "v4": (["-march=x86-64-v4"], "avx512vl"),
     "v3": (["-march=x86-64-v3"], "avx2"),
     "v2": (["-march=x86-64-v2"], ""),

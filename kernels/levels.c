@@ -7,7 +7,7 @@ int64_t pdkv_num_levels(void) {
     if (!__builtin_cpu_supports("x86-64-v2")) return 0;
     if (!__builtin_cpu_supports("x86-64-v3")) return 1;
     if (!__builtin_cpu_supports("x86-64-v4")) return 2;
-    return __builtin_cpu_supports("avx512bf16") ? 4 : 3;
+    return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vbmi") ? 4 : 3;
 #else
     return 1;
 #endif

@@ -13,6 +13,7 @@
 #define BLOCK_CHUNKS 4   /* that several tiles read one after another: they stay in the first cache */
 #define MANY_TILES 5     /* from there on twice as many: arithmetic decides, and sums are read and written less often */
 #define AHEAD_CHUNKS 4   /* how far ahead of a single tile weights are fetched */
+#define MOST_BY_TABLE 10 /* rows whose sums leave registers for a table of FP8 */
 #define BLOCK_ROWS 126   /* whose sums a thread keeps: with their inputs, they stay in the second cache */
 
 enum { INT8 = 3, FP8 }; /* e4m3fn without NaN */
@@ -186,7 +187,40 @@ DEFINE_TILE(fp8, 256, 1, STEP_FP8)
         DOT(r * 32 + 2 * k + i, w[c])                                                                                 \
     }
 #define STEP_DOT_INT8(k) STEP_DOT_8_BITS(k, floats_of_int8)
-#define STEP_DOT_FP8(k) STEP_DOT_8_BITS(k, floats_of_fp8)
+
+/* FP8 as bfloat16s, by its lower 7 bits: their two bytes. */
+static struct {
+    uint8_t low[128], high[128];
+} fp8_bytes __attribute__((aligned(64)));
+
+__attribute__((constructor)) static void fill_fp8(void) {
+    for (int i = 0; i < 128; i++) {
+        const uint16_t number = bfloat16_of(float_of((uint16_t)(i << 7)));
+        fp8_bytes.low[i] = (uint8_t)number, fp8_bytes.high[i] = (uint8_t)(number >> 8);
+    }
+}
+
+/* Two inputs' weights for 32 outputs, put in an order in which two bytes for each make pairs of inputs. */
+#define OF_FOUR(o) o, 32 + o, 1 + o, 33 + o, 2 + o, 34 + o, 3 + o, 35 + o
+#define OF_LANE(o) OF_FOUR(o), OF_FOUR(16 + o)
+static const uint8_t PAIRS[64] __attribute__((aligned(64))) = {OF_LANE(0), OF_LANE(4), OF_LANE(8), OF_LANE(12)};
+INLINE void pairs_of_fp8(const char *from, __m512i *to) {
+    const __m512i *const low = (const __m512i *)fp8_bytes.low, *const high = (const __m512i *)fp8_bytes.high;
+    const __m512i bytes = _mm512_permutexvar_epi8(*(const __m512i *)PAIRS, _mm512_loadu_si512(from));
+    const __m512i lower = _mm512_permutex2var_epi8(low[0], bytes, low[1]);
+    const __m512i upper = _mm512_permutex2var_epi8(high[0], bytes, high[1]);
+    const __m512i with_sign = _mm512_ternarylogic_epi32(upper, bytes, _mm512_set1_epi8((char)0x80), 0xf8); /* a | b & c */
+    to[0] = _mm512_unpacklo_epi8(lower, with_sign), to[1] = _mm512_unpackhi_epi8(lower, with_sign);
+}
+#define STEP_DOT_FP8(k)                                                                                               \
+    if (R > MOST_BY_TABLE) {                                                                                          \
+        STEP_DOT_8_BITS(k, floats_of_fp8)                                                                             \
+    } else                                                                                                            \
+        UNROLL for (int i = 0; i < 2; i++) {                                                                          \
+            __m512i w[MOST_VECTORS];                                                                                  \
+            pairs_of_fp8(OF_8_BITS(k, 2 * i), w);                                                                     \
+            DOT(r * 32 + 2 * k + i, w[c])                                                                             \
+        }
 DEFINE_TILE(dot, 64, 0, STEP_DOT)
 DEFINE_TILE(dot_int8, 128, 1, STEP_DOT_INT8)
 DEFINE_TILE(dot_fp8, 128, 1, STEP_DOT_FP8)
