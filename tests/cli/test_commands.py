@@ -104,14 +104,13 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         (["scale"], "expected --prefill N, --decode M, or both"),
         (["scale", "--decode", "0"], "--decode must be at least 1, got 0: to have no engines, stop the launch"),
         (["scale", "--decode", "2", "--drain-s", "-1"], "--drain-s: a number of seconds from 0 to 86400 was expected"),
-        (["restart", "--rolling", "--drain-s", "1e6"], "--drain-s: a number of seconds from 0 to 86400 was expected"),
+        (["restart", "--drain-s", "1e6"], "--drain-s: a number of seconds from 0 to 86400 was expected"),
         (
             ["drain", "decode-0", "--wait-s", "nan"],
             "--wait-s: a number of seconds from 0 to 86400 was expected, got nan",
         ),
         (["generate", "caf\udce9"], "an argument is not valid UTF-8: 'caf\\udce9'"),
         (["launch", "--served-model-name", "a\udcff"], "an argument is not valid UTF-8: 'a\\udcff'"),
-        (["restart"], "--rolling is required: engines are restarted one after the other"),
         (["role", "decode-0", "chef"], "unknown value 'chef'; known: prefill, decode, any"),
         (
             ["launch", "--drain-s", "-1"],

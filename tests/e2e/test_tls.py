@@ -43,7 +43,7 @@ def test_https_with_client_certificates_beside_operators_and_a_renewal(launch: L
         httpx.get(deployment.url.replace("https", "http") + "/health", timeout=60)
     assert pd("scale", "--decode", "2") == "there are 2 aggregated\n"
     assert "engine-1" in pd("engines", "--run", deployment.url)
-    assert pd("restart", "--rolling") == "2 engines were restarted\n"
+    assert pd("restart") == "2 engines were restarted\n"
 
     install(new)
     deployment.process.send_signal(signal.SIGHUP)

@@ -26,14 +26,12 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     restart = commands.add_parser(
         "restart",
         help=summary,
-        usage="pd restart --rolling [--drain-s SECONDS] [--run NAME]",
+        usage="pd restart [--drain-s SECONDS] [--run NAME]",
         description=f"{capitalized(summary)}: each engine is drained, stopped, started and ready before the next "
         "one is drained. While the only engine of a role is down, an engine of the other role stands in for it. The "
         "router is not restarted.",
     )
-    restart.add_argument(
-        "--rolling", action="store_true", help="one engine after the other (required: there is no other way)"
-    )
+    restart.add_argument("--rolling", action="store_true", help="one engine after the other, as without it")
     restart.set_defaults(run=run_restart)
     for each in (parser, restart):
         add_drain_flag(each)
@@ -60,10 +58,6 @@ def run_restart(arguments: argparse.Namespace) -> int:
     """Run `pd restart`."""
     from pdkv.launch.control import Restart, give_order
 
-    if not arguments.rolling:
-        raise ConfigError(
-            "--rolling is required: engines are restarted one after the other (to stop them all, stop the launch)"
-        )
     check_seconds("--drain-s", arguments.drain_s)
     print(asyncio.run(give_order(find_run(arguments), Restart(arguments.drain_s), say)))
     return 0

@@ -62,7 +62,7 @@ def run_status(arguments: argparse.Namespace) -> int:
     def rate(*names: str) -> str:
         return f"{sum(after.get(name, 0.0) - before.get(name, 0.0) for name in names) / max(seconds, 1e-3):.1f}/s"
 
-    print(f"{launch.url}  {launch.shape}  (pid {launch.pid})")
+    print(f"{launch.url}  (pid {launch.pid}), started with {launch.shape}")
     running, queued = after["pdkv_requests_in_flight"], after["pdkv_queue_choices"]
     begun = rate("pdkv_generations_started_total")
     print(f"requests: {running:.0f} in flight, {queued:.0f} of their choices queued, {begun} begun")
