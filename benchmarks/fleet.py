@@ -85,16 +85,16 @@ def make_fleet(num_engines: int) -> tuple[Dispatcher, list[Fake]]:
     """A dispatcher whose engines are all ready, and hold what they are said to."""
     dispatcher = Dispatcher(await_all=False)
     fakes = [Fake(f"{role}-{i}", role) for i in range(num_engines // 2) for role in ("prefill", "decode")]
-    peers, dispatcher._send_peers = dispatcher._send_peers, lambda *_: None  # type: ignore[method-assign]
+    peers, dispatcher.listener._send_peers = dispatcher.listener._send_peers, lambda *_: None  # type: ignore[method-assign]
     for fake in fakes:
         dispatcher.add_backend(fake, fake.role)
     dispatcher.connect()
     keys = dispatcher_keys(dispatcher, fakes, make_request())
     for i, fake in enumerate(fakes):
         held = keys if i < NUM_WHOLE else keys[:NUM_COMMON]
-        dispatcher.engine_messages(fake.name, [KVEvents(0, [CacheCleared(), BlockStored(list(held), None)])])
-    dispatcher._send_peers = peers  # type: ignore[method-assign]
-    if news := getattr(dispatcher, "_news", None):  # all are told of each other, once
+        dispatcher.listener.engine_messages(fake.name, [KVEvents(0, [CacheCleared(), BlockStored(list(held), None)])])
+    dispatcher.listener._send_peers = peers  # type: ignore[method-assign]
+    if news := dispatcher.driver.news:  # all are told of each other, once
         for name in list(news.behind):
             news.take(name)
     return dispatcher, fakes
@@ -103,8 +103,8 @@ def make_fleet(num_engines: int) -> tuple[Dispatcher, list[Fake]]:
 def dispatcher_keys(dispatcher: Dispatcher, fakes: list[Fake], request: GenerateRequest) -> list[bytes]:
     for fake in fakes:
         if not dispatcher.fleet.is_ready(fake.name):
-            dispatcher.engine_up(fake.name, fake.card())
-    return list(dispatcher._holdings.of(request, 0.0).keys)
+            dispatcher.listener.engine_up(fake.name, fake.card())
+    return list(dispatcher.holdings.of(request, 0.0).keys)
 
 
 async def decision(num_engines: int, case: str, profile: bool) -> float:
@@ -121,7 +121,7 @@ async def decision(num_engines: int, case: str, profile: bool) -> float:
         dispatcher.fleet.pairs.loaded(prefills[0], decodes[0], False, now)
     requests = [make_request(i % 2) for i in range(64)]
     for request in requests:
-        dispatcher._holdings.of(request, now)
+        dispatcher.holdings.of(request, now)
     await asyncio.sleep(0)
 
     def once(request: GenerateRequest) -> None:
@@ -159,9 +159,9 @@ async def longest_hold(work: Callable[[], object]) -> float:
 async def start(num_engines: int, case: str, profile: bool) -> float:
     """An engine's restart."""
     dispatcher, fakes = make_fleet(num_engines)
-    dispatcher.engine_down(fakes[0].name, "a benchmark")
+    dispatcher.listener.engine_down(fakes[0].name, "a benchmark")
     await longest_hold(lambda: None)
-    seconds = await longest_hold(partial(dispatcher.engine_up, fakes[0].name, fakes[0].card("f")))
+    seconds = await longest_hold(partial(dispatcher.listener.engine_up, fakes[0].name, fakes[0].card("f")))
     dispatcher.close()
     return seconds
 
@@ -173,14 +173,14 @@ async def death(num_engines: int, case: str, profile: bool) -> float:
         dispatcher.start_on(fakes[0].name, make_request(i + 100, 256))
     for number in range(1, DEAD_BLOCKS // 4096):
         keys = [(number * 4096 + i).to_bytes(16) for i in range(4096)]
-        dispatcher.engine_messages(fakes[0].name, [KVEvents(number, [BlockStored(keys, None)])])
+        dispatcher.listener.engine_messages(fakes[0].name, [KVEvents(number, [BlockStored(keys, None)])])
         while dispatcher.index.has_work:
             dispatcher.index.work()
     await longest_hold(lambda: None)
     profiler = cProfile.Profile()
     if profile:
         profiler.enable()
-    seconds = await longest_hold(partial(dispatcher.engine_down, fakes[0].name, "a benchmark"))
+    seconds = await longest_hold(partial(dispatcher.listener.engine_down, fakes[0].name, "a benchmark"))
     profiler.disable()
     if profile:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(28)
@@ -201,7 +201,7 @@ async def memory(num_engines: int, case: str, profile: bool) -> float:
             dispatcher.add_backend(client, name.partition("-")[0])
         dispatcher.connect()
         async with asyncio.timeout(180):
-            while dispatcher._news.behind or len(dispatcher.fleet.cards()) < num_engines:
+            while dispatcher.driver.news.behind or len(dispatcher.fleet.cards()) < num_engines:
                 await asyncio.sleep(0.1)
         num_mib = own_memory_kib(os.getpid()) / 1024
         dispatcher.close()

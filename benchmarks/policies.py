@@ -129,7 +129,7 @@ class Oracle:
     def start(self, request: GenerateRequest) -> Generation:
         now = self.engines[0].loop.time()
         self.sent = [prompt for prompt in self.sent if prompt.at == now]
-        prompt = Prompt(now, "", len(request.prompt_token_ids), self.dispatcher._holdings.of(request, now).keys)
+        prompt = Prompt(now, "", len(request.prompt_token_ids), self.dispatcher.holdings.of(request, now).keys)
         best = min(self.engines, key=lambda engine: (self.cost(engine, prompt), self.given[engine.name])).name
         self.given[best] += 1
         self.sent.append(prompt._replace(engine=best))

@@ -157,7 +157,8 @@ def run_router(
 
     if (events := config.observability.publish_kv_events) is not None:
         events_key = config.observability.publish_kv_events_key_file
-        dispatcher.publisher = EventPublisher(events, ClusterKey.read(events_key) if events_key is not None else None)
+        key = ClusterKey.read(events_key) if events_key is not None else None
+        dispatcher.listener.publisher = EventPublisher(events, key)
     for engine in spec.engines:
         backend = make_client(engine.name, engine.endpoint)
         dispatcher.add_backend(backend, engine.role, engine.refusal, endpoint=engine.endpoint, source=engine.source)
@@ -204,7 +205,7 @@ def run_router(
     try:
         run_until_stopped(
             serving, socket.socket(fileno=listen_fd), running, stopping, lifeline_fd, reloads,
-            lambda: (dispatcher.num_generations, dispatcher.counters.started),
+            lambda: (dispatcher.num_running, dispatcher.counters.started),
         )  # fmt: skip
     finally:
         for instrument in (watchdog, tracer, recorder):
@@ -410,7 +411,7 @@ async def _running(
 
 
 async def _announce(dispatcher: Dispatcher, on_ready: Callable[[], None] | None) -> None:
-    ready = asyncio.ensure_future(dispatcher.wait_ready())
+    ready = asyncio.ensure_future(dispatcher.listener.wait_ready())
     try:
         while not (await asyncio.wait({ready}, timeout=_WAITING_S))[0]:
             late = [f"{e.name} {e.condition}" for e in dispatcher.fleet.engines.values() if e.life != "ready"]

@@ -91,7 +91,7 @@ class Admission:
         self.draining = ""  # why no new requests are taken; empty if they are
         self._rate = 0.0  # tokens per second that began recently
         self._rate_at = clock()
-        dispatcher.on_room = self._on_room
+        dispatcher.changes.on_notify = self._on_room
 
     # --- arrivals -------------------------------------------------------------------------------------------------
 

@@ -45,15 +45,6 @@ class ProbeResult(NamedTuple):
         }
 
 
-class HealthSnapshot(NamedTuple):
-    """The router's judgement of its engines, for metrics."""
-
-    num_bad_pairs: int
-    probes_ok: int
-    probes_failed: int
-    num_moved: int  # requests
-
-
 @dataclass(slots=True)
 class EngineHealth:
     """The health of one incarnation of an engine, judged by what it sends."""

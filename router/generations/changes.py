@@ -8,10 +8,13 @@ class Changes:
     """Notifies waiters that something has changed. Lives in one event loop."""
 
     def __init__(self) -> None:
+        self.on_notify: Callable[[], None] = lambda: None
+        """Called with each notification."""
         self._waiters: set[asyncio.Future[None]] = set()
 
     def notify(self) -> None:
         """Wake the waiters; costs nothing if there are none."""
+        self.on_notify()
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

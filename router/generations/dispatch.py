@@ -1,30 +1,26 @@
-"""Dispatch: adds and monitors engines, starts requests on them and moves requests off them.
+"""Dispatch: adds and monitors engines, and starts requests on them.
 
-`listener.py` receives engines' messages, `driver.py` takes requests to their end.
+`listener.py` receives engines' messages, `driver.py` takes requests to their end or elsewhere.
 """
 
 import asyncio
 import logging
 import random
-import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.version import VERSION
 from pdkv.config import HealthConfig, RecoveryConfig, ReuseConfig
-from pdkv.errors import EngineGivenUp, EngineUnavailable, NoEngine
+from pdkv.errors import EngineUnavailable, NoEngine
 from pdkv.router.engines.backend import Backend
-from pdkv.router.engines.books import kv_tokens
-from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.capacity import Capacity
 from pdkv.router.engines.card_summary import describe_card
 from pdkv.router.engines.fleet import ORDERS, Counters, EngineState, Fleet
-from pdkv.router.engines.health import TICK_S, HealthSnapshot, log_suspects
-from pdkv.router.generations.flow import RequestFlow
+from pdkv.router.engines.health import TICK_S, log_suspects
+from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.listener import Listener
 from pdkv.router.generations.moves import Mover
@@ -32,7 +28,7 @@ from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.probes import Prober, probe_request
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
-from pdkv.router.routing.holdings import Holdings, PromptKV
+from pdkv.router.routing.holdings import Holdings
 from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.route_chooser import RouteChooser
@@ -47,10 +43,8 @@ logger = logging.getLogger(__name__)
 NO_PROBES = HealthConfig(probe_interval_s=0.0)
 
 
-class Dispatcher(Listener):
-    """A router's engines and the requests that run on them. Lives in one event loop; the `EngineListener` of its
-    backends.
-    """
+class Dispatcher:
+    """A router's engines and the requests that run on them. Lives in one event loop."""
 
     def __init__(
         self,
@@ -76,30 +70,32 @@ class Dispatcher(Listener):
         Raises:
             ConfigError: unknown policy.
         """
-        limits = recovery or RecoveryConfig()
-        fleet, counters = Fleet(complete_once=not await_all, identity=identity), Counters()
-        index, tiers = PrefixIndex(on_work=self.work_on_index_soon), TierIndex()
-        reuse = reuse or ReuseConfig()
-        self._holdings = Holdings(fleet, index, tiers, reuse.kv_reuse)
-        self._routes = RouteChooser(
-            fleet, self._holdings,
+        limits, reuse = recovery or RecoveryConfig(), reuse or ReuseConfig()
+        self.fleet = fleet = Fleet(complete_once=not await_all, identity=identity)
+        self.counters = Counters()
+        self.index, self.tiers = PrefixIndex(on_work=self._work_on_index_soon), TierIndex()
+        self.holdings = Holdings(fleet, self.index, self.tiers, reuse.kv_reuse)
+        self.routes = RouteChooser(
+            fleet, self.holdings,
             policy=policy, orders=orders, rng=rng or random.Random(), take_over=limits.take_over,
             local_turns=reuse.local_turns,
         )  # fmt: skip
-        losses = Recovery(limits, fleet, counters)
-        super().__init__(
-            index=index,
-            tiers=tiers,
+        self.room = Capacity(fleet, take_over=limits.take_over, clock=clock)
+        self.recovery = losses = Recovery(limits, fleet, self.counters)
+        self.prober = Prober(fleet, orders, health.probe_interval_s)
+        self.driver = driver = Driver(
             fleet=fleet,
-            counters=counters,
-            room=Capacity(fleet, take_over=limits.take_over, clock=clock),
+            counters=self.counters,
+            room=self.room,
             recovery=losses,
-            placing=Placement(self._routes, self._holdings, losses, clock),
-            prober=Prober(fleet, orders, health.probe_interval_s),
+            placing=Placement(self.routes, self.holdings, losses, clock),
+            prober=self.prober,
             clock=clock,
         )
+        self.listener = Listener(driver, self.index, self.tiers)
+        self.mover = Mover(driver, take_over=limits.take_over)
+        self.changes, self.delays, self._clock = driver.changes, driver.delays, clock
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
-        self._mover = Mover(fleet, self.move, take_over=limits.take_over)
         self.proposed: Callable[[], list[dict[str, str]]] = list  # addresses of engines that are not admitted
         self._explain_share, self._explain_rng = explain_share, random.Random()
         self._suspects: dict[str, bool] = {}  # engine -> whether it is silent, and therefore no candidate
@@ -119,50 +115,39 @@ class Dispatcher(Listener):
         is_connected: bool = False,
     ) -> None:
         """Add an engine, at any time. `refusal`: where a launcher writes why it keeps the engine out."""
-        self._backends[backend.name] = backend
+        self.driver.backends[backend.name] = backend
         note = RefusalNote(refusal) if refusal is not None else None
         self.fleet.add(backend.name, role, note, endpoint=endpoint, source=source)
         if self._connected and not is_connected:
-            backend.connect(self)
+            backend.connect(self.listener)
 
     def remove_backend(self, name: str) -> None:
         """Disconnect from an engine for good: its work ends or continues elsewhere, as if it had died."""
-        self.engine_down(name, "it was removed")
-        self._move_orphans(len(self._orphans))
-        self._backends.pop(name).close()
+        self.listener.engine_removed(name)
+        self.driver.backends.pop(name).close()
         self.fleet.remove(name)
-        self.changed(engines=True)  # nothing waits for its return
+        self.driver.changed(engines=True)  # nothing waits for its return
 
     def connect(self) -> None:
         """Connect to all engines, in the running event loop."""
         self._connected = True
-        if self.publisher is not None:
-            self.publisher.begin(self.resync)
-        if self.fleet.awaits_others and self.fleet.complete_once:
-            self._settled.set()
-        for backend in self._backends.values():
-            backend.connect(self)
+        self.listener.connected()
+        for backend in self.driver.backends.values():
+            backend.connect(self.listener)
         self._tick()
 
     def close(self) -> None:
         """End all generations and disconnect. Idempotent."""
-        self.closed = True
         if self._ticker is not None:
             self._ticker.cancel()
-        for generation in list(self._generations.values()):
-            end = partial(generation.flow.fail, EngineUnavailable("the router is shutting down"))
-            self._advance(generation, end, "the shutdown")
-        for backend in self._backends.values():
-            backend.close()
-        if self.publisher is not None:
-            self.publisher.close()
-            self.publisher = None
-        self.changed()  # `start` tells the waiters
+        self.driver.close()
+        self.listener.close()
+        self.driver.changed()  # `start` tells the waiters
 
     @property
     def fault(self) -> str:
         """Why no request can be answered now, in words; empty if one can be."""
-        if self.closed:
+        if self.driver.closed:
             return "the router is shutting down"
         if not self.fleet.complete_once:
             missing = [e.name for e in self.fleet.engines.values() if e.life != "ready"]
@@ -174,10 +159,10 @@ class Dispatcher(Listener):
         try:
             self.look_after_engines()
         except Exception:
-            if self._log_limit.passes():
+            if self.driver.log_limit.passes():
                 logger.exception("an error while looking after the engines; trying again in %g s", TICK_S)
         finally:
-            if not self.closed:
+            if not self.driver.closed:
                 self._ticker = asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def look_after_engines(self) -> None:
@@ -186,7 +171,7 @@ class Dispatcher(Listener):
         self.fleet.tick()
         self.fleet.review(now)
         suspects = self.fleet.suspects
-        self._mover.tick(suspects, self._generations.values())
+        self.mover.tick(suspects, self.driver.generations.values())
         silent = {name: self.fleet.engines[name].is_silent for name in suspects}
         if silent != self._suspects:
             log_suspects(self._suspects, suspects)
@@ -196,9 +181,18 @@ class Dispatcher(Listener):
                 elif self.fleet.is_ready(name):
                     self.fleet.events.note(now, "well", name)
             self._suspects = silent
-            self.changed(engines=True)
-        if self.ready and (route := self.prober.due(now)) is not None:
-            self._launch(self._holdings.of(probe_request(route), now), route, now)
+            self.driver.changed(engines=True)
+        if self.listener.ready and (route := self.prober.due(now)) is not None:
+            self.driver.begin(self.holdings.of(probe_request(route), now), route, now)
+
+    def _work_on_index_soon(self) -> None:
+        """Work on the index in a separate turn of the event loop."""
+        asyncio.get_running_loop().call_soon(self._work_on_index)
+
+    def _work_on_index(self) -> None:
+        """Do a slice of the index's deferred work; other callbacks have their turn before the next."""
+        if not self.driver.closed and self.index.work():
+            self._work_on_index_soon()
 
     @property
     def max_model_len(self) -> int | None:
@@ -216,7 +210,7 @@ class Dispatcher(Listener):
 
     def num_malformed(self, name: str) -> int:
         """Frames and messages of that engine that could not be read."""
-        return self._backends[name].num_dropped
+        return self.driver.backends[name].num_dropped
 
     @property
     def connector_problems(self) -> dict[str, str]:
@@ -230,7 +224,7 @@ class Dispatcher(Listener):
         """The fleet, JSON-ready: {"engines": [each], "pairs": [those whose KV loads fail], "proposed": [addresses that
         are not admitted], "router": {…}}.
         """
-        num_requests = Counter(name for g in self._generations.values() for name in g.flow.engines)
+        num_requests = Counter(name for g in self.driver.generations.values() for name in g.flow.engines)
         router = self._described | {"indexed_keys": self.index.num_keys, "tiers": self.tiers.describe()}
         engines = [self._describe(e, num_requests[e.name]) | self._step_of(e.name) for e in self.fleet.engines.values()]
         pairs = [{"prefill": prefill, "decode": decode} for prefill, decode in self.fleet.pairs]
@@ -238,7 +232,7 @@ class Dispatcher(Listener):
 
     def describe_engine(self, name: str) -> dict[str, Any]:
         """One engine, JSON-ready: `EngineState.describe` and `describe_card`."""
-        return self._describe(self.fleet.engines[name], self.num_requests_on(name))
+        return self._describe(self.fleet.engines[name], self.driver.num_requests_on(name))
 
     def _describe(self, engine: EngineState, num_requests: int) -> dict[str, Any]:
         return engine.describe(self._clock(), num_requests) | describe_card(engine.card, engine.load)
@@ -247,10 +241,6 @@ class Dispatcher(Listener):
         """The time between two tokens, as a line over the requests that decode together; measured on recent ones."""
         fixed_s, request_s = self.fleet.speeds.step_line(name)
         return {"decode_step": {"fixed_s": fixed_s, "request_s": request_s}} if fixed_s and request_s else {}
-
-    def health(self) -> HealthSnapshot:
-        """The router's current judgement of its engines."""
-        return HealthSnapshot(len(self.fleet.pairs), self.prober.num_ok, self.prober.num_failed, self._mover.num_moved)
 
     # --- generations ----------------------------------------------------------------------------------------------
 
@@ -261,7 +251,7 @@ class Dispatcher(Listener):
 
     def has_room(self) -> bool:
         """Whether a generation should begin now. Also True if none can run at all: `start` then reports that."""
-        return self.closed or not self.fleet.complete_once or self.room.free
+        return self.driver.closed or not self.fleet.complete_once or self.room.free
 
     def held_back(self) -> Collection[str]:
         """Digests of the tenants whose generations must wait for their earlier ones to end, although there is room."""
@@ -275,98 +265,25 @@ class Dispatcher(Listener):
             EngineUnavailable: no engine can take it now.
             GrammarGivenUp: an engine recently gave its grammar up.
         """
-        if self.closed:
+        if self.driver.closed:
             raise EngineUnavailable("the router is shutting down")
         now = self._clock()
-        self.given_up.check(request.params.grammar, now)
-        prompt = self._holdings.of(request, now)
+        self.driver.given_up.check(request.params.grammar, now)
+        prompt = self.holdings.of(request, now)
         if self._explain_share and self._explain_rng.random() < self._explain_share:
             prompt.choices = []
         try:
-            route = self._routes.choose(prompt, now, may_stay=True)
+            route = self.routes.choose(prompt, now, may_stay=True)
         except NoEngine:
             if not self.fleet.complete_once:
                 raise
             route = NOWHERE
         self.delays.balancing.observe(self._clock() - now)
         self.counters.started += 1
-        return self._launch(prompt, route, now)
+        return self.driver.begin(prompt, route, now)
 
     def start_on(self, name: str, request: GenerateRequest) -> Generation:
         """Send a request to this engine, which must be ready and runs all of the request, whatever its role."""
         self.counters.started += 1
         now = self._clock()
-        return self._launch(self._holdings.of(request, now), Route(name, name), now)
-
-    def _launch(self, prompt: PromptKV, route: Route, now: float) -> Generation:
-        """Begin a generation on these engines."""
-        request = prompt.request
-        drawn = secrets.token_hex(36)
-        own, transfer, loan = drawn[:24], drawn[24:48], drawn[48:]
-        flow = RequestFlow(request, route, request_id=own, transfer_id=transfer, loan_id=loan, now=now)
-        generation = Generation(flow, self._apply, now)
-        if route is not NOWHERE:
-            generation.chose(prompt, self._holdings.given(prompt, route.prefill, route.offer, now))
-            self.counters.prompts.add(generation.num_uncached)
-        loop = asyncio.get_running_loop()
-        generation.timer = loop.call_later(request.patience_s, self._expire, generation)
-        self._generations[flow.request_id] = generation
-        self._transfers[flow.transfer_id] = generation
-        self._loans[flow.loan_id] = generation
-        self.room.enter(kv_tokens(request), request.tenant)
-        self._apply(generation, flow.start(now))
-        return generation
-
-    def move(
-        self, generation: Generation, reason: str, *, away_from: str = "", spared: bool = False, alone: bool = False
-    ) -> bool:
-        """Move a generation from a live engine to another one, which counts as a migration.
-
-        Args:
-            away_from: the engine to leave; default: the engine that decodes, or else the one that runs the prompt.
-            spared: the move counts towards no limit: nothing is wrong with the engine or the generation.
-            alone: the generation may be why the engine is late, so it first runs alone on the next one.
-
-        Returns:
-            False if it stays where it is: it has ended, does not depend on that engine, has been moved too often, or
-            there is no other engine.
-        """
-        flow = generation.flow
-        engine = away_from or (flow.route.decode if flow.runs_on(flow.route.decode) else flow.route.prefill)
-        may_go_on = spared or self.recovery.may_go_on(generation)
-        if flow.request.probe or not flow.depends_on(engine) or not may_go_on:
-            return False
-        if not self._can_leave(generation, engine):
-            return False
-        if spared:
-            self.recovery.spare(generation)
-        error = EngineGivenUp(f"{engine} was given up: {reason}", request_id=flow.request_id, retryable=True)
-        with self.recovery.leaving(generation, engine, alone=alone):
-            self._advance(
-                generation, partial(flow.fail, error, retryable=True, engine=engine), f"a move away from {engine}"
-            )
-        return True
-
-    def _can_leave(self, generation: Generation, engine: str) -> bool:
-        """Whether other engines can take over the engine's part of it; if it does all of it, both sides' parts."""
-        route = generation.flow.route
-        one: tuple[Side, ...] = ("decode",) if engine == route.decode else ("prefill",)
-        sides = self.recovery.sides_needed(generation) if route.aggregated else one
-        self.recovery.note_draws(generation)
-        without = {*self.recovery.excluded(generation), engine}
-        return all(self._routes.can_go_on(side, self._clock(), without) for side in sides)
-
-    @property
-    def num_local_turns(self) -> int:
-        """Generations that began on a decode engine because it had nearly all of the prompt."""
-        return self._routes.num_local_turns
-
-    @property
-    def num_kept(self) -> int:
-        """Generations that began on a prefill engine alone because decode engines were full."""
-        return self._routes.num_kept
-
-    @property
-    def num_policy_failures(self) -> int:
-        """Choices that the default policy made because the chosen one failed."""
-        return self._routes.num_policy_failures
+        return self.driver.begin(self.holdings.of(request, now), Route(name, name), now)

@@ -111,7 +111,7 @@ class Membership:
     def _begin(self, endpoint: str, names: Mapping[str, str]) -> None:
         proposal = Proposal(endpoint, names, self._connect(endpoint, lambda card: self._judge(proposal, card)))
         self._proposals[endpoint] = proposal
-        proposal.client.connect(self._dispatcher)
+        proposal.client.connect(self._dispatcher.listener)
 
     def _keep(self, proposal: Proposal, names: Mapping[str, str]) -> None:
         """Note who proposes it now; one that was about to leave stays."""
@@ -139,7 +139,7 @@ class Membership:
         self._operations.drain(name, force=True)
 
         def is_idle() -> bool:
-            return not engine.books.requests and not self._dispatcher.num_requests_on(name)
+            return not engine.books.requests and not self._dispatcher.driver.num_requests_on(name)
 
         if not engine.is_silent:
             await changes.wait_for(lambda: proposal.hurried or is_idle(), self._drain_s)

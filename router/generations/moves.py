@@ -2,11 +2,12 @@
 
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from pdkv.router.engines.candidate import Side
-from pdkv.router.engines.fleet import EngineState, Fleet
+from pdkv.router.engines.fleet import EngineState
 from pdkv.router.engines.health import TICK_S
+from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.generation import Generation
 
 MOVED_SHARE, MIN_MOVES_PER_S = 0.1, 10.0
@@ -25,22 +26,14 @@ HELD_UP_S = 60.0
 """Seconds before a grammar that seems to hold up an engine is moved: within its limits, no grammar takes as long."""
 
 
-class Move(Protocol):
-    """The signature of `Dispatcher.move`."""
-
-    def __call__(self, generation: Generation, reason: str, *, away_from: str, alone: bool) -> bool:
-        """Move a generation from an engine to another one, `alone` at first. False: it stays where it is."""
-
-
 class Mover:
     """Looks for requests that depend on suspects, once per tick."""
 
-    def __init__(self, fleet: Fleet, move: Move, *, take_over: bool = False) -> None:
+    def __init__(self, driver: Driver, *, take_over: bool = False) -> None:
         """`take_over`: if no engine can be used for one side, those of the other side do its work, too."""
         self.num_moved = 0
         self._take_over = take_over
-        self._fleet = fleet
-        self._move = move
+        self._driver, self._fleet = driver, driver.fleet
         self._allowance = MIN_MOVES_PER_S
         self._num_ticks = 0
         self._staying: dict[str, int] = {}  # requests that could not be moved -> the tick in which to try again
@@ -107,7 +100,7 @@ class Mover:
         if None in found:
             return
         alone = stuck.has_grammar and self._fleet.engines[stuck.engine].health.late_s is not None
-        if self._move(stuck.generation, reason, away_from=stuck.engine, alone=alone):
+        if self._driver.move(stuck.generation, reason, away_from=stuck.engine, alone=alone):
             for room in {id(room): room for room in found if room is not None}.values():
                 room.take(stuck.num_tokens)
             self._allowance -= 1.0

@@ -62,12 +62,14 @@ class Operations:
         if not force and not engine.draining:
             self._check_rest("draining", engine, None)
         engine.draining = True
-        self._changed(f"{name} is drained: {self._dispatcher.num_requests_on(name)} requests continue")
+        self._changed(f"{name} is drained: {self._dispatcher.driver.num_requests_on(name)} requests continue")
 
     def move_away(self, name: str) -> None:
-        """Move the requests of a drained engine elsewhere at once, as far as possible (`Dispatcher.move`)."""
-        generations = self._dispatcher.generations_on(self._engine(name).name)
-        moved = sum(self._dispatcher.move(g, "it is about to stop", away_from=name, spared=True) for g in generations)
+        """Move the requests of a drained engine elsewhere at once, as far as possible (`Driver.move`)."""
+        generations = self._dispatcher.driver.generations_on(self._engine(name).name)
+        moved = sum(
+            self._dispatcher.driver.move(g, "it is about to stop", away_from=name, spared=True) for g in generations
+        )
         logger.info("%s: %d of %d requests that it still had go on elsewhere", name, moved, len(generations))
 
     def resume(self, name: str) -> None:
@@ -85,9 +87,8 @@ class Operations:
         if not force and engine.role != role:
             self._check_rest(f"the role {role} for", engine, role)
         engine.role = engine.assigned = role
-        self._changed(
-            f"{name} has the role {role}: {self._dispatcher.num_requests_on(name)} requests finish in the old one"
-        )
+        num_requests = self._dispatcher.driver.num_requests_on(name)
+        self._changed(f"{name} has the role {role}: {num_requests} requests finish in the old one")
 
     def add(self, name: str, role: str, endpoint: str, refusal: Path | None = None) -> None:
         """Add an engine. Idempotent."""
@@ -119,7 +120,7 @@ class Operations:
         """
         if name not in self._dispatcher.fleet.engines:
             return
-        num_requests = self._dispatcher.num_requests_on(name)
+        num_requests = self._dispatcher.driver.num_requests_on(name)
         if num_requests and not force:
             raise InvalidRequest(f"{name} still has {num_requests} requests: drain it first", status=_CONFLICT)
         self._dispatcher.remove_backend(name)
@@ -132,10 +133,10 @@ class Operations:
         def is_so() -> bool:
             engine = self._engine(name)
             if until == "drained":
-                return engine.draining and not engine.books.requests and not dispatcher.num_requests_on(name)
+                return engine.draining and not engine.books.requests and not dispatcher.driver.num_requests_on(name)
             return engine.life == "ready" and pid in (None, engine.pid)
 
-        return await dispatcher.changes.wait_for(lambda: dispatcher.closed or is_so(), timeout_s) and is_so()
+        return await dispatcher.changes.wait_for(lambda: dispatcher.driver.closed or is_so(), timeout_s) and is_so()
 
     def _engine(self, name: str) -> EngineState:
         engines = self._dispatcher.fleet.engines
@@ -159,7 +160,7 @@ class Operations:
     def _changed(self, what: str) -> None:
         logger.info("%s", what)
         self._write_marks()
-        self._dispatcher.engines_changed(what)
+        self._dispatcher.driver.engines_changed(what)
 
     def _read_marks(self) -> dict[str, _Mark]:
         if self._marks_file is None:

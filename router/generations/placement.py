@@ -4,11 +4,13 @@ from collections.abc import Callable
 from typing import Any
 
 from pdkv.errors import EngineUnavailable, NoEngine
+from pdkv.router.engines.candidate import Side
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.recovery import Recovery
+from pdkv.router.request import Route
 from pdkv.router.routing.decision import hindsight
-from pdkv.router.routing.holdings import Holdings
+from pdkv.router.routing.holdings import Holdings, PromptKV
 from pdkv.router.routing.route_chooser import RouteChooser
 
 
@@ -38,6 +40,19 @@ class Placement:
         self._recovery.unpark(generation)
         return sends
 
+    def give(self, generation: Generation, prompt: PromptKV, route: Route, now: float) -> None:
+        """Note that its prompt is given to the first engine of a route."""
+        generation.chose(prompt, self._holdings.given(prompt, route.prefill, route.offer, now))
+
+    def can_leave(self, generation: Generation, engine: str) -> bool:
+        """Whether other engines can take over the engine's part of it; if it does all of it, both sides' parts."""
+        route = generation.flow.route
+        one: tuple[Side, ...] = ("decode",) if engine == route.decode else ("prefill",)
+        sides = self._recovery.sides_needed(generation) if route.aggregated else one
+        self._recovery.note_draws(generation)
+        without = {*self._recovery.excluded(generation), engine}
+        return all(self._routes.can_go_on(side, self._clock(), without) for side in sides)
+
     def look_back(self, generation: Generation) -> dict[str, Any] | None:
         """What the best engine for its prompt would have been, by what caches have now; None: nothing is recorded."""
         sources, prompt = generation.sources, self._holdings.of(generation.flow.request, self._clock())
@@ -60,7 +75,7 @@ class Placement:
                 generation.chose(prompt)
                 return flow.bind_decode(engine, now)
         route = self._routes.choose(prompt, now, without=without, num_output=len(flow.output_token_ids))
-        generation.chose(prompt, self._holdings.given(prompt, route.prefill, route.offer, now))
+        self.give(generation, prompt, route, now)
         if flow.awaits_decode:  # only the engine that ran it could decode it
             return [*flow.reset(), *flow.begin(route, now)]
         return flow.begin(route, now)

@@ -187,16 +187,16 @@ def _cache_config(engines: list[EngineState], model_name: str) -> Metric:
 
 def _judgement(dispatcher: "Dispatcher", engines: list[EngineState]) -> Iterator[Metric]:
     """The router's judgement of its engines: suspects, outliers, probes, moves."""
-    health, named = dispatcher.health(), [([engine.name, engine.role], engine) for engine in engines]
+    prober, named = dispatcher.prober, [([engine.name, engine.role], engine) for engine in engines]
     text = "Whether the engine seems to be stopped or stuck."
     yield gauges("pdkv_engine_suspect", text, _OF_ENGINE, ((names, bool(e.suspicion)) for names, e in named))
     text = "Whether other engines are preferred because it does much worse than its peers."
     yield gauges("pdkv_engine_ejected", text, _OF_ENGINE, ((names, e.score.is_ejected) for names, e in named))
     text = "Pairs of a prefill and a decode engine whose latest KV load failed."
-    yield gauge("pdkv_bad_pairs", text, health.num_bad_pairs)
-    outcomes = {"ok": health.probes_ok, "failed": health.probes_failed}
+    yield gauge("pdkv_bad_pairs", text, len(dispatcher.fleet.pairs))
+    outcomes = {"ok": prober.num_ok, "failed": prober.num_failed}
     yield counters("pdkv_probes", "Probes of idle engines, by result.", "outcome", outcomes)
-    yield counter("pdkv_moves", "Requests moved off suspect engines.", health.num_moved)
+    yield counter("pdkv_moves", "Requests moved off suspect engines.", dispatcher.mover.num_moved)
 
 
 def _usage(load: LoadReport) -> float:

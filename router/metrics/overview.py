@@ -67,20 +67,20 @@ class Overview:
 
     def _requests(self, now: float) -> dict[str, Any]:
         dispatcher, metrics = self._dispatcher, self._metrics
-        counters, health, ended = dispatcher.counters, dispatcher.health(), list(dispatcher.records.latest())
+        counters, ended = dispatcher.counters, list(dispatcher.driver.records.latest())
         latency = {
             "ttft": metrics.first_token, "tpot": metrics.token_time, "itl": metrics.inter_token,
             "e2e": metrics.duration, "queue": metrics.queue_wait, "transfer": dispatcher.delays.transfer,
         }  # fmt: skip
         totals = {
             "requests": metrics.duration.count, "output_tokens": metrics.inter_token.count + metrics.first_token.count,
-            "retries": counters.retried, "migrations": counters.migrated, "moves": health.num_moved,
+            "retries": counters.retried, "migrations": counters.migrated, "moves": dispatcher.mover.num_moved,
             "load_failures": counters.load_failures, **_guesses(dispatcher.engines()),
         }  # fmt: skip
         return {
             "at": now,
             "totals": totals,
-            "now": metrics.now() | {"parked": dispatcher.num_parked, "bad_pairs": health.num_bad_pairs},
+            "now": metrics.now() | {"parked": dispatcher.recovery.num_parked, "bad_pairs": len(dispatcher.fleet.pairs)},
             "outcomes": [[*key, number] for key, number in metrics.requests.items()],
             "faults": counters.faults,
             "latency": {name: {"bounds": each.bounds, "counts": each.counts} for name, each in latency.items()},

@@ -158,7 +158,7 @@ class Metrics(Totals):
         yield counter("pdkv_retries", "Generations started again elsewhere.", dispatched.retried)
         yield counter("pdkv_migrations", "Generations gone on elsewhere, mid-stream.", dispatched.migrated)
         waiting = "Generations that wait for an engine to come back."
-        yield gauge("pdkv_waiting_for_engines", waiting, self._dispatcher.num_parked)
+        yield gauge("pdkv_waiting_for_engines", waiting, self._dispatcher.recovery.num_parked)
         yield counter("pdkv_dropped_messages", "Messages about something that had ended.", dispatched.dropped_messages)
         yield counter("pdkv_generations_started", "Choices given to engines.", dispatched.started)
         ended = {"finished": dispatched.finished, "aborted": dispatched.aborted, **dispatched.failed}
@@ -171,9 +171,9 @@ class Metrics(Totals):
         loans = "Loans requested from other engines' caches, by outcome."
         yield counters("pdkv_kv_loans", loans, "outcome", dispatched.loans)
         turns = "Choices that a decode engine ran alone because that was sooner than a hand-off."
-        yield counter("pdkv_local_turns", turns, self._dispatcher.num_local_turns)
+        yield counter("pdkv_local_turns", turns, self._dispatcher.routes.num_local_turns)
         kept = "Choices that a prefill engine ran alone because decode engines were full."
-        yield counter("pdkv_kept_choices", kept, self._dispatcher.num_kept)
+        yield counter("pdkv_kept_choices", kept, self._dispatcher.routes.num_kept)
         for name, of, hits in (
             ("reachable", "had, or were in a store", dispatched.reachable_hits),
             ("achieved", "of their engine had, or that it loaded", dispatched.achieved_hits),
@@ -181,7 +181,7 @@ class Metrics(Totals):
             text = f"Prompt tokens that caches {of}."
             yield totals(f"pdkv_{name}_hit_tokens", text, ["role", "tier"], hits.items())
         text = "Choices of engines by the default policy because --policy failed."
-        yield counter("pdkv_policy_failures", text, self._dispatcher.num_policy_failures)
+        yield counter("pdkv_policy_failures", text, self._dispatcher.routes.num_policy_failures)
         yield counter("pdkv_kv_load_failures", "Failed KV loads from peers.", dispatched.load_failures)
 
     def _queue(self, admission: "Admission") -> Iterator[Metric]:

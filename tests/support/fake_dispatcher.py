@@ -10,8 +10,9 @@ from typing import Any
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.router.engines.books import Books
 from pdkv.router.engines.fleet import EngineState
-from pdkv.router.engines.health import EngineHealth, HealthSnapshot
+from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.outliers import OutlierScore
+from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.dispatch import Counters
 from pdkv.router.generations.timeline import Delays
 from pdkv.router.request import Delta, GenerateRequest
@@ -120,7 +121,7 @@ class FakeDispatcher:
         self.ready = True
         self.available = True
         self.max_model_len: int | None = None
-        self.num_parked = 0
+        self.recovery = SimpleNamespace(num_parked=0)
         self.connector_problems: dict[str, str] = {}
         self.tiers, self.index = TierIndex(), PrefixIndex()
         self.index.add_engine("prefill-0")
@@ -131,10 +132,12 @@ class FakeDispatcher:
         self.num_slots = 1 << 30  # generations that may run at once
         self.num_seqs = 1 << 30  # beyond these, none of those that have many
         self.large: Collection[str] = ()
-        self.on_room: Callable[[], None] = lambda: None
+        self.changes = Changes()
         self.started = asyncio.Event()  # set by every start
         self.counters = Counters()
-        self.num_local_turns = self.num_policy_failures = self.num_kept = 0
+        self.routes = SimpleNamespace(num_local_turns=0, num_policy_failures=0, num_kept=0)
+        self.fleet, self.mover = SimpleNamespace(pairs=range(4)), SimpleNamespace(num_moved=7)
+        self.prober = SimpleNamespace(num_ok=5, num_failed=6)
         self.counters.retried, self.counters.migrated, self.counters.dropped_messages = 2, 1, 3
         self.counters.failed["timeout"] = 4
         self.delays = Delays()
@@ -162,7 +165,7 @@ class FakeDispatcher:
     def give_room(self, num_slots: int) -> None:
         """So many generations may run now."""
         self.num_slots = num_slots
-        self.on_room()
+        self.changes.notify()
 
     def start(self, request: GenerateRequest) -> FakeGeneration:
         if not self.available:
@@ -170,7 +173,7 @@ class FakeDispatcher:
         generation = FakeGeneration(request)
         generation.num_cached_tokens = self.num_cached_tokens
         generation.num_lossy_tokens = self.num_lossy_tokens
-        generation.on_end = lambda: self.on_room()
+        generation.on_end = lambda: self.changes.notify()
         self.generations.append(generation)
         for item in self.answer(request) if self.answer is not None else ():
             generation.put(item)
@@ -186,9 +189,6 @@ class FakeDispatcher:
 
     def topology(self) -> dict[str, Any]:
         return {"engines": [{"name": "decode-1", "role": "decode", "state": "ready"}]}
-
-    def health(self) -> HealthSnapshot:
-        return HealthSnapshot(num_bad_pairs=4, probes_ok=5, probes_failed=6, num_moved=7)
 
     def num_malformed(self, name: str) -> int:
         return 21 if name == "prefill-0" else 0

@@ -165,7 +165,7 @@ class AdminPages:
         return json_response(await self._caches.answer("clear", b'{"tier": "%s"}' % POOL.encode()))
 
     async def _requests(self, name: str) -> Response:
-        found = self._dispatcher.find_requests(name) if name else []
+        found = self._dispatcher.driver.find_requests(name) if name else []
         if found:
             return json_response({"requests": found})
         text = f"no request {clip(name)!r} is running, or among the last {NUM_ENDED} choices that ended"

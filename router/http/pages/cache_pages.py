@@ -144,11 +144,11 @@ class CachePages:
         remove the value that the other relies on. An engine that is late, or was given up, may still be moving.
         """
         if order.action != "move":
-            return await self._dispatcher.cache_orders.ask(names, order)
+            return await self._dispatcher.listener.cache_orders.ask(names, order)
         if MONOTONIC.now() < self._next_move_at:
             raise InvalidRequest("another move is in progress: only one at a time is possible", status=409)
         self._next_move_at = MONOTONIC.now() + order.timeout_s + MOVE_GRACE_S
-        answers = await self._dispatcher.cache_orders.ask(names, order)
+        answers = await self._dispatcher.listener.cache_orders.ask(names, order)
         if not any(tier.code == LateTier.code for answer in answers.values() for tier in answer.tiers):
             self._next_move_at = 0.0
         return answers
@@ -159,7 +159,7 @@ class CachePages:
             raise InvalidRequest(
                 "keys: to load into an engine's own blocks, give the prompt or its tokens", param="keys"
             )
-        ask = self._dispatcher.cache_orders.ask
+        ask = self._dispatcher.listener.cache_orders.ask
         answers = await ask([name], msgspec.structs.replace(order, action="lookup", tier=""))
         there = {tier.tier: tier.num_tokens for tier in answers[name].tiers}
         num_found = max(there.values(), default=0)

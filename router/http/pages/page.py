@@ -74,7 +74,7 @@ def freshened(dispatcher: "Dispatcher") -> list[params.Depends]:
 
     async def freshen(fresh: Flag = False) -> None:
         if fresh:
-            await dispatcher.fresh_reports()
+            await dispatcher.listener.fresh_reports()
 
     return [Depends(freshen)]
 

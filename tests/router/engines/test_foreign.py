@@ -135,7 +135,7 @@ async def fleet(*servers: Server, kinds: Sequence[str] = ("vllm", "vllm")) -> As
         dispatcher.add_backend(ForeignEngine(f"{kind}-{number}", endpoint, TERMS), KINDS[kind].role)
     dispatcher.connect()
     try:
-        await dispatcher.wait_ready()
+        await dispatcher.listener.wait_ready()
         yield dispatcher
     finally:
         dispatcher.close()

@@ -160,7 +160,7 @@ class Streams:
     def __init__(self) -> None:
         self.now = 100.0
         self.system = System(0, 2, clock=lambda: self.now)
-        self.system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        self.system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
 
     def start(self) -> Generation:
         for backend in self.system.backends.values():
@@ -175,7 +175,7 @@ class Streams:
     async def expire(self, generation: Generation) -> None:
         """Its deadline passes now."""
         self.now = generation.flow.deadline
-        self.system.dispatcher._expire(generation)
+        self.system.dispatcher.driver.expire(generation)
         with pytest.raises(RequestTimeout, match=r"^the request took longer than 10 s$"):
             await collect(generation)
 
@@ -231,6 +231,6 @@ async def test_a_deadline_that_is_seen_a_little_early_is_named() -> None:
     async with streams.running():
         generation = streams.start()
         streams.now = generation.flow.deadline - TIMER_SLACK_S / 2
-        streams.system.dispatcher._expire(generation)
+        streams.system.dispatcher.driver.expire(generation)
         with pytest.raises(RequestTimeout, match=r"^the request took longer than 10 s$"):
             await collect(generation)

@@ -136,7 +136,7 @@ async def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_
     if telling:
         monkeypatch.setattr("pdkv.router.generations.driver.TELLING_TIMEOUT_S", 0.0)
     system = System(2, 1, policy="round_robin")
-    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
     async with live(system):
         system.backends["prefill-0"].held = True
         for _ in range(3):
@@ -207,7 +207,7 @@ async def test_a_timer_that_rings_a_little_early_names_the_deadline_that_it_was_
             (10.0, servers, "no token came for 20 s"),
         ):
             clock().advance(passed_s - TIMER_SLACK_S / 4)
-            system.dispatcher._expire(generation)
+            system.dispatcher.driver.expire(generation)
             with pytest.raises(RequestTimeout, match=f"^{message}$"):
                 await collect(generation)
         backend.release()
@@ -265,7 +265,7 @@ async def test_death_of_decode_before_its_part_begins_goes_unnoticed() -> None:
 
 async def test_an_engine_s_failure_goes_elsewhere_and_a_client_s_mistake_does_not() -> None:
     system = System(2, 1)
-    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
     async with live(system):
         for code in ("overloaded", InvalidRequest.code):
             system.backends["prefill-0"].held = True
@@ -282,12 +282,12 @@ async def test_an_engine_s_failure_goes_elsewhere_and_a_client_s_mistake_does_no
 
 async def test_restarted_engine_serves_again_under_its_new_epoch() -> None:
     async with live(System(1, 1)) as system:
-        assert system.dispatcher.ready
+        assert system.dispatcher.listener.ready
         system.backends["decode-0"].die()
-        assert not system.dispatcher.ready
+        assert not system.dispatcher.listener.ready
         assert system.backends["prefill-0"].heard(Peers)[-1].cards == [system.card("prefill-0")]
         system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))
-        assert system.dispatcher.ready
+        assert system.dispatcher.listener.ready
         for backend in system.backends.values():
             assert [c.epoch for c in backend.heard(Peers)[-1].cards] == ["e0", "e1"]
         await check_right(system, make_request())
@@ -342,11 +342,11 @@ async def test_not_ready_before_every_engine_has_been_up() -> None:
         with pytest.raises(EngineUnavailable, match="no decode engine is ready"):
             dispatcher.start(make_request())
         system.backends["decode-0"].start(system.card("decode-0", max_model_len=200))
-        assert not dispatcher.ready
-        waiting = asyncio.ensure_future(dispatcher.wait_ready())
+        assert not dispatcher.listener.ready
+        waiting = asyncio.ensure_future(dispatcher.listener.wait_ready())
         assert await asyncio.wait([waiting], timeout=0) == (set(), {waiting})
         system.backends["decode-1"].start(system.card("decode-1"))
-        assert dispatcher.ready
+        assert dispatcher.listener.ready
         await waiting
         assert dispatcher.max_model_len == 200
         system.backends["decode-0"].die()
@@ -356,13 +356,13 @@ async def test_not_ready_before_every_engine_has_been_up() -> None:
 async def test_a_restarted_router_does_not_wait_for_an_engine_that_cannot_start() -> None:
     async with live(System(1, 2, await_all=False), start=False) as system:
         system.dispatcher.connect()
-        assert not system.dispatcher.ready
+        assert not system.dispatcher.listener.ready
         system.backends["prefill-0"].start(system.card("prefill-0"))
-        waiting = asyncio.ensure_future(system.dispatcher.wait_ready())
+        waiting = asyncio.ensure_future(system.dispatcher.listener.wait_ready())
         assert await asyncio.wait([waiting], timeout=0) == (set(), {waiting})
         system.backends["decode-1"].start(system.card("decode-1"))
         await waiting
-        assert system.dispatcher.ready
+        assert system.dispatcher.listener.ready
 
 
 async def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixture) -> None:
@@ -372,7 +372,7 @@ async def test_incompatible_engine_is_never_asked(caplog: pytest.LogCaptureFixtu
         system.backends["decode-0"].start(system.card("decode-0", model="another"))
         assert "decode-0 is refused: prefill-0 has model m, decode-0 has another" in caplog.text
         with pytest.raises(IncompatiblePeers, match="decode-0 has another"):
-            await system.dispatcher.wait_ready()
+            await system.dispatcher.listener.wait_ready()
         with pytest.raises(EngineUnavailable):
             system.dispatcher.start(make_request())
         system.backends["decode-0"].say(LoadReport(1, 1, BLOCKS))
@@ -390,9 +390,9 @@ async def test_refused_engines_come_in_when_those_that_they_could_not_work_with_
         for name in ("prefill-1", "decode-1"):
             system.backends[name].start(system.card(name, hash_block_size=size))
         system.dispatcher.remove_backend("prefill-0")
-        assert not system.dispatcher.ready, "decode-0 is still there"
+        assert not system.dispatcher.listener.ready, "decode-0 is still there"
         system.backends["decode-0"].die()
-        assert system.dispatcher.ready
+        assert system.dispatcher.listener.ready
         assert {e["name"] for e in system.dispatcher.topology()["engines"] if e["reason"]} == set()
         await check_right(system, make_request())
 
@@ -450,7 +450,7 @@ async def test_what_engines_say_of_a_store_counts_and_outlives_them() -> None:
         assert tier == {"medium": "disk", "scope": "", "shared": True, "tokens_per_key": 64, "keys": 1,
                         "engines": ["prefill-0", "prefill-1"], "parts": []}  # fmt: skip
         assert {(await check_right(system, request)).prefill_engine for _ in range(3)} == {"prefill-0"}
-        holdings = system.dispatcher._holdings
+        holdings = system.dispatcher.holdings
         assert holdings.uncached_tokens(holdings.of(request, clock().now()), "prefill-1") == HASH_BLOCK_SIZE
         backends["prefill-0"].die()
         assert system.dispatcher.topology()["router"]["tiers"][0]["engines"] == ["prefill-1"]

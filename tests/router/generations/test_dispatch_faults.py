@@ -224,7 +224,7 @@ async def test_short_deadlines_eject_an_engine_only_where_the_engine_does_nothin
     async with live(System(0, 2)) as system:
         hanging = system.backends["any-0"]
         hanging.held = True
-        system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
         if evidence:
             for _ in range(MUTE_TICKS):
                 system.dispatcher.fleet.tick()
@@ -335,7 +335,7 @@ async def test_an_error_over_one_request_of_a_dead_engine_costs_no_other(
     owner: type, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     system = held_system(2)
-    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
     async with live(system):
         first, second = system.backends["any-0"], system.backends["any-1"]
         bad, good = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
@@ -349,7 +349,7 @@ async def test_an_error_over_one_request_of_a_dead_engine_costs_no_other(
 
 async def test_who_ended_an_engine_may_stay_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     system = held_system(2)
-    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
     async with live(system):
         generation = system.dispatcher.start(make_request())
         monkeypatch.setattr(system.dispatcher.recovery, "engine_died", lambda *args: next(iter(())))
@@ -363,7 +363,7 @@ async def test_an_error_over_one_request_that_waits_costs_no_other(monkeypatch: 
         backend = system.backends["any-0"]
         backend.die()
         bad, good = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
-        assert system.dispatcher.num_parked == 2
+        assert system.dispatcher.recovery.num_parked == 2
         break_for(monkeypatch, Placement, "place", bad)
         backend.held = False
         backend.start(system.card("any-0", epoch="e1"))

@@ -32,7 +32,7 @@ async def test_it_is_finished_in_all_books(num_prefill: int) -> None:
         assert dispatcher.counters.failed == {}
         assert dispatcher.delays.decode.count == dispatcher.delays.prefill.count == 1
         assert dispatcher.delays.queue.count == num_prefill  # an aggregated engine has not said how long it waited
-        (shown,) = dispatcher.find_requests("mine")
+        (shown,) = dispatcher.driver.find_requests("mine")
         assert (shown["state"], shown["finish_reason"], shown["error"]) == ("finished", "stop", None)
         for name in {generation.prefill_engine, generation.decode_engine}:
             assert dispatcher.fleet.engines[name].health.last_good > 0
@@ -64,9 +64,9 @@ async def test_one_that_waits_for_an_engine_may_be_finished_and_an_aborted_one_m
     async with live(System(0, 1)) as system:
         generation = await start(system)
         system.backends["any-0"].die()
-        assert system.dispatcher.num_parked == 1
+        assert system.dispatcher.recovery.num_parked == 1
         generation.finish()
-        assert (system.dispatcher.num_parked, system.dispatcher.counters.finished) == (0, 1)
+        assert (system.dispatcher.recovery.num_parked, system.dispatcher.counters.finished) == (0, 1)
         system.backends["any-0"].start(system.card("any-0", epoch="e1"))
         other = await start(system)
         other.abort()

@@ -24,7 +24,7 @@ def answer(system: System, name: str, number: int, steps: int = 0) -> None:
 
 def test_it_returns_with_the_last_answer_and_not_with_a_report_of_before() -> None:
     async def body(system: System) -> None:
-        fresh = asyncio.ensure_future(system.dispatcher.fresh_reports(60.0))
+        fresh = asyncio.ensure_future(system.dispatcher.listener.fresh_reports(60.0))
         await asyncio.sleep(0)
         (number,) = asked(system, "prefill-0")
         answer(system, "prefill-0", number)
@@ -41,7 +41,7 @@ def test_it_returns_with_the_last_answer_and_not_with_a_report_of_before() -> No
 @pytest.mark.parametrize("end", ["dies", "comes back", "is removed", "the router closes"])
 def test_an_engine_that_goes_is_waited_for_no_longer(end: str) -> None:
     async def body(system: System) -> None:
-        fresh = asyncio.ensure_future(system.dispatcher.fresh_reports(60.0))
+        fresh = asyncio.ensure_future(system.dispatcher.listener.fresh_reports(60.0))
         await asyncio.sleep(0)
         answer(system, "prefill-0", asked(system, "prefill-0")[0])
         if end == "is removed":
@@ -61,7 +61,7 @@ def test_a_silent_engine_is_not_asked() -> None:
     async def body(system: System) -> None:
         system.dispatcher.fleet.engines["decode-0"].health.silent = True
         system.dispatcher.fleet.engines["prefill-0"].health.silent = True
-        assert await system.dispatcher.fresh_reports(60.0)
+        assert await system.dispatcher.listener.fresh_reports(60.0)
         assert not asked(system, "decode-0")
 
     run(System(1, 1), body)
@@ -72,7 +72,7 @@ def test_who_does_not_answer_is_told_of_as_before(monkeypatch: pytest.MonkeyPatc
 
     async def body(system: System) -> None:
         answer(system, "decode-0", 0, steps=4)
-        assert not await system.dispatcher.fresh_reports()
+        assert not await system.dispatcher.listener.fresh_reports()
         app = make_app(system.dispatcher)
         reply = await call(app, "GET", "/topology?fresh=true")
         assert reply.status == 200

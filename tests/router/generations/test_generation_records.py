@@ -23,14 +23,14 @@ async def test_a_request_is_seen_while_it_runs_and_after_its_end() -> None:
         system.backends["prefill-0"].held = True
         request = make_request(20, max_tokens=5, label="client-7", traceparent=TRACEPARENT)
         generation = system.dispatcher.start(request)
-        (running,) = system.dispatcher.find_requests("client-7")
+        (running,) = system.dispatcher.driver.find_requests("client-7")
         assert (running["state"], running["prefill"]) == ("running", {"engine": "prefill-0", "state": "running"})
         assert (running["decode"]["state"], running["output_tokens"], running["ended_s"]) == ("idle", 0, None)
         assert [(leg["part"], leg["ended_s"]) for leg in running["legs"]] == [("prefill", None)]
         system.backends["prefill-0"].release()
         tokens, _ = await collect(generation)
         for name in ("client-7", generation.request_id, TRACE):
-            (ended,) = system.dispatcher.find_requests(name)
+            (ended,) = system.dispatcher.driver.find_requests(name)
             assert ended["generation_id"] == generation.request_id
         assert (ended["state"], ended["finish_reason"], ended["error"]) == ("finished", "length", None)
         assert (ended["prompt_tokens"], ended["output_tokens"], ended["attempt"]) == (20, len(tokens), 0)
@@ -46,13 +46,13 @@ async def test_a_failed_request_says_why_and_a_retried_one_where_it_was() -> Non
             system.backends[name].held = True
         generation = system.dispatcher.start(make_request(label="retried"))
         system.backends["prefill-0"].die()
-        (seen,) = system.dispatcher.find_requests("retried")
+        (seen,) = system.dispatcher.driver.find_requests("retried")
         assert (seen["attempt"], [leg["engine"] for leg in seen["legs"]]) == (1, ["prefill-0", "prefill-1"])
         system.backends["prefill-1"].engine.tasks.clear()
         system.backends["prefill-1"].say(Failed(generation.request_id, 1, "strange", "it does not work", False))
         with pytest.raises(RequestFailed):
             await collect(generation)
-        (failed,) = system.dispatcher.find_requests("retried")
+        (failed,) = system.dispatcher.driver.find_requests("retried")
         assert (failed["state"], failed["error"]) == ("failed", {"code": "strange", "message": "it does not work"})
         assert [leg["outcome"] for leg in failed["legs"]] == ["", "strange"]
 
@@ -62,17 +62,21 @@ async def test_only_the_last_are_known_and_one_id_may_name_several() -> None:
         first = await check_right(system, make_request(20, 1, label="first"))
         for _ in range(3):
             await check_right(system, make_request(20, 1, label="same"))
-        assert len(system.dispatcher.find_requests("same")) == 3
-        assert system.dispatcher.find_requests("") == []
+        assert len(system.dispatcher.driver.find_requests("same")) == 3
+        assert system.dispatcher.driver.find_requests("") == []
         for _ in range(NUM_ENDED - 3):
             await check_right(system, make_request(20, 1, label="more"))
-        assert system.dispatcher.find_requests("first") == []
-        assert system.dispatcher.find_requests(first.request_id) == []
-        assert len(system.dispatcher.find_requests("more")) == 64
+        assert system.dispatcher.driver.find_requests("first") == []
+        assert system.dispatcher.driver.find_requests(first.request_id) == []
+        assert len(system.dispatcher.driver.find_requests("more")) == 64
 
 
 def test_the_endpoint_answers_with_json() -> None:
     class Known:
+        @property
+        def driver(self) -> "Known":
+            return self
+
         def find_requests(self, name: str) -> list[dict[str, Any]]:
             return [{"request_id": name}] if name == "a/b c" else []
 

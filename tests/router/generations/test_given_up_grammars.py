@@ -22,7 +22,7 @@ async def test_a_grammar_that_an_engine_gave_up_is_refused_for_a_minute_with_the
     """F46: the same grammar, sent again, held an engine up again at once."""
     now = 100.0
     async with live(System(0, 2, clock=lambda: now)) as system:
-        system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
         system.backends["any-0"].held = True
         generation = system.dispatcher.start(shaped_request("a+"))
         system.backends["any-0"].engine.tasks.clear()

@@ -28,9 +28,9 @@ async def test_it_is_answered_there_and_counted_and_nobody_else_is_asked() -> No
         store(system, "decode-0", request)
         generation = await check_right(system, request)
         assert (generation.prefill_engine, generation.decode_engine) == ("decode-0", "decode-0")
-        assert system.dispatcher.num_local_turns == 1
+        assert system.dispatcher.routes.num_local_turns == 1
         await check_right(system, make_request(100, cache_salt="another"))
-        assert system.dispatcher.num_local_turns == 1
+        assert system.dispatcher.routes.num_local_turns == 1
 
 
 async def test_it_stays_on_an_engine_that_drains_if_no_other_one_decodes() -> None:
@@ -41,7 +41,7 @@ async def test_it_stays_on_an_engine_that_drains_if_no_other_one_decodes() -> No
         system.backends["decode-0"].held = True
         generation = system.dispatcher.start(request)
         system.dispatcher.fleet.engines["decode-0"].draining = True
-        assert not system.dispatcher.move(generation, "it drains", away_from="decode-0", spared=True)
+        assert not system.dispatcher.driver.move(generation, "it drains", away_from="decode-0", spared=True)
         system.backends["decode-0"].release()
         assert (await collect(generation))[0] == expected_output(request)
 
@@ -53,7 +53,7 @@ async def test_it_moves_off_an_engine_that_drains_to_both_roles_engines() -> Non
         system.backends["decode-0"].held = True
         generation = system.dispatcher.start(request)
         system.dispatcher.fleet.engines["decode-0"].draining = True
-        assert system.dispatcher.move(generation, "it drains", away_from="decode-0", spared=True)
+        assert system.dispatcher.driver.move(generation, "it drains", away_from="decode-0", spared=True)
         await until(lambda: generation.decode_engine == "decode-1")
         assert generation.prefill_engine == "prefill-0", "behind its first tokens a request does not stay"
         assert (await collect(generation))[0] == expected_output(request)

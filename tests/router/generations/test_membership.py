@@ -270,7 +270,7 @@ async def test_no_request_is_lost_when_engines_come_go_move_and_change() -> None
         async with routing() as router:
             now = {prefill: "p-0", first: "d-0"}
             router.members.propose("file", now)
-            await router.dispatcher.changes.wait_for(lambda: router.dispatcher.ready, 30.0)
+            await router.dispatcher.changes.wait_for(lambda: router.dispatcher.listener.ready, 30.0)
             async with Load(router).running() as load:
                 await load.more()
                 second = start(standing("d-1", role="decode", version="9.9"))  # of another version
@@ -296,7 +296,7 @@ async def test_no_request_is_lost_when_engines_come_go_move_and_change() -> None
                 await load.more()
             assert set(router.table()) == {"p-0", "d-0"}
             assert not router.dispatcher.counters.failed
-            assert router.dispatcher.num_generations == 0
+            assert router.dispatcher.num_running == 0
 
 
 async def test_noise_with_the_key_is_refused(caplog: pytest.LogCaptureFixture) -> None:

@@ -52,7 +52,7 @@ async def test_requests_of_a_stopped_engine_go_on_on_another(kind: str, stopped:
         tick(system, stopped)
         for generation, request in zip(generations, requests, strict=True):
             assert (await collect(generation))[0] == expected_output(request)
-        assert system.dispatcher.health().num_moved >= 2
+        assert system.dispatcher.mover.num_moved >= 2
         assert not any(e["ejected"] for e in system.dispatcher.topology()["engines"])
         system.backends[stopped].release()
         await settle()
@@ -106,7 +106,7 @@ async def test_only_so_many_move_in_a_second_and_the_nearest_deadlines_first() -
         stopped, num = system.backends["any-0"], int(3 * MIN_MOVES_PER_S)
         for backend in system.backends.values():
             backend.held = True
-        system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
         generations = [system.dispatcher.start(make_request(timeout_s=100.0 - i)) for i in range(num)]
         assert len(stopped.heard(Submit)) == num
         tick(system, "any-0")
@@ -126,7 +126,7 @@ async def test_nothing_moves_to_an_engine_without_free_blocks_nor_to_another_sus
         start_with_beats(system)
         for backend in system.backends.values():
             backend.held = True
-        system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+        system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
         generation = system.dispatcher.start(make_request(20))
         full = BlockCounts(total=100, free=1, cached=1, active=98, leased=0, quarantined=0)
         system.backends["any-1"].say(LoadReport(waiting=0, running=3, blocks=full))
@@ -152,12 +152,12 @@ async def test_requests_wait_for_a_sole_engine_that_is_stopped_instead_of_being_
         request = make_request(20)
         generation = system.dispatcher.start(request)
         await settle()
-        assert system.dispatcher.num_parked == 1
+        assert system.dispatcher.recovery.num_parked == 1
         assert not stopped.heard(Submit)
         stopped.held = False
         tick(system, ticks=1)
         assert (await collect(generation))[0] == expected_output(request)
-        assert system.dispatcher.num_parked == 0
+        assert system.dispatcher.recovery.num_parked == 0
 
 
 async def test_a_sole_engine_that_is_late_gets_its_requests_all_the_same() -> None:
@@ -169,7 +169,7 @@ async def test_a_sole_engine_that_is_late_gets_its_requests_all_the_same() -> No
         generation = system.dispatcher.start(request)
         system.dispatcher.look_after_engines()
         assert (await collect(generation))[0] == expected_output(request)
-        assert system.dispatcher.health().num_moved == 0
+        assert system.dispatcher.mover.num_moved == 0
 
 
 async def test_requests_for_which_there_is_no_room_do_not_hold_up_the_others() -> None:
@@ -185,7 +185,7 @@ async def test_requests_for_which_there_is_no_room_do_not_hold_up_the_others() -
         waiting = [system.dispatcher.start(make_request(20, timeout_s=60.0)) for _ in range(MAX_TRIES + 6)]
         tick(system, "prefill-0", "decode-0")
         assert {g.flow.route.decode for g in streams} == {"decode-1"}
-        assert system.dispatcher.health().num_moved == 3
+        assert system.dispatcher.mover.num_moved == 3
         for backend in (prefill, *sides):
             backend.release()
         for generation in (*streams, *waiting):
@@ -202,7 +202,7 @@ async def test_a_stream_leaves_an_engine_that_was_given_another_role() -> None:
         await settle()
         first = generation.flow.route.decode
         system.dispatcher.fleet.engines[first].role = "prefill"
-        system.dispatcher.engines_changed()
+        system.dispatcher.driver.engines_changed()
         full = BlockCounts(total=100, free=0, cached=0, active=100, leased=0, quarantined=0)
         system.backends["prefill-0"].say(LoadReport(waiting=0, running=3, blocks=full))
         tick(system, first)
@@ -219,7 +219,7 @@ async def start_on_the_last_engine(system: System) -> Generation:
     for name in ("prefill-0", "decode-0", "decode-1"):
         system.backends[name].start(system.card(name, beats="ipc:///beats"))
     system.backends["decode-0"].held = system.backends["decode-1"].held = True
-    system.dispatcher._routes.policy = lambda snapshot: snapshot.engines[0]
+    system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
     generation = system.dispatcher.start(make_request(20, timeout_s=600.0))
     await settle()
     first = system.backends["decode-0"]
@@ -261,10 +261,10 @@ async def test_requests_that_could_not_be_moved_are_forgotten_when_they_have_end
     async with live(System(1, 3, await_all=False), start=False) as system:
         generation = await start_on_the_last_engine(system)
         tick(system, "decode-1", ticks=2 * SILENT_TICKS)
-        assert set(system.dispatcher._mover._staying) == {generation.request_id}
+        assert set(system.dispatcher.mover._staying) == {generation.request_id}
         generation.abort()
         tick(system, "decode-1", ticks=STAY_TICKS)
-        assert not system.dispatcher._mover._staying, "although decode-1 is silent as before"
+        assert not system.dispatcher.mover._staying, "although decode-1 is silent as before"
         system.backends["decode-1"].release()
         await settle()
 
@@ -283,7 +283,7 @@ async def test_requests_of_the_only_engine_of_a_role_move_to_those_that_take_ove
         assert generation.flow.depends_on(stopped)
         tick(system, stopped)
         await settle()
-        assert system.dispatcher.health().num_moved == takes_over
+        assert system.dispatcher.mover.num_moved == takes_over
         if not takes_over:
             backend.release()
         assert (await collect(generation))[0] == expected_output(request)
@@ -299,10 +299,10 @@ async def test_requests_that_wait_for_a_silent_engine_begin_when_it_speaks_thoug
         tick(system, "prefill-0", ticks=IDLE_SILENT_TICKS)
         generation = system.dispatcher.start(request := make_request(20))
         await settle()
-        assert system.dispatcher.num_parked == 1
+        assert system.dispatcher.recovery.num_parked == 1
         tick(system, ticks=1)
         await settle()
-        assert system.dispatcher.num_parked == 0
+        assert system.dispatcher.recovery.num_parked == 0
         assert (await collect(generation))[0] == expected_output(request)
 
 
@@ -323,9 +323,9 @@ class LateEngine:
         start_with_beats(self.system)
         for backend in self.system.backends.values():
             backend.held = True
-        policy, self.dispatcher._routes.policy = self.dispatcher._routes.policy, lambda snapshot: snapshot.engines[0]
+        policy, self.dispatcher.routes.policy = self.dispatcher.routes.policy, lambda snapshot: snapshot.engines[0]
         self.generations = [self.dispatcher.start(request) for request in requests]
-        self.dispatcher._routes.policy = policy
+        self.dispatcher.routes.policy = policy
 
     def be_late(self, *names: str, busy_s: float = 3.0, ticks: int = 10) -> None:
         for _ in range(ticks):

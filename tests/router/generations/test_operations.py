@@ -130,10 +130,10 @@ async def test_nobody_is_drained_who_is_the_last_of_a_role() -> None:
         assert (generation.prefill_engine, generation.decode_engine) == ("decode-0", "decode-0")
         ops.drain("decode-0", force=True)
         assert "decode-0 is draining" in system.dispatcher.fault
-        assert not system.dispatcher.ready
+        assert not system.dispatcher.listener.ready
         waiting = system.dispatcher.start(make_request())
         await turns()
-        assert system.dispatcher.num_parked == 1
+        assert system.dispatcher.recovery.num_parked == 1
         ops.resume("decode-0")
         assert (await collect(waiting))[0] == expected_output(make_request())
         ops.drain("decode-0", force=True)

@@ -47,11 +47,11 @@ class Rig(System):
         return probe
 
     def expire_probe(self) -> None:
-        generations = list(self.dispatcher._generations.values())
+        generations = list(self.dispatcher.driver.generations.values())
         self.now = max(generation.expires_at for generation in generations)
         for generation in generations:
             assert generation.flow.request.probe
-            self.dispatcher._expire(generation)
+            self.dispatcher.driver.expire(generation)
 
 
 async def test_idle_engines_generate_a_token_and_every_pair_is_visited() -> None:
@@ -86,7 +86,7 @@ async def test_engines_that_hang_take_no_other_engines_probes() -> None:
         rig.backends["any-0"].held = rig.backends["any-1"].held = True
         for _ in range(8):
             await rig.after(A_WHILE)
-            if rig.dispatcher._generations:
+            if rig.dispatcher.driver.generations:
                 rig.expire_probe()
                 await rig.settle()
         assert len(rig.probes("any-2")) >= 2
@@ -128,7 +128,7 @@ async def test_a_probe_is_tried_nowhere_else() -> None:
         (probe,) = rig.probes("any-0")
         first.say(Failed(probe.request_id, 0, "internal_error", "broken", retryable=True))
         assert rig.dispatcher.topology()["engines"][0]["suspicion"] == "failed its last probe: broken"
-        assert rig.dispatcher.num_generations == 0
+        assert rig.dispatcher.num_running == 0
         assert rig.dispatcher.counters.retried == 0
         assert not rig.dispatcher.counters.failed
         first.engine.tasks.clear()
@@ -209,9 +209,9 @@ async def test_several_engines_are_probed_at_once_and_those_that_hang_ever_more_
         for _ in range(120):
             before = len(rig.probes("any-0"))
             await rig.after(1.0)
-            for generation in list(rig.dispatcher._generations.values()):
+            for generation in list(rig.dispatcher.driver.generations.values()):
                 if rig.now >= generation.expires_at:
-                    rig.dispatcher._expire(generation)
+                    rig.dispatcher.driver.expire(generation)
             asked += [rig.now] * (len(rig.probes("any-0")) - before)
         pauses = [after - before for before, after in pairwise(asked)]
         assert len(pauses) >= 2

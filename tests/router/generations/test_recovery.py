@@ -292,7 +292,7 @@ async def test_a_generation_moves_away_from_an_engine_that_hangs(kind: str, orde
         if side == "prefill" and hanging == flow.route.decode:
             await until(lambda: flow.runs_on(flow.route.prefill))
             hanging = flow.route.prefill
-        assert system.dispatcher.move(generation, "silent for 3 s", away_from=hanging)
+        assert system.dispatcher.driver.move(generation, "silent for 3 s", away_from=hanging)
         assert hanging not in flow.route[:2]
         for backend in held:
             if backend.name != hanging:
@@ -306,11 +306,11 @@ async def test_a_generation_moves_away_from_an_engine_that_hangs(kind: str, orde
 async def test_nobody_moves_where_there_is_no_other_engine_or_behind_the_end() -> None:
     async with live(System(1, 1)) as system:
         generation = system.dispatcher.start(long_request())
-        assert not system.dispatcher.move(generation, "slow")
+        assert not system.dispatcher.driver.move(generation, "slow")
         await until(lambda: generation.decode_engine != "")
-        assert not system.dispatcher.move(generation, "slow", away_from="decode-0")
+        assert not system.dispatcher.driver.move(generation, "slow", away_from="decode-0")
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
-        assert not system.dispatcher.move(generation, "slow")
+        assert not system.dispatcher.driver.move(generation, "slow")
         assert system.dispatcher.counters.migrated == 0
 
 
@@ -329,13 +329,13 @@ async def test_an_engine_that_was_left_may_be_asked_again_when_it_is_well(why: s
         else:
             engine.health.beat(Beat("e0", busy_s=1000.0, predicted_s=0.01))
             assert left in dispatcher.fleet.suspects
-        assert dispatcher.move(generation, why, away_from=left, spared=why == "draining")
+        assert dispatcher.driver.move(generation, why, away_from=left, spared=why == "draining")
         await until(lambda: generation.decode_engine == heir)
         system.backends[heir].die()
-        await until(lambda: dispatcher.num_parked == 1)  # nothing is well
+        await until(lambda: dispatcher.recovery.num_parked == 1)  # nothing is well
         engine.draining = False
         engine.health.beat(Beat("e0", 0.0))
-        dispatcher.engines_changed()
+        dispatcher.driver.engines_changed()
         await until(lambda: generation.decode_engine == left)
         go_on()
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
@@ -361,13 +361,13 @@ async def test_only_greedy_streams_migrate_to_an_engine_that_draws_otherwise(tem
         await until(lambda: len(generation.flow.output_token_ids) == 3 and generation.decode_engine == "decode-0")
         dispatcher.fleet.engines["decode-1"].draining = False
         if how == "move":
-            assert dispatcher.move(generation, "slow", away_from="decode-0") == (temperature == 0.0)
+            assert dispatcher.driver.move(generation, "slow", away_from="decode-0") == (temperature == 0.0)
         else:
             system.backends["decode-0"].die()
-            await until(lambda: generation.decode_engine == "decode-1" or dispatcher.num_parked == 1)
-        assert dispatcher.num_parked == (how == "death" and temperature > 0.0)
+            await until(lambda: generation.decode_engine == "decode-1" or dispatcher.recovery.num_parked == 1)
+        assert dispatcher.recovery.num_parked == (how == "death" and temperature > 0.0)
         go_on()
-        if dispatcher.num_parked:
+        if dispatcher.recovery.num_parked:
             system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))  # back, and draws as it did
         expected = "decode-1" if temperature == 0.0 else "decode-0"
         await until(lambda: generation.decode_engine == expected)
@@ -390,7 +390,7 @@ async def test_requests_wait_for_a_role_that_is_gone(kind: str, order: Order, ro
         for _ in range(50):
             await asyncio.sleep(0)
         assert all(not generation.flow.ended for generation in waiting)
-        assert system.dispatcher.num_parked >= 4
+        assert system.dispatcher.recovery.num_parked >= 4
         for name in gone:
             system.backends[name].start(system.card(name, epoch="e1"))
         for generation in running + waiting:
@@ -417,7 +417,7 @@ async def test_a_hand_off_waits_for_a_decode_engine_and_is_not_run_again() -> No
         system.backends["decode-0"].die()
         system.backends["prefill-0"].release()
         await until(lambda: generation.flow.awaits_decode)
-        assert system.dispatcher.num_parked == 1
+        assert system.dispatcher.recovery.num_parked == 1
         assert {e.name: e.books.requests for e in system.dispatcher.engines()} == {"prefill-0": 0, "decode-0": 0}
         system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
@@ -431,7 +431,7 @@ async def test_who_waits_is_bounded_by_its_deadline_and_may_be_aborted() -> None
         with pytest.raises(RequestTimeout, match="longer than 5 s; it was last waiting for an engine that was gone"):
             await clock().passing(collect(late))
         aborted.abort()
-        assert system.dispatcher.num_parked == 0
+        assert system.dispatcher.recovery.num_parked == 0
 
 
 async def test_nobody_waits_for_what_cannot_come() -> None:
@@ -519,7 +519,7 @@ async def test_a_stream_beyond_prefill_s_length_leaves_engines_that_drain() -> N
             await until(lambda most=num_out: len(generation.flow.output_token_ids) == most)  # type: ignore[misc]
             engines.append(generation.decode_engine)
             system.dispatcher.fleet.engines[generation.decode_engine].draining = True
-            assert system.dispatcher.move(generation, "it drains", spared=True) == (num_out < 40)
+            assert system.dispatcher.driver.move(generation, "it drains", spared=True) == (num_out < 40)
             go_on()
         assert sorted(engines) == ["decode-0", "decode-1", "decode-2"]
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
@@ -542,7 +542,7 @@ async def test_a_stream_waits_for_an_engine_of_its_length_and_no_shorter_one_cut
         assert system.dispatcher.max_model_len == 40, "what each of them takes"
         streams = [system.dispatcher.start(long_request(60)) for _ in range(2)]
         assert await kill_at(system, streams[0], 5) == "decode-0"
-        await until(lambda: system.dispatcher.num_parked == 2)
+        await until(lambda: system.dispatcher.recovery.num_parked == 2)
         await check_right(system, make_request(20, max_tokens=10))
         system.backends["decode-0"].start(system.card("decode-0", epoch="e1", max_model_len=100))
         assert (await collect(streams[0]))[0] == expected_output(streams[0].flow.request)
@@ -573,7 +573,7 @@ async def test_a_hand_off_of_an_engine_that_now_decodes_alone_is_run_elsewhere()
         own, others = await hand_off_to_nobody(system)
         flipped = system.dispatcher.fleet.engines["prefill-0"]
         flipped.role = flipped.assigned = "decode"
-        system.dispatcher.engines_changed()
+        system.dispatcher.driver.engines_changed()
         for generation in own + others:
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
             assert generation.decode_engine == "prefill-0"
@@ -587,12 +587,12 @@ async def test_who_can_run_does_not_wait_behind_one_who_cannot() -> None:
         engines = system.dispatcher.fleet.engines
         engines["prefill-0"].role = engines["prefill-0"].assigned = "decode"
         engines["prefill-1"].draining = True  # and so nobody runs the prompts of prefill-0 once more
-        system.dispatcher.engines_changed()
+        system.dispatcher.driver.engines_changed()
         for generation in others:
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
-        assert system.dispatcher.num_parked == len(own)
+        assert system.dispatcher.recovery.num_parked == len(own)
         engines["prefill-1"].draining = False
-        system.dispatcher.engines_changed()
+        system.dispatcher.driver.engines_changed()
         for generation in own:
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
 
