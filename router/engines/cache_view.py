@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.router.engines.fleet import EngineState
+from pdkv.router.engines.state import EngineState
 from pdkv.wire.reports import ConnectorStats
 
 

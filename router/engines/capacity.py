@@ -9,8 +9,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.router.engines.fleet import EngineState, Fleet
+from pdkv.router.engines.fleet import Fleet
 from pdkv.router.engines.members import Members
+from pdkv.router.engines.state import EngineState
 
 SEQS_AHEAD = 2
 """Generations per place in the decode engines' batches: as many again are in prefill or on their way."""
@@ -101,13 +102,13 @@ class Capacity:
         num_kept = sum(p.most for t, p in self._places.items() if t not in large)
         return large if num_kept and sum(p.running for p in large.values()) >= num_seqs - num_kept else ()
 
-    def _doubted(self, members: Members[EngineState]) -> Mapping[str, EngineState]:
+    def _doubted(self, members: Members) -> Mapping[str, EngineState]:
         """Suspects among them, which count only if there are no others."""
         engines = [e for e in self._fleet.doubted if e.name in members.engines and e.suspicion and not e.draining]
         are_all = sum(_num_places(e) for e in engines) == members.num_seqs
         return {} if are_all else {e.name: e for e in engines}
 
-    def _num_seqs(self, members: Members[EngineState]) -> int:
+    def _num_seqs(self, members: Members) -> int:
         return members.num_seqs - sum(map(_num_places, self._doubted(members).values()))
 
 

@@ -4,46 +4,19 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Set
 from itertools import count
-from typing import Any, Generic, Protocol, TypeVar
 
-from pdkv.router.engines.candidate import EngineView, Side
-
-Versions = tuple[tuple[str, int], ...]
+from pdkv.router.engines.candidate import Side
+from pdkv.router.engines.state import EngineState, Versions
 
 FEW = 16
 """Engines of a large fleet that a policy is shown for their little load, and as many for what they have of a prompt."""
 
 
-class Member(Protocol):
-    """What is asked of an engine (`EngineState`)."""
-
-    name: str
-    role: str
-    life: Any
-    card: Any
-    draining: bool
-    versions: Versions
-
-    @property
-    def kv_capacity(self) -> int: ...
-
-    @property
-    def has_room(self) -> bool: ...
-
-    @property
-    def has_slack(self) -> bool: ...
-
-    def view(self, side: Side) -> EngineView: ...
-
-
-E = TypeVar("E", bound=Member)
-
-
-class Members(Generic[E]):
+class Members:
     """Engines by name, draining ones included. What is kept costs each change the same, however many there are."""
 
     def __init__(self, side: Side) -> None:
-        self.engines: dict[str, E] = {}  # those that are ready
+        self.engines: dict[str, EngineState] = {}  # those that are ready
         self.versions: Counter[Versions] = Counter()  # of the connectors' wire formats
         self.num_seqs = 0  # places in the batches of those that are not draining
         self.kv_tokens = 0  # KV that their pools hold
@@ -62,7 +35,7 @@ class Members(Generic[E]):
         """The work of an engine has changed; nothing is done about it before the order is asked for."""
         self._changed.add(name)
 
-    def put(self, engine: E) -> None:
+    def put(self, engine: EngineState) -> None:
         """Add an engine, or look at it again."""
         self.drop(engine.name)
         if engine.life != "ready" or engine.card is None or engine.role not in (self._side, "any"):
@@ -96,7 +69,7 @@ class Members(Generic[E]):
         self._sort()
         return self._with_room
 
-    def by_load(self) -> Iterator[E]:
+    def by_load(self) -> Iterator[EngineState]:
         """The least loaded first; among equals those whose work changed longest ago. Draining ones are left out."""
         self._sort()
         return (self.engines[name] for _, _, name in self._order)
@@ -109,7 +82,7 @@ class Members(Generic[E]):
             self._kept[name] = self._place(self.engines[name]), versions, num_seqs, kv_tokens
         self._changed.clear()
 
-    def _place(self, engine: E) -> tuple[float, int, str]:
+    def _place(self, engine: EngineState) -> tuple[float, int, str]:
         place = (engine.view(self._side).cost, next(self._numbers), engine.name)
         if not engine.draining:
             insort(self._order, place)
@@ -121,7 +94,7 @@ class Members(Generic[E]):
         if self._order[at : at + 1] == [place]:
             del self._order[at]
 
-    def few(self, near: Collection[str], fits: Callable[[E], bool]) -> list[E]:
+    def few(self, near: Collection[str], fits: Callable[[EngineState], bool]) -> list[EngineState]:
         """FEW of the least loaded that fit, and those of `near` that do."""
         found = {name: self.engines[name] for name in near if name in self.engines and fits(self.engines[name])}
         num_left = FEW

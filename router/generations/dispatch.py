@@ -18,8 +18,9 @@ from pdkv.errors import EngineUnavailable, NoEngine
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.capacity import Capacity
 from pdkv.router.engines.card_summary import describe_card
-from pdkv.router.engines.fleet import ORDERS, Counters, EngineState, Fleet
+from pdkv.router.engines.fleet import ORDERS, Counters, Fleet
 from pdkv.router.engines.health import TICK_S, log_suspects
+from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.listener import Listener

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pdkv.router.engines.candidate import Side
-from pdkv.router.engines.fleet import EngineState
 from pdkv.router.engines.health import TICK_S
+from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.generation import Generation
 

@@ -11,7 +11,7 @@ import msgspec
 from pdkv.base.options import did_you_mean
 from pdkv.errors import InvalidRequest
 from pdkv.router.engines.backend import Backend
-from pdkv.router.engines.fleet import EngineState
+from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.dispatch import Dispatcher
 
 Role = Literal["prefill", "decode", "any"]

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from pdkv.errors import EngineDied, IncompatiblePeers, RequestAborted, RequestTimeout
-from pdkv.router.engines.fleet import EngineState, Fleet
+from pdkv.router.engines.fleet import Fleet
 from pdkv.router.engines.health import ProbeResult
+from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.request import GenerateRequest, Route
 from pdkv.sampling.params import SamplingParams

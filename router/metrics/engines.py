@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client.core import Metric
 
-from pdkv.router.engines.fleet import EngineState
+from pdkv.router.engines.state import EngineState
 from pdkv.router.metrics.exposition import Rows, counter, counters, gauge, gauges, totals
 from pdkv.router.routing.tier_index import TierIndex
 from pdkv.wire.reports import LoadReport

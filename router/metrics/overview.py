@@ -12,7 +12,7 @@ import msgspec
 from pdkv.base.clock import MONOTONIC, unix_time
 from pdkv.base.limits import clip
 from pdkv.base.version import VERSION
-from pdkv.router.engines.fleet import EngineState
+from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.timeline import Timeline
 from pdkv.router.metrics.requests import Metrics
 

@@ -12,7 +12,7 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.config import AutoscaleConfig
 from pdkv.errors import InvalidRequest
 from pdkv.router.admission.admission_queue import Admission
-from pdkv.router.engines.fleet import EngineState
+from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.operations import Operations
 from pdkv.router.scaling.autoscaler import Autoscaler, Decision, Objectives, Observation, Seen

@@ -9,9 +9,9 @@ from typing import Any
 
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.router.engines.books import Books
-from pdkv.router.engines.fleet import EngineState
 from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.outliers import OutlierScore
+from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.dispatch import Counters
 from pdkv.router.generations.timeline import Delays

@@ -16,7 +16,8 @@ from pdkv.errors import TransferTimeout as LateTier
 from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.admission.tenants import Tenant
 from pdkv.router.engines.cache_view import describe_caches
-from pdkv.router.engines.fleet import EngineState, Fleet
+from pdkv.router.engines.fleet import Fleet
+from pdkv.router.engines.state import EngineState
 from pdkv.router.http.read.bodies import Message, TokenizeChatBody
 from pdkv.router.http.read.chat import read_conversation
 from pdkv.router.http.read.decoding import BodyDecoder

@@ -12,7 +12,8 @@ from scripted_engine import make_card, make_request
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.engines.books import Entry
 from pdkv.router.engines.capacity import LATELY_S, SEQS_AHEAD, Capacity
-from pdkv.router.engines.fleet import STEPS_AHEAD, Fleet
+from pdkv.router.engines.fleet import Fleet
+from pdkv.router.engines.state import STEPS_AHEAD
 from pdkv.router.generations.generation import Generation
 from pdkv.wire.messages import Tokens
 from pdkv.wire.reports import BlockCounts, LoadReport

@@ -15,7 +15,7 @@ from wire_rig import make_card
 
 from pdkv.errors import EngineDied, RequestFailed
 from pdkv.router.admission.tenants import Grant, Tenant
-from pdkv.router.engines.fleet import EngineState
+from pdkv.router.engines.state import EngineState
 from pdkv.router.metrics import requests as metrics_module
 from pdkv.router.metrics.keys import key_metrics
 from pdkv.router.metrics.requests import MAX_OUTCOMES, Metrics

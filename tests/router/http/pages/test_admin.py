@@ -17,7 +17,7 @@ from small_app import make_app
 
 from pdkv.config import AccessConfig
 from pdkv.router.admission.api_keys import KeyRing, make_key
-from pdkv.router.engines.fleet import EngineState
+from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages.admin import LauncherPages
 from pdkv.router.http.pages.cache_pages import CachePages
