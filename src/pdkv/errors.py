@@ -26,10 +26,13 @@ class InvalidRequest(PdkvError):
 
     code = "invalid_request_error"
 
-    def __init__(self, message: str, *, param: str | None = None, status: int = 400) -> None:
+    def __init__(self, message: str, *, param: str | None = None, status: int = 400, code: str = "") -> None:
+        """`code`: instead of the class's own."""
         super().__init__(message)
         self.param = param
         self.status = status
+        if code:
+            self.code = code
 
 
 class GrammarGivenUp(InvalidRequest):

@@ -198,9 +198,7 @@ def check_length(num_prompt: int, max_tokens: int | None, model: ServedModel, pa
 
 def too_long(message: str, param: str) -> InvalidRequest:
     """The error for a prompt that does not fit, with OpenAI's code."""
-    error = InvalidRequest(message, param=param)
-    error.code = "context_length_exceeded"
-    return error
+    return InvalidRequest(message, param=param, code="context_length_exceeded")
 
 
 def longest(prompts: Sequence[Prompt]) -> int:

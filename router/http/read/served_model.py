@@ -59,10 +59,9 @@ class ServedModel:
 
 def unknown_model(name: str, model: ServedModel) -> InvalidRequest:
     """The error for an unknown model: HTTP 404."""
-    error = InvalidRequest(
+    return InvalidRequest(
         f"the model {clip(name)!r} does not exist; this server has {', '.join(map(repr, model.names))}",
         param="model",
         status=404,
+        code="model_not_found",
     )
-    error.code = "model_not_found"
-    return error

@@ -172,9 +172,8 @@ def _renamed(error: InvalidRequest, own: OwnTools) -> InvalidRequest:
         for text in (str(error), error.param or "")
     )
     names = (*_OWN_NAMES, _INPUT) if param.startswith("messages") else _OWN_NAMES
-    renamed = InvalidRequest(_own_name(message, names), param=_own_name(param, names) or None, status=error.status)
-    renamed.code = error.code
-    return renamed
+    renamed = _own_name(param, names) or None
+    return InvalidRequest(_own_name(message, names), param=renamed, status=error.status, code=error.code)
 
 
 def _own_name(text: str, names: Sequence[tuple[re.Pattern[str], str]]) -> str:

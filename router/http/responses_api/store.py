@@ -98,10 +98,9 @@ class ResponseStore:
 
 
 def _not_found(response_id: str) -> InvalidRequest:
-    error = InvalidRequest(
+    return InvalidRequest(
         f"previous_response_id: this API key has no response {clip(response_id)!r}, or no longer has it: send the "
         "whole conversation as input",
         param="previous_response_id",
+        code="previous_response_not_found",
     )
-    error.code = "previous_response_not_found"
-    return error
