@@ -134,7 +134,7 @@ async def test_deadline_ends_the_request_everywhere_and_blames_the_engine_if_it_
     telling: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if telling:
-        monkeypatch.setattr("pdkv.router.generations.driver.TELLING_TIMEOUT_S", 0.0)
+        monkeypatch.setattr("pdkv.router.generations.evidence.TELLING_TIMEOUT_S", 0.0)
     system = System(2, 1, policy="round_robin")
     system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
     async with live(system):

@@ -244,7 +244,7 @@ async def test_a_deadline_that_passes_while_decode_waits_for_kv_tells_against_th
     monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
     """Unless its prefill engine is gone."""
-    monkeypatch.setattr("pdkv.router.generations.driver.TELLING_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("pdkv.router.generations.evidence.TELLING_TIMEOUT_S", 0.0)
     async with live(System(1, 1)) as system:
         system.backends["decode-0"].held = True
         if dies:
