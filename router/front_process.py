@@ -33,7 +33,7 @@ def run_front(
     bodies, desk = body_budget(limits), RemoteDesk(spec.config.admission.priorities)
     app = FrontApp(desk, model_of(spec), spec.config, bodies)
     serving = HttpServer(server_config(app, limits, bodies, room, tls, lifespan="off"))
-    stopping = Stopping(serving, desk, app.drain, room, spec.drain_s)
+    stopping = Stopping(serving, desk.close, app.drain, room, spec.drain_s)
     reloads = [tls.reload] if tls is not None else [lambda: None]  # SIGHUP ends nothing
     connected = _connected(desk, dispatcher, on_ready)
     run_until_stopped(serving, socket.socket(fileno=listen_fd), connected, stopping, lifeline_fd, reloads, desk.count)

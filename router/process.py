@@ -96,13 +96,6 @@ class HttpServer(uvicorn.Server):
         self.should_exit = True
 
 
-class Closable(Protocol):
-    """What has requests in progress."""
-
-    def close(self) -> None:
-        """End them all. Idempotent."""
-
-
 def run_router(
     spec: RouterSpec,
     *,
@@ -200,7 +193,7 @@ def run_router(
         assert cluster_key is not None, "without the key, any process could join"
         others = taking_others(spec, dispatcher, operations, cluster_key, context)
     reloads = [source.reload for source in (keys, tls) if source is not None]
-    stopping = Stopping(serving, dispatcher, app.state.drain, room, spec.drain_s)
+    stopping = Stopping(serving, dispatcher.close, app.state.drain, room, spec.drain_s)
     running = _running(dispatcher, admin, others, stopping, on_ready, watchdog)
     try:
         run_until_stopped(
@@ -269,9 +262,12 @@ async def _serving(app: ASGIApp, path: Path) -> AsyncIterator[None]:
 class Stopping:
     """Ends the router: at once, or when all requests are answered and the answers sent."""
 
-    def __init__(self, serving: Serving, dispatcher: Closable, drain: Drain, room: Connections, drain_s: float) -> None:
+    def __init__(
+        self, serving: Serving, cut: Callable[[], None], drain: Drain, room: Connections, drain_s: float
+    ) -> None:
+        """`cut` ends all requests in progress; idempotent."""
         self._serving = serving
-        self._dispatcher = dispatcher
+        self._cut = cut
         self._drain = drain
         self._room = room
         self._drain_s = drain_s
@@ -303,7 +299,7 @@ class Stopping:
     def now(self) -> None:
         """Cut off everything that still runs. Idempotent."""
         self._drain.begin()
-        self._dispatcher.close()
+        self._cut()
         self._serving.stop()
 
 

@@ -5,7 +5,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import Metric
 from starlette.types import ASGIApp
@@ -17,11 +17,13 @@ from pdkv.router.admission.tenants import Tenant
 from pdkv.router.fronts.session import Session, answer
 from pdkv.router.fronts.wire import Link, PageScope, Problem
 from pdkv.router.http.answer.request_report import record
-from pdkv.router.http.app import HasLength
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.metrics.exposition import gauge
 from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import ENDPOINTS, Metrics, RequestMetrics, Totals
+
+if TYPE_CHECKING:
+    from pdkv.router.generations.dispatch import Dispatcher
 
 HOLD_S = 30.0
 """Seconds for which an answer can be taken up: after its front has gone, or after its end."""
@@ -38,7 +40,7 @@ class Hall:
     """All fronts of one dispatcher, and its sessions."""
 
     def __init__(
-        self, dispatcher: HasLength, admission: Admission, metrics: Metrics, drain: Drain, keys: KeyRing | None,
+        self, dispatcher: "Dispatcher", admission: Admission, metrics: Metrics, drain: Drain, keys: KeyRing | None,
         pages: ASGIApp, max_kept_bytes: int, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
         """`pages` serves what fronts do not; `max_kept_bytes`: of answers without a front, oldest dropped first."""
@@ -103,7 +105,7 @@ class Hall:
             else:
                 metrics.ended(error.code)
                 if recorder is not None:
-                    record(recorder, None, None, metrics, error.code, tenant.digest)
+                    record(recorder, None, {}, metrics, error.code, tenant.digest)
             raise
 
     def keep(self, session: Session) -> None:

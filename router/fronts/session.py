@@ -59,9 +59,9 @@ class Run:
 
     def attach(self, link: Link | None) -> None:
         """Have what is new, from now on, sent by this connection; None: it stays with the generation."""
-        self.generation.on_wake = None if link is None else partial(link.ask_for_news, self)
+        self.generation.on_wake = None if link is None else partial(link.ask_for_news, self.tell_news)
         if link is not None:
-            link.ask_for_news(self)
+            link.ask_for_news(self.tell_news)
 
     def tell_news(self) -> None:
         """Tell what is new, once."""
@@ -274,7 +274,8 @@ class Session:
         self.stack.close()
         self.metrics.ended(outcome)
         if self._recorder is not None:
-            record(self._recorder, self._job(), self, self.metrics, outcome, self.visit.tenant.digest)
+            begun = {choice: run.generation for choice, run in self._runs.items()}
+            record(self._recorder, self._job(), begun, self.metrics, outcome, self.visit.tenant.digest)
 
     def _job(self) -> Job | None:
         """What is recorded of it; None: no choice was to begin."""
@@ -286,10 +287,6 @@ class Session:
         same = "params", "cache_salt", "priority", "slo_ttft_s", "slo_tpot_s", "affinity"
         fields: dict[str, Any] = {name: getattr(first, name) for name in same}
         return Job(chat=False, prompts=prompts, n=asked.n, stream=asked.stream, include_usage=False, **fields)
-
-    def generation_of(self, index: int) -> "Generation | None":
-        """The generation of a choice; None: it has not begun."""
-        return run.generation if (run := self._runs.get(index)) is not None else None
 
 
 def answer(

@@ -13,7 +13,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, Protocol, TypedDict, Union, cast, get_type_hints
+from typing import Any, NamedTuple, TypedDict, Union, cast, get_type_hints
 
 import msgspec
 from msgspec.structs import astuple
@@ -114,13 +114,6 @@ def _calls_of(kinds: tuple[type, ...]) -> tuple[dict[type, tuple[type, Callable[
     return calls, msgspec.msgpack.Decoder(any_of, dec_hook=lambda kind, value: PromptKeys())
 
 
-class Source(Protocol):
-    """What has news at times."""
-
-    def tell_news(self) -> None:
-        """Send them."""
-
-
 class Link(asyncio.Protocol):
     """One end of a connection. Whatever is sent in one turn of the event loop leaves in one frame, once the peer has
     read what was sent before.
@@ -134,7 +127,7 @@ class Link(asyncio.Protocol):
         self._in = bytearray()
         self._out: list[bytes] = []
         self._size = 0  # of those
-        self._sources: dict[Source, None] = {}
+        self._sources: dict[Callable[[], None], None] = {}
         self._is_due = self._is_full = False
         self._transport: asyncio.Transport | None = None
         self._num_silent = 0  # beats since something came
@@ -220,11 +213,11 @@ class Link(asyncio.Protocol):
         self._out.append(call)
         self._size += len(call)
 
-    def ask_for_news(self, source: Source) -> None:
-        """Have its news sent with the next frame: until the peer reads, they stay where they are."""
+    def ask_for_news(self, tell: Callable[[], None]) -> None:
+        """Have `tell` send news with the next frame: until the peer reads, they stay where they are."""
         if not self._sources:
             self._wake()
-        self._sources[source] = None
+        self._sources[tell] = None
 
     def _wake(self) -> None:
         """Have a frame leave soon."""
@@ -237,8 +230,8 @@ class Link(asyncio.Protocol):
         if self._transport is None or self._is_full:
             return
         sources, self._sources = self._sources, {}
-        for source in sources:
-            source.tell_news()
+        for tell in sources:
+            tell()
         if self._out:
             self._send_frame()
 

@@ -83,9 +83,8 @@ class Driver:
         self.records = GenerationRecords()
         self.log_limit = LogLimit()
         self.closed = False  # the router is shutting down
-        self._cut: deque[str] = deque(
-            maxlen=512
-        )  # ids of generations that readers recently finished: engines may still report on them
+        # ids of generations that readers recently finished: engines may still report on them
+        self._cut: deque[str] = deque(maxlen=512)
         self._parked_are_due = False  # about to be placed again
 
     def close(self) -> None:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI
 from prometheus_client.core import Metric
@@ -29,7 +29,7 @@ from pdkv.router.http.answer.completions import WholeCompletion
 from pdkv.router.http.answer.pooled import WholePooled
 from pdkv.router.http.answer.replies import ReplyForms
 from pdkv.router.http.answer.sse import ChunkEncoder
-from pdkv.router.http.endpoint import SERVER_SEND, GenerateEndpoint
+from pdkv.router.http.endpoint import SERVER_SEND, GenerateEndpoint, Prepare
 from pdkv.router.http.pages.admin import AdminPages
 from pdkv.router.http.pages.cache_pages import CachePages
 from pdkv.router.http.pages.dashboard_page import dashboard_routes
@@ -38,7 +38,7 @@ from pdkv.router.http.pages.openapi import with_endpoints
 from pdkv.router.http.pages.page import ERROR_HANDLERS, HeadAsGet
 from pdkv.router.http.pages.status_pages import StatusPages
 from pdkv.router.http.pages.tokenize import TextEndpoint, detokenize, tokenize
-from pdkv.router.http.read.decoding import CHAT, COMPLETION, EMBEDDING, RERANK
+from pdkv.router.http.read.decoding import CHAT, COMPLETION, EMBEDDING, RERANK, BodyDecoder
 from pdkv.router.http.read.intake import Intake, Shared
 from pdkv.router.http.read.job import Job, prepare_chat, prepare_completion
 from pdkv.router.http.read.pooled_job import prepare_embedding, prepare_rerank
@@ -64,6 +64,8 @@ from pdkv.text import Tokenizer
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
+
+T = TypeVar("T")
 
 
 def create_app(
@@ -100,7 +102,7 @@ def create_app(
         metrics.register(lambda: key_metrics(keys.tenants))
     if recorder is not None:
         metrics.register(recorder.metrics)
-    model = model_provider(dispatcher, served)
+    model = model_provider(lambda: dispatcher.max_model_len, served)
     shared = share(admission, model, metrics, config, bodies, drain, tracer, recorder)
     caches, pool = CachePages(dispatcher, model, keys), shared.pool
     metrics.register(functools.partial(_held, dispatcher, drain, bodies, pool))
@@ -199,31 +201,25 @@ def generating(shared: Shared) -> dict[str, ASGIApp]:
     limits, ignores_unknown = shared.limits, shared.api.ignores_unknown
     responses = ResponseStore(limits.max_kept_responses, limits.keep_responses_s, limits.max_body_bytes)
 
-    def completion(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant | None) -> Job:
-        return prepare_completion(COMPLETION.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
-
-    def chat(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant | None) -> Job:
-        return prepare_chat(CHAT.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
+    def by(decoder: BodyDecoder[T], prepare: Callable[[T, ServedModel, Cancelled], Job]) -> Prepare:
+        return lambda body, model, cancelled, _: prepare(
+            decoder.decode(body, ignore_unknown=ignores_unknown), model, cancelled
+        )
 
     def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, tenant: Tenant | None) -> Job:
         kept = Kept(responses, tenant.keeper) if tenant is not None and responses.keep_s else None
         return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled, kept)
 
-    def embed(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant | None) -> Job:
-        return prepare_embedding(EMBEDDING.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
-
-    def rerank(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, _: Tenant | None) -> Job:
-        return prepare_rerank(RERANK.decode(body, ignore_unknown=ignores_unknown), model, cancelled)
-
     completions, events = ReplyForms(ChunkEncoder, WholeCompletion), ReplyForms(ResponseEvents, WholeResponse)
     pooled = ReplyForms(ChunkEncoder, WholePooled)  # which are never streamed
+    ranking = GenerateEndpoint("rerank", by(RERANK, prepare_rerank), pooled, shared)
     return {
-        "/v1/completions": GenerateEndpoint("completions", completion, completions, shared),
-        "/v1/chat/completions": GenerateEndpoint("chat_completions", chat, completions, shared),
+        "/v1/completions": GenerateEndpoint("completions", by(COMPLETION, prepare_completion), completions, shared),
+        "/v1/chat/completions": GenerateEndpoint("chat_completions", by(CHAT, prepare_chat), completions, shared),
         "/v1/responses": GenerateEndpoint("responses", respond, events, shared),
-        "/v1/embeddings": GenerateEndpoint("embeddings", embed, pooled, shared),
-        "/v1/rerank": GenerateEndpoint("rerank", rerank, pooled, shared),
-        "/rerank": GenerateEndpoint("rerank", rerank, pooled, shared),
+        "/v1/embeddings": GenerateEndpoint("embeddings", by(EMBEDDING, prepare_embedding), pooled, shared),
+        "/v1/rerank": ranking,
+        "/rerank": ranking,
     }
 
 
@@ -311,22 +307,16 @@ class _App(FastAPI):
         return self.openapi_schema
 
 
-class HasLength(Protocol):
-    """What knows the length that engines allow."""
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The longest prompt and output together; None: not known yet."""
-
-
 def body_budget(limits: HttpLimits) -> ByteBudget:
     """The budget for all bodies that are being received or are not yet tokenized."""
     memory = limits.max_body_memory
     return ByteBudget(memory, "the bodies (--max-body-memory)", largest=limits.max_body_bytes, unread=memory // 4)
 
 
-def model_provider(dispatcher: HasLength, model: ServedModel) -> Callable[[], ServedModel]:
-    """A function that returns the served model: engines that come up may allow less than was asked for."""
+def model_provider(length: Callable[[], int | None], model: ServedModel) -> Callable[[], ServedModel]:
+    """A function that returns the served model: engines that come up may allow less than was asked for. `length`: what
+    they allow; None: not known yet.
+    """
     limit = model.max_model_len
     limited = functools.cache(lambda length: dataclasses.replace(model, max_model_len=length))
-    return lambda: limited(min(limit, limit if dispatcher.max_model_len is None else dispatcher.max_model_len))
+    return lambda: limited(min(limit, limit if (most := length()) is None else most))

@@ -90,7 +90,8 @@ class GenerateEndpoint:
             metrics.ended(outcome)
             if (recorder := self._shared.recorder) is not None:
                 payer_digest = tenant.digest if tenant is not None else ""
-                record(recorder, exchange.job, exchange.fanout, metrics, outcome, payer_digest)
+                begun = exchange.fanout.generations if exchange.fanout is not None else {}
+                record(recorder, exchange.job, begun, metrics, outcome, payer_digest)
             if span is not None or wants_access_lines():
                 names = {"request_id": exchange.request_id, "trace_id": exchange.trace.trace_id}
                 if param is not None:

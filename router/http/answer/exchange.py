@@ -175,7 +175,7 @@ class Exchange:
             if engine:
                 headers.append((name, engine.encode("latin-1")))
         if self.fanout is not None and self.fanout.job.explain:
-            headers.append((b"x-pd-decision", encode_brief(self.fanout.generations)))
+            headers.append((b"x-pd-decision", encode_brief(self.fanout.generations.values())))
         if self._resume_id:
             headers.append((b"x-pd-resume-id", self._resume_id.encode()))
         if self._tenant is not None:

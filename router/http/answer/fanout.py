@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import hashlib
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pdkv.base.clock import MONOTONIC
@@ -58,7 +58,7 @@ class Fanout:
         self._label = label
         self._traceparent = traceparent
         self._pool = pool
-        self._generations: dict[int, Generation] = {}  # by choice index
+        self.generations: dict[int, Generation] = {}  # those that have begun, by choice index
         self.aborted = False  # whether `abort` was called
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_unfinished = len(self.choices)
@@ -70,13 +70,13 @@ class Fanout:
     @property
     def engines(self) -> tuple[str, str]:
         """Names of the prefill and decode engine of the first choice; known with the first delta."""
-        generation = self._generations.get(0)
+        generation = self.generations.get(0)
         return (generation.prefill_engine, generation.decode_engine) if generation is not None else ("", "")
 
     @property
     def stays(self) -> str:
         """How the first choice stays on one engine by cost: "local", "kept" or not ("")."""
-        return next((generation.stays for generation in self._generations.values()), "")
+        return next((generation.stays for generation in self.generations.values()), "")
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -87,41 +87,32 @@ class Fanout:
     def num_begun_tokens(self) -> int:
         """Tokens of the prompts that an engine was given; each prompt counts once."""
         prompts, n = self.job.prompts, self.job.n
-        return sum(len(prompts[index // n].token_ids) for index in self._generations if index % n == 0)
+        return sum(len(prompts[index // n].token_ids) for index in self.generations if index % n == 0)
 
     @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the first choice of each prompt did not have to compute."""
-        return sum(g.num_cached_tokens for index, g in self._generations.items() if index % self.job.n == 0)
+        return sum(g.num_cached_tokens for index, g in self.generations.items() if index % self.job.n == 0)
 
     @property
     def num_lossy_tokens(self) -> int | None:
         """Prompt tokens of the first choices whose KV a codec may have changed; None: none of their engines has one."""
-        firsts = [g.num_lossy_tokens for index, g in self._generations.items() if index % self.job.n == 0]
+        firsts = [g.num_lossy_tokens for index, g in self.generations.items() if index % self.job.n == 0]
         known = [num_tokens for num_tokens in firsts if num_tokens is not None]
         return sum(known) if known else None
 
     @property
     def sources(self) -> SourceCounts:
         """Prompt tokens by source, of the first choice of each prompt; all zero before its first token."""
-        firsts = [g.sources for index, g in self._generations.items() if index % self.job.n == 0]
+        firsts = [g.sources for index, g in self.generations.items() if index % self.job.n == 0]
         if len(firsts) == 1:
             return firsts[0]
         return SourceCounts(*(sum(getattr(s, name) for s in firsts) for name in SourceCounts.__struct_fields__))
 
     @property
-    def generations(self) -> "Iterable[Generation]":
-        """All generations that were started."""
-        return self._generations.values()
-
-    def generation_of(self, index: int) -> "Generation | None":
-        """The generation of a choice; None: it has not begun."""
-        return self._generations.get(index)
-
-    @property
     def num_attempts(self) -> int:
         """The most attempts that one choice took; 0: none has begun."""
-        return max((g.num_attempts for g in self._generations.values()), default=0)
+        return max((g.num_attempts for g in self.generations.values()), default=0)
 
     @property
     def num_completion_tokens(self) -> int:
@@ -138,13 +129,13 @@ class Fanout:
     @property
     def guesses(self) -> tuple[int, int]:
         """Right and wrong guesses that engines verified, over all choices that they have ended."""
-        each = [g.guesses for g in self._generations.values()]
+        each = [g.guesses for g in self.generations.values()]
         return sum(right for right, _ in each), sum(wrong for _, wrong in each)
 
     @property
     def num_begun_predicted(self) -> int:
         """Tokens of predictions that engines were given, once for each choice."""
-        return len(self._generations) * len(self.job.prediction_token_ids)
+        return len(self.generations) * len(self.job.prediction_token_ids)
 
     @property
     def counts(self) -> TokenCounts:
@@ -162,7 +153,7 @@ class Fanout:
         """Abort every generation that is not over; `take` then raises RequestAborted. Idempotent."""
         self.aborted = True
         self._visit.abort()
-        for generation in self._generations.values():
+        for generation in self.generations.values():
             generation.abort()
 
     async def begin(self) -> None:
@@ -238,7 +229,7 @@ class Fanout:
         """Begin a choice at once, or when its turn comes; the deadline is the request's."""
         if self.aborted:
             raise RequestAborted("the client went away", request_id=self._label)
-        first = self._generations.get(choice.index - choice.index % self.job.n)
+        first = self.generations.get(choice.index - choice.index % self.job.n)
         near = first.prefill_engine if first is not None else ""
         request = choice.request(
             timeout_s=max(self._deadline.whole_left_s, 0.001),
@@ -248,7 +239,7 @@ class Fanout:
             near=near,
         )
         generation = await self._visit.start(
-            request, functools.partial(self._generations.__setitem__, choice.index), choice.index
+            request, functools.partial(self.generations.__setitem__, choice.index), choice.index
         )
         self._metrics.dispatched()
         return generation

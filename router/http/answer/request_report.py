@@ -1,6 +1,7 @@
 """Reports on a request that has ended: its access line, its spans, and its lines in a recording."""
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.types import Scope
 
@@ -80,7 +81,7 @@ class RequestReport:
             ended=metrics.ended_at,
             failed=self._status >= 500 or (self._status == 200 and self._outcome not in ("ok", "disconnected")),
             attributes=attributes,
-            generations=list(fanout.generations) if fanout is not None else [],
+            generations=list(fanout.generations.values()) if fanout is not None else [],
         )
 
 
@@ -105,20 +106,20 @@ def _work(fanout: Fanout, metrics: RequestMetrics) -> dict[str, Any]:
     }
 
 
-class Begun(Protocol):
-    """What knows the generations of a request."""
-
-    def generation_of(self, index: int) -> Generation | None:
-        """The generation of a choice; None: it has not begun."""
-
-
 def record(
-    recorder: Recorder, job: Job | None, fanout: Begun | None, metrics: RequestMetrics, outcome: str, tenant: str
+    recorder: Recorder,
+    job: Job | None,
+    begun: Mapping[int, Generation],
+    metrics: RequestMetrics,
+    outcome: str,
+    tenant: str,
 ) -> None:
-    """Record each choice of a request. `job` is None if it was refused before it was read."""
+    """Record each choice of a request. `job` is None if it was refused before it was read; `begun`: generations by
+    choice.
+    """
     began = metrics.began
     for index in range(1 if job is None else len(job.prompts) * job.n):
-        generation = None if fanout is None else fanout.generation_of(index)
+        generation = begun.get(index)
         prompt = () if job is None else job.prompts[index // job.n].token_ids
         first = ended = None
         if generation is not None:

@@ -547,7 +547,7 @@ async def test_a_drain_waits_until_answers_are_read(request_bytes: bytes) -> Non
         assert await drain.wait_idle(0.0)
         uvicorn_server = HttpServer(uvicorn.Config(make_app(FakeDispatcher())))
         dispatcher = mock.Mock(spec=Dispatcher)
-        stopping = Stopping(uvicorn_server, dispatcher, drain, server.room, 20.0)
+        stopping = Stopping(uvicorn_server, dispatcher.close, drain, server.room, 20.0)
         stopping.on_signal()
         await client.reader.readexactly(1 << 20)
         assert not uvicorn_server.should_exit
