@@ -66,6 +66,7 @@ class PrefixIndex:
         self.num_gaps = 0
         self.num_excess_keys = 0  # keys that engines reported beyond what their cache can hold
         self._on_work = on_work
+        self._is_due = False  # it was called, and `work` has something to do since
         self._parts: dict[str, _Part] = {}
         self._by_bit: dict[int, str] = {}  # engines by their bit number
         self._live = 0  # bits of engines
@@ -107,9 +108,9 @@ class PrefixIndex:
         self.expected.remove_engine(engine)
         part = self._parts.pop(engine, None)
         if part is not None:
-            with _Noticed(self):
-                self._drop_waiting(part)
-                self._retire(part)
+            self._drop_waiting(part)
+            self._retire(part)
+            self._notice()
 
     def apply(self, engine: str, events: KVEvents) -> bool:
         """Apply one batch of an engine, at once or gradually.
@@ -129,19 +130,18 @@ class PrefixIndex:
             return self._start_over(part)
         part.asked = False
         part.next_number = events.number if events.more else events.number + 1
-        with _Noticed(self):
-            if starts_over:
-                self._drop_waiting(part)
-            num_keys = sum(map(_num_keys, events.events))
-            part.waiting.extend(events.events)
-            part.num_waiting += num_keys
-            if part.num_waiting == num_keys <= INLINE_KEYS and part not in self._behind:
-                self._advance(part, INLINE_KEYS)
-                return True
-            if part not in self._behind:
-                self._behind.append(part)
-            if part.num_waiting > _MAX_WAITING_KEYS + 2 * min(part.max_keys, sys.maxsize // 4):
-                return self._start_over(part)
+        if starts_over:
+            self._drop_waiting(part)
+        num_keys = sum(map(_num_keys, events.events))
+        part.waiting.extend(events.events)
+        part.num_waiting += num_keys
+        if part.num_waiting == num_keys <= INLINE_KEYS and part not in self._behind:
+            self._advance(part, INLINE_KEYS)
+        elif part not in self._behind:
+            self._behind.append(part)
+        if part.num_waiting > _MAX_WAITING_KEYS + 2 * min(part.max_keys, sys.maxsize // 4):
+            return self._start_over(part)
+        self._notice()
         return True
 
     def work(self) -> bool:
@@ -163,8 +163,16 @@ class PrefixIndex:
                 else:
                     self._dropped.popleft()
             else:
-                return False
-        return self.has_work
+                break
+        self._is_due = self.has_work
+        return self._is_due
+
+    def _notice(self) -> None:
+        """Have the work done that was deferred, unless that is on its way."""
+        if not self._is_due and self.has_work:
+            self._is_due = True
+            if self._on_work is not None:
+                self._on_work()
 
     def match(self, keys: Sequence[bytes]) -> "Match":
         """Tokens of the longest prefix of `keys` that each engine holds; engines without any are left out."""
@@ -259,11 +267,11 @@ class PrefixIndex:
 
     def _start_over(self, part: _Part) -> bool:
         """Empty the part until a Resync is answered; returns False, for `apply`."""
-        with _Noticed(self):
-            self.num_gaps += 1
-            part.next_number, part.asked = None, True
-            self._drop_waiting(part)
-            self._clear(part)
+        self.num_gaps += 1
+        part.next_number, part.asked = None, True
+        self._drop_waiting(part)
+        self._clear(part)
+        self._notice()
         return False
 
     def _clear(self, part: _Part) -> None:
@@ -375,22 +383,6 @@ class Match(Mapping[str, int]):
             for each in (behind, mask ^ behind):
                 for engine in self._index._engines(each):
                     yield num_tokens, engine
-
-
-class _Noticed:
-    """Context around calls that may defer work: afterwards calls `on_work`, unless there was work before."""
-
-    def __init__(self, index: PrefixIndex) -> None:
-        self._index = index
-        self._had_work = index.has_work
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        index = self._index
-        if not self._had_work and index.has_work and index._on_work is not None:
-            index._on_work()
 
 
 def _masks_in_a_row(masks: Sequence[int], count: int) -> list[int]:

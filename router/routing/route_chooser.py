@@ -205,10 +205,11 @@ class RouteChooser:
         """
         fleet, request, need = self._fleet, prompt.request, kv_tokens(prompt.request)
         first, last = fleet.engines[prefill], min(decode, key=lambda e: e.load).name
-        over, token_s = fleet.engines[last].kv_missing(need), fleet.speeds.token_s(prefill)
+        books, token_s = fleet.engines[last].books, fleet.speeds.token_s(prefill)
+        over = books.kv_tokens + need - fleet.engines[last].kv_capacity
         if over <= 0 or not token_s or not first.takes(request.most_tokens(0)):
             return False
-        books, num_output = fleet.engines[last].books, expected_output(request.params.max_tokens)
+        num_output = expected_output(request.params.max_tokens)
         step_s = fleet.speeds.step_s(last, books.requests)
         if not step_s:
             return False
@@ -269,10 +270,6 @@ class RouteChooser:
             return self._fleet.order(prefill, decode, self._orders)
         except IncompatiblePeers as error:
             raise EngineUnavailable(str(error)) from error
-
-    def _next_prefill_turn(self) -> int:
-        self._prefill_turn += 1
-        return self._prefill_turn - 1
 
     def _candidates(
         self, side: Side, now: float, without: Collection[str], prompt: PromptKV | None = None, prefill: str = ""
@@ -372,4 +369,5 @@ class RouteChooser:
         return predicted
 
     def _choose_prefill(self, prompt: PromptKV, engines: Sequence[EngineView], now: float) -> str:
-        return self._choose(prompt, "prefill", engines, self._next_prefill_turn(), "", now)
+        self._prefill_turn += 1
+        return self._choose(prompt, "prefill", engines, self._prefill_turn - 1, "", now)
