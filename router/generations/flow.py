@@ -19,7 +19,7 @@ from pdkv.errors import (
     RequestFailed,
     RequestTimeout,
 )
-from pdkv.router.generations.loan import Loan, LoanKey
+from pdkv.router.generations.loan import Loan
 from pdkv.router.generations.output import Output
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
 from pdkv.wire.failures import error_of
@@ -104,7 +104,7 @@ class RequestFlow:
 
     def _take_route(self, route: Route) -> None:
         self.route = route
-        self.loan = Loan(route, LoanKey(self.loan_id, self.transfer_id, self.prefill_attempt))
+        self.loan = Loan(route, self.loan_id, self.transfer_id, self.prefill_attempt)
 
     def _recovered(self) -> None:
         self.failure: PdkvError | None = None
@@ -165,10 +165,6 @@ class RequestFlow:
             self.prompt_engine = self.sources = None
         self._begin(NOWHERE)
         return sends
-
-    def restart(self, route: Route, now: float) -> Sends:
-        """Start again on other engines after a failure, continuing after the tokens so far; increments `attempt`."""
-        return [*self.reset(), *self.begin(route, now)]
 
     def give_up(self) -> Sends:
         """End the generation after a failure."""

@@ -2,7 +2,7 @@
 reads the KV; the loan ends when that engine has the KV or continues without it (docs/kv-hierarchy.md).
 """
 
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from pdkv.router.request import GenerateRequest, Offer, Route
 from pdkv.sampling.params import SamplingParams
@@ -21,25 +21,18 @@ reads what is still there if it pulls, and otherwise computes.
 """
 
 
-class LoanKey(NamedTuple):
-    """The ids of a loan. It has a request id of its own: lender and decode engine are often the same."""
-
-    request_id: str
-    transfer_id: str
-    attempt: int
-
-
 class Loan:
     """The loan of one attempt: wanted → asked → granted → over, or over from any state."""
 
-    __slots__ = ("compute_s", "handoff", "key", "lender", "load_timeout_s", "state")
+    __slots__ = ("attempt", "compute_s", "handoff", "lender", "load_timeout_s", "request_id", "state", "transfer_id")
 
-    def __init__(self, route: Route, key: LoanKey) -> None:
+    def __init__(self, route: Route, request_id: str, transfer_id: str, attempt: int) -> None:
+        """`request_id`: its own, since lender and decode engine are often the same."""
         offer = Offer("", 0) if route.offer is None else route.offer
         self.lender = offer.lender
         self.compute_s = offer.compute_s
         self.load_timeout_s = min(offer.load_timeout_s or LEASE_S, LEASE_S)  # nothing is sent once its lease has ended
-        self.key = key
+        self.request_id, self.transfer_id, self.attempt = request_id, transfer_id, attempt
         self.state: LoanState = "over" if route.offer is None else "wanted"
         self.handoff: KVHandoff | None = None  # told to the borrower while granted
 
@@ -47,9 +40,9 @@ class Loan:
         """The request to the lender, which has this many of the prompt's first tokens as far as is known."""
         self.state = "asked"
         return Submit(
-            request_id=self.key.request_id,
-            transfer_id=self.key.transfer_id,
-            attempt=self.key.attempt,
+            request_id=self.request_id,
+            transfer_id=self.transfer_id,
+            attempt=self.attempt,
             prompt_token_ids=request.prompt_token_ids[
                 : num_tokens + 1
             ],  # a hit leaves at least one token to be computed
@@ -67,7 +60,7 @@ class Loan:
         """Accept the lender's hand-off; False: it comes too late, or is not what was asked for."""
         handoff = message.handoff
         named = (handoff.engine, handoff.transfer_id, handoff.attempt, handoff.lent)
-        if self.state != "asked" or named != (self.lender, *self.key[1:], True):
+        if self.state != "asked" or named != (self.lender, self.transfer_id, self.attempt, True):
             return False
         self.state, self.handoff = "granted", handoff
         return True
@@ -76,9 +69,9 @@ class Loan:
         """The ticket of the borrower, for a lender that pushes."""
         if self.state != "granted":
             return []
-        return [(self.lender, KVTicket(self.key.request_id, self.key.attempt, ticket))]
+        return [(self.lender, KVTicket(self.request_id, self.attempt, ticket))]
 
     def end(self) -> list[tuple[str, RouterToEngine]]:
         """End the loan, and with it the lender's lease, even one not yet granted. Idempotent."""
         held, self.state, self.handoff = self.state in ("asked", "granted"), "over", None
-        return [(self.lender, Release(*self.key[1:], lent=True))] if held else []
+        return [(self.lender, Release(self.transfer_id, self.attempt, lent=True))] if held else []

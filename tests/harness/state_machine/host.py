@@ -450,7 +450,7 @@ class World:
                 self.num_resumed += 1
                 self.send(flow.resume())
             else:
-                self.send(flow.restart(self.route(), self.now))
+                self.send([*flow.reset(), *flow.begin(self.route(), self.now)])
         if flow.awaits_decode:
             others = [name for name in self.engines if name != flow.route.prefill]
             self.send(flow.bind_decode(others[self.chooser.below(len(others))], self.now))

@@ -137,7 +137,7 @@ class World:
                 self.num_resumed += 1
                 self.send(flow.resume())
             elif left == {"p", "d"}:
-                self.send(flow.restart(self.route(), NOW))
+                self.send([*flow.reset(), *flow.begin(self.route(), NOW)])
             else:
                 self.given_up = True
                 self.send(flow.give_up())
@@ -352,7 +352,7 @@ def test_restart_raises_the_attempt_and_continues_behind_the_output() -> None:
     assert isinstance(flow.failure, EngineDied)
     assert flow.retryable
     assert not flow.can_resume
-    ((engine, submit),) = flow.restart(Route("f", "f"), NOW)
+    ((engine, submit),) = [*flow.reset(), *flow.begin(Route("f", "f"), NOW)]
     assert isinstance(submit, Submit)
     assert (engine, submit.attempt, submit.output_token_ids) == ("f", 1, [3])
     flow.handle("f", Tokens("q", 1, 1, [4]), NOW)
@@ -546,7 +546,7 @@ def test_what_is_known_of_the_prompt_is_asked_for_once_and_stays() -> None:
     about_prompt = PromptLogprobs.of([None, logprob, logprob])
     flow.handle("e", Tokens("q", 0, 0, [3], [logprob], about_prompt, SourceCounts(computed=3)), NOW)
     flow.engine_died("e")
-    ((_, second),) = flow.restart(Route("f", "f"), NOW)
+    ((_, second),) = [*flow.reset(), *flow.begin(Route("f", "f"), NOW)]
     assert (second.params.prompt_logprobs, second.params.logprobs) == (None, 1)  # type: ignore[union-attr]
     flow.handle("f", Tokens("q", 1, 1, [4], [logprob], None, None), NOW)
     flow.handle("f", Finished("q", 1, "stop", SourceCounts(local_hit=3), 4), NOW)
@@ -558,7 +558,7 @@ def test_a_retry_before_the_first_token_has_its_own_sources() -> None:
     flow = make_flow("aggregated")
     flow.start(NOW)
     flow.engine_died("e")
-    flow.restart(Route("f", "f"), NOW)
+    [*flow.reset(), *flow.begin(Route("f", "f"), NOW)]
     flow.handle("f", Tokens("q", 1, 0, [3], sources=SourceCounts(local_hit=20)), NOW)
     assert (flow.prompt_engine, flow.sources) == ("f", SourceCounts(local_hit=20))
 
@@ -667,7 +667,7 @@ def test_the_end_of_a_request_returns_what_was_lent() -> None:
     flow, _ = borrowing_flow()
     granted(flow)
     flow.engine_died("p")
-    sends = flow.restart(Route("p2", ""), NOW)
+    sends = [*flow.reset(), *flow.begin(Route("p2", ""), NOW)]
     assert sends[0] == ("d", Release("t", 0, lent=True))
     submit = sends[-1][1]
     assert isinstance(submit, Submit)
