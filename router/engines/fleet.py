@@ -387,7 +387,7 @@ class Fleet:
     def tick(self) -> None:
         """Count one tick of TICK_S of silence; engines that send something reset their own count."""
         for engine in self.engines.values():
-            engine.health.tick(engine.has_work)
+            engine.health.tick(has_work=engine.books.requests > 0)
         self.doubted = [engine for engine in self.engines.values() if engine.suspicion]
         held = {s: sum(e.score.is_ejected for e in m.engines.values()) for s, m in self.sides.items()}
         self._mostly_ejected = {side for side, num in held.items() if 2 * num > len(self.sides[side])}

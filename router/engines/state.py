@@ -62,11 +62,6 @@ class EngineState:
         return BlockCounts(total=total, free=total, cached=0, active=0, leased=0, quarantined=0)
 
     @property
-    def has_work(self) -> bool:
-        """Whether the engine should be working on something for this router."""
-        return self.books.requests > 0
-
-    @property
     def serves(self) -> bool:
         """Whether the engine may get new requests: it is ready, not a suspect, and not drained."""
         return self.life == "ready" and not self.suspicion and not self.draining
@@ -114,10 +109,6 @@ class EngineState:
         blocks = self.blocks
         return max(blocks.total - blocks.quarantined, 0) * self.card.layout.block_size // self.card.layout.num_groups
 
-    def kv_missing(self, need: int) -> int:
-        """Tokens of KV for which its pool has no room, once its requests and one that needs so many have all theirs."""
-        return self.books.kv_tokens + need - self.kv_capacity
-
     @property
     def has_room(self) -> bool:
         """Whether it has fewer prompt tokens to compute than it may be given, and is given more."""
@@ -149,7 +140,7 @@ class EngineState:
         return not (self.draining or self.suspicion or self.score.held_until(now))  # a silent one is a suspect
 
     def describe(self, now: float, num_requests: int = 0) -> dict[str, Any]:
-        """The engine's description, JSON-ready; load, steps and blocks as last reported.
+        """The engine's description, JSON-ready, with its card; load, steps and blocks as last reported.
 
         `num_requests` of this router still use it. A draining engine without any is drained.
 
@@ -180,16 +171,12 @@ class EngineState:
             "running": load.running if load is not None else 0,
             "blocks": msgspec.to_builtins(self.blocks),
             "connector_problem": self.connector_problem,
+            **_describe_card(self.card, load),
         }
 
     @property
-    def refused(self) -> bool:
-        """Whether the engine is refused, and so will not come back by itself."""
-        return self.reason is not None
-
-    @property
     def reason(self) -> str | None:
-        """Why the engine is refused; None: it is not."""
+        """Why the engine is refused, and so will not come back by itself; None: it is not."""
         if self.life == "ready":
             return None
         return self.refusal or (self.note.read() if self.note is not None else None)
@@ -202,3 +189,42 @@ class EngineState:
             return EngineView(self.name, prompts + int(weight * books.kv_tokens), self.pace)
         load = prompts if side == "prefill" else books.kv_tokens
         return EngineView(self.name, load, self.pace if side == self.role else 1.0)
+
+
+def _describe_card(card: EngineCard | None, load: LoadReport | None) -> dict[str, Any]:
+    """The card of the latest incarnation, JSON-ready, without what only its peers can use; empty before the first.
+
+    `connector_parts` are the children, transports and tiers that the engine counts separately. If a part has several
+    ways to read a peer's KV, `kv_paths` says which one is used, by part and peer.
+    """
+    if card is None:
+        return {}
+    if card.backend:  # nothing is known of its KV
+        names = "epoch", "backend", "lacks", "max_model_len", "max_num_seqs"
+        return {name: getattr(card, name) for name in names}
+    layout = card.layout
+    parts = {} if load is None else load.connectors
+    return {
+        "version": card.version,
+        "epoch": card.epoch,
+        "model": card.model,
+        "max_model_len": card.max_model_len,
+        "max_num_seqs": card.max_num_seqs,
+        "tp": card.tp,
+        "connector": card.connector,
+        "connector_parts": sorted(parts),
+        "kv_paths": {part: stats.paths for part, stats in sorted(parts.items()) if stats.paths},
+        "kind": card.kind,
+        "content_addressed": card.content_addressed,
+        "orders": list(card.orders),
+        "kv_layout": {
+            "layers": layout.num_layers,
+            "kv_heads": layout.kv_heads_of_all_ranks,
+            "head_size": layout.head_size,
+            "dtype": layout.dtype,
+            "block_size": layout.block_size,
+            "block_bytes": layout.block_bytes,
+            "windows": list(layout.windows),
+            "hash_block_size": card.hash_block_size,
+        },
+    }

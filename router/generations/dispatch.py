@@ -17,7 +17,6 @@ from pdkv.config import HealthConfig, RecoveryConfig, ReuseConfig
 from pdkv.errors import EngineUnavailable, NoEngine
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.capacity import Capacity
-from pdkv.router.engines.card_summary import describe_card
 from pdkv.router.engines.fleet import ORDERS, Counters, Fleet
 from pdkv.router.engines.health import TICK_S, log_suspects
 from pdkv.router.engines.state import EngineState
@@ -227,16 +226,14 @@ class Dispatcher:
         """
         num_requests = Counter(name for g in self.driver.generations.values() for name in g.flow.engines)
         router = self._described | {"indexed_keys": self.index.num_keys, "tiers": self.tiers.describe()}
-        engines = [self._describe(e, num_requests[e.name]) | self._step_of(e.name) for e in self.fleet.engines.values()]
+        now = self._clock()
+        engines = [e.describe(now, num_requests[e.name]) | self._step_of(e.name) for e in self.fleet.engines.values()]
         pairs = [{"prefill": prefill, "decode": decode} for prefill, decode in self.fleet.pairs]
         return {"engines": engines, "pairs": pairs, "proposed": self.proposed(), "router": router}
 
     def describe_engine(self, name: str) -> dict[str, Any]:
-        """One engine, JSON-ready: `EngineState.describe` and `describe_card`."""
-        return self._describe(self.fleet.engines[name], self.driver.num_requests_on(name))
-
-    def _describe(self, engine: EngineState, num_requests: int) -> dict[str, Any]:
-        return engine.describe(self._clock(), num_requests) | describe_card(engine.card, engine.load)
+        """One engine, JSON-ready: `EngineState.describe`."""
+        return self.fleet.engines[name].describe(self._clock(), self.driver.num_requests_on(name))
 
     def _step_of(self, name: str) -> dict[str, Any]:
         """The time between two tokens, as a line over the requests that decode together; measured on recent ones."""

@@ -229,7 +229,7 @@ class Recovery:
             if engine.role not in (side, "any"):
                 continue
             if engine.life != "ready":
-                yield not engine.refused
+                yield engine.reason is None
             elif engine.card is not None:
                 is_equal = failures.draws in (0, engine.card.draws)
                 has_room = engine.name not in short

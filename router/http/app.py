@@ -52,12 +52,11 @@ from pdkv.router.http.server.auth import Authenticate, PlainPaths, authenticate
 from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.metrics.exposition import gauge
-from pdkv.router.metrics.keys import key_metrics
+from pdkv.router.metrics.extras import key_metrics, scaler_metrics
 from pdkv.router.metrics.loop_watchdog import LoopWatchdog
 from pdkv.router.metrics.overview import Overview
 from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import Metrics, Totals
-from pdkv.router.metrics.scaling import scaler_metrics
 from pdkv.router.metrics.tracing import Tracer
 from pdkv.router.scaling.scaler import Scaler
 from pdkv.text import Tokenizer

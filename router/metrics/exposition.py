@@ -1,6 +1,6 @@
 """Turns plain numbers into metric families: counting is as cheap as possible, and formatting is left to a scrape."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -75,8 +75,3 @@ def gauge(name: str, help: str, value: float, labels: Labels = NO_LABELS) -> Met
 def counters(name: str, help: str, label: str, values: Mapping[str, float], labels: Labels = NO_LABELS) -> Metric:
     """Numbers that only grow, by one more label."""
     return totals(name, help, [*labels, label], (([*labels.values(), value], n) for value, n in values.items()))
-
-
-def families(exposed: Iterable[Exposed]) -> Iterator[Metric]:
-    """The families of all of these histograms."""
-    return (item.family() for item in exposed)

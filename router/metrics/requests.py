@@ -15,7 +15,7 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.router.generations.timeline import PHASE_S, SHORT_S
 from pdkv.router.histogram import Histogram, bounds
 from pdkv.router.metrics.engines import engine_metrics
-from pdkv.router.metrics.exposition import Exposed, Scraped, counter, counters, families, gauge, totals
+from pdkv.router.metrics.exposition import Exposed, Scraped, counter, counters, gauge, totals
 from pdkv.router.metrics.loop_watchdog import LoopWatchdog
 from pdkv.router.metrics.tracing import Tracer
 
@@ -132,8 +132,7 @@ class Metrics(Totals):
         if self._admission is not None:
             yield from self._queue(self._admission)
         yield from self._looked_at()
-        yield from families(self._own_histograms())
-        yield from families(self._vllm_histograms())
+        yield from (exposed.family() for exposed in (*self._own_histograms(), *self._vllm_histograms()))
 
     def _requests(self) -> Iterator[Metric]:
         text = "Requests by endpoint and outcome."

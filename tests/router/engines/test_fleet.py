@@ -61,7 +61,7 @@ def test_description_is_the_topology_entry() -> None:
         "total": 100, "free": 100, "cached": 0, "active": 0, "leased": 0, "quarantined": 0,
     }  # fmt: skip
     engine.load = LoadReport(waiting=1, running=2, blocks=BLOCKS)
-    assert engine.describe(0.0) == {
+    expected = {
         "name": "decode-0",
         "role": "decode",
         "endpoint": "",
@@ -86,6 +86,7 @@ def test_description_is_the_topology_entry() -> None:
         "blocks": {"total": 10, "free": 4, "cached": 3, "active": 2, "leased": 1, "quarantined": 0},
         "connector_problem": None,
     }
+    assert engine.describe(0.0).items() >= expected.items()
     engine.draining = True
     assert not engine.describe(0.0)["serves"]
     engine.draining, engine.health.silent = False, True

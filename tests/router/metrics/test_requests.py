@@ -17,7 +17,7 @@ from pdkv.errors import EngineDied, RequestFailed
 from pdkv.router.admission.tenants import Grant, Tenant
 from pdkv.router.engines.state import EngineState
 from pdkv.router.metrics import requests as metrics_module
-from pdkv.router.metrics.keys import key_metrics
+from pdkv.router.metrics.extras import key_metrics
 from pdkv.router.metrics.requests import MAX_OUTCOMES, Metrics
 from pdkv.wire.reports import ConnectorStats
 from pdkv.wire.tiers import TierEvents
