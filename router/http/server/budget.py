@@ -77,15 +77,6 @@ class ByteBudget:
         """Requests that wait for room."""
         return sum(len(waiting) for queue in (self._waiting, self._small_waiting) for waiting in queue.values())
 
-    def take(self, holder: Held, size: int) -> None:
-        """Take `size` more bytes, now or not at all.
-
-        Raises:
-            ServerBusy: there is no room for them.
-        """
-        if not self.try_take(holder, size):
-            raise self.busy()
-
     def try_take(self, holder: Held, size: int) -> bool:
         """Take `size` more bytes if there is room now, and nothing is ahead of it."""
         with self._lock:

@@ -21,7 +21,6 @@ from uvicorn.server import ServerState
 
 from pdkv.base.limits import clip
 from pdkv.config import HttpLimits
-from pdkv.errors import ServerBusy
 from pdkv.router.admission.tenants import payer
 from pdkv.router.http.server.budget import SMALL_BYTES, ByteBudget, Held
 from pdkv.router.http.server.connections import Connections
@@ -364,9 +363,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _keep(self, data: bytes) -> None:
         """Store input until the requests before it are answered."""
-        try:
-            self._bodies.take(self._kept, len(data))
-        except ServerBusy:
+        if not self._bodies.try_take(self._kept, len(data)):
             self._be_deaf()
             return
         self._rest += data

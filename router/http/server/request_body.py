@@ -103,7 +103,8 @@ class BodyReader:
         except TimeoutError:
             raise self._too_late() from None
         finally:
-            self._stop_watch()
+            if self._watch is not None:
+                self._watch.cancel()
 
     async def _receive_all(self, announced: int) -> bytes | bytearray:
         body = bytearray()
@@ -198,10 +199,6 @@ class BodyReader:
             self._timeout.reschedule(loop.time())
         else:
             self._watch = loop.call_later(_CHECK_S, self._check_pace)
-
-    def _stop_watch(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
 
     def _too_large(self) -> InvalidRequest:
         limit = self._limits.max_body_bytes

@@ -62,7 +62,7 @@ function draw(overview) {
   drawFigures(series, overview);
   drawTopology(overview);
   drawLatency(series);
-  drawSources(series, overview);
+  drawSources(series);
   drawTiers(overview);
   drawOutcomes(series, overview);
   drawEvents(overview);

@@ -41,7 +41,7 @@ export function drawLatency(series) {
 const SOURCES = [["computed", "computed"], ["local_hit", "in the engine's cache"], ["remote", "handed off"], ["store", "from a store or a peer"],
   ["recomputed", "computed again"]];
 
-export function drawSources(series, { hits }) {
+export function drawSources(series) {
   const roles = Object.keys(series.now.sources).map((role) => ({ role, ...series.sources(role) }));
   const total = (values) => Object.values(values).reduce((sum, value) => sum + value, 0);
   say(at("sources-window"), roles.some(({ recent }) => recent) ? at("window").textContent : "since start");
@@ -50,8 +50,6 @@ export function drawSources(series, { hits }) {
   const rows = SOURCES.map(([name, label]) => h("tr", {}, h("th", { scope: "row" }, h("i", { class: `swatch c-${name}` }), label),
     roles.map(({ values }) => h("td", {}, total(values) ? percent(values[name] / total(values)) : "–"))));
   at("sources").replaceChildren(...bars, table(["", ...roles.map(({ role }) => (role === "any" ? "aggregated" : role))], rows));
-  const told = Object.entries(hits ?? {}).map(([name, value]) => [name, name.replaceAll("_", " "), number(value)]);
-  at("hits").replaceChildren(told.length ? legend(told) : "");
 }
 
 const CLASSES = ["active", "leased", "cached", "quarantined"];

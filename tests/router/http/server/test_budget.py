@@ -82,12 +82,12 @@ async def test_small_ones_do_not_wait_behind_large_ones_and_do_not_fill_their_ro
 async def test_a_key_holds_as_much_as_it_leaves_free_and_another_has_its_turn_before_what_waits() -> None:
     bodies = budget()
     exempt, own, further, more, others, others_next = (Held(key) for key in ("", "a", "a", "a", "b", "b"))
-    bodies.take(own, 4 * MIB)
+    assert bodies.try_take(own, 4 * MIB)
     tasks = [waits(bodies, exempt, LARGEST * 2), waits(bodies, further, MIB), waits(bodies, more, MIB)]
     await turns()
     assert exempt.is_exempt
     assert [task.done() for task in tasks] == [True, False, False], "half is left free, for other keys"
-    bodies.take(others, MIB)
+    assert bodies.try_take(others, MIB)
     tasks.append(waits(bodies, others_next, 4 * MIB))
     await turns()
     assert not tasks[3].done()
