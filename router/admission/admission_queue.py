@@ -340,16 +340,16 @@ class Visit:
 
     def judge(self, asked: Asked) -> Terms:
         """Reserve what a request asks for, within its tenant's limits. Raises InvalidRequest and TooManyRequests."""
-        tenant, priority = self.tenant, asked.priority
-        self.turns = tenant.turns_of(asked.fairness_id)
+        tenant, priority, wishes = self.tenant, asked.priority, asked.wishes
+        self.turns = tenant.turns_of(wishes.fairness_id)
         tenant.check_priority(priority)
-        if asked.objective_priority is not None:
-            if priority not in (0, asked.objective_priority):
-                text = f"{asked.objective_header} has priority {asked.objective_priority}, and the body {priority}"
-                raise InvalidRequest(f"{text}: send one of them", param=asked.objective_header)
-            priority = asked.objective_priority
-            tenant.check_priority(priority, asked.objective_header)
-        if asked.explain and not tenant.grant.admin:  # what others have cached is told to no stranger
+        if wishes.priority is not None:
+            if priority not in (0, wishes.priority):
+                text = f"{wishes.objective_header} has priority {wishes.priority}, and the body {priority}"
+                raise InvalidRequest(f"{text}: send one of them", param=wishes.objective_header)
+            priority = wishes.priority
+            tenant.check_priority(priority, wishes.objective_header)
+        if wishes.explain and not tenant.grant.admin:  # what others have cached is told to no stranger
             text = "x-pd-explain needs a key with admin rights (admin = true in the key file)"
             raise Unauthorized(text, status=403)
         if self._admission.config.require_cache_salt and not asked.cache_salt:
@@ -361,8 +361,8 @@ class Visit:
         n, most, predicted = asked.n, asked.max_tokens, asked.num_predicted
         self.hold(asked.prompt_lengths, n, most, stream=asked.stream, num_predicted=predicted)
         if not tenant.digest:
-            return Terms(priority, asked.cache_salt, None, "", asked.explain)
-        return Terms(priority, tenant.salted(asked.cache_salt), tenant.grant.kv_terms, tenant.digest, asked.explain)
+            return Terms(priority, asked.cache_salt, None, "", wishes.explain)
+        return Terms(priority, tenant.salted(asked.cache_salt), tenant.grant.kv_terms, tenant.digest, wishes.explain)
 
     async def start(self, request: GenerateRequest, deliver: Deliver, index: int = 0) -> "Generation":
         """Begin a generation when its turn comes; at once, without switching to another task, if it need not wait.

@@ -16,14 +16,22 @@ Deliver = Callable[["Generation"], None]
 """A callback that takes a generation over the moment it begins: its owner can abort it from then on."""
 
 
+class Wishes(NamedTuple):
+    """What the headers of a request ask for."""
+
+    slo_ttft_s: float = 0.0  # seconds within which the first token should come; 0: as soon as possible
+    slo_tpot_s: float = 0.0  # seconds that each further one should take; 0: as few as possible
+    priority: int | None = None  # of the objective that it names
+    objective_header: str = ""  # that named it
+    fairness_id: str = ""  # requests with the same one share their key's turns as one
+    explain: bool = False  # why its engines were chosen
+
+
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What a request asks of its tenant, once it has been read."""
 
     priority: int
-    objective_priority: int | None  # of the objective that a header names
-    objective_header: str
-    fairness_id: str
-    explain: bool  # how its engines were chosen is to be told
+    wishes: Wishes
     cache_salt: str
     prompt_lengths: list[int]
     n: int

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from pdkv.base.limits import clip
 from pdkv.base.trace_context import TraceContext, new_trace, parse_traceparent
 from pdkv.errors import InvalidRequest, PdkvError, ServerBusy
-from pdkv.router.admission.desk import Asked, Stay
+from pdkv.router.admission.desk import Asked, Stay, Wishes
 from pdkv.router.admission.tenants import TENANT, Tenant, payer
 from pdkv.router.http.answer.exchange import Exchange
 from pdkv.router.http.answer.fanout import Fanout
@@ -26,7 +26,7 @@ from pdkv.router.http.answer.request_report import RequestReport, record
 from pdkv.router.http.read.intake import Shared
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
-from pdkv.router.http.read.wishes import Wishes, read_wishes
+from pdkv.router.http.read.wishes import read_wishes
 from pdkv.router.http.server.access_log import log_access, wants_access_lines
 from pdkv.router.http.server.deadline import Deadline
 from pdkv.router.http.server.request_body import Disconnected
@@ -174,10 +174,7 @@ class GenerateEndpoint:
         """The request on its tenant's terms. Raises InvalidRequest and TooManyRequests."""
         asked = Asked(
             priority=job.priority,
-            objective_priority=wishes.priority,
-            objective_header=wishes.objective_header,
-            fairness_id=wishes.fairness_id,
-            explain=wishes.explain,
+            wishes=wishes,
             cache_salt=job.cache_salt,
             prompt_lengths=[len(prompt.token_ids) for prompt in job.prompts],
             num_predicted=len(job.prediction_token_ids),

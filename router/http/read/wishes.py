@@ -2,12 +2,12 @@
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from starlette.datastructures import Headers
 
 from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
+from pdkv.router.admission.desk import Wishes
 
 MAX_SLO_MS = 3_600_000
 """The longest time that may be asked for."""
@@ -17,17 +17,6 @@ EXPLAIN = "x-pd-explain"
 
 _MILLISECONDS = re.compile(r"[0-9]{1,7}(\.[0-9]{1,6})?")
 _MAX_ID = 256
-
-
-class Wishes(NamedTuple):
-    """What the headers of a request ask for."""
-
-    slo_ttft_s: float = 0.0  # seconds within which the first token should come; 0: as soon as possible
-    slo_tpot_s: float = 0.0  # seconds that each further one should take; 0: as few as possible
-    priority: int | None = None  # of the objective that it names
-    objective_header: str = ""  # that named it
-    fairness_id: str = ""  # requests with the same one share their key's turns as one
-    explain: bool = False  # why its engines were chosen
 
 
 def read_wishes(headers: Headers, objectives: Mapping[str, int]) -> Wishes:

@@ -13,7 +13,8 @@ from pdkv.config import AdmissionConfig
 from pdkv.errors import ConfigError, InvalidRequest
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.admission.api_keys import KeyRing, make_key
-from pdkv.router.http.read.wishes import Wishes, read_wishes
+from pdkv.router.admission.desk import Wishes
+from pdkv.router.http.read.wishes import read_wishes
 
 TTFT, TPOT, OBJECTIVE = "x-llm-d-slo-ttft-ms", "x-llm-d-slo-tpot-ms", "x-llm-d-inference-objective"
 FAIRNESS = "x-llm-d-inference-fairness-id"
