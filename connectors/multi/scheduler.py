@@ -128,16 +128,6 @@ class MultiScheduler(SchedulerConnector):
         self._taken_over: set[TransferKey] = set()  # loads that another child took over since the last metadata
         self._refused: OrderedDict[str, None] = OrderedDict()  # epochs of peers whose cards do not fit
 
-    @property
-    def num_loads(self) -> int:
-        """Number of running loads."""
-        return len(self._loads)
-
-    @property
-    def num_fallbacks(self) -> int:
-        """Number of loads that another child took over."""
-        return self._num_fallbacks.total()
-
     # --- loads ----------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:

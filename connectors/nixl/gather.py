@@ -125,11 +125,6 @@ class GatherSource:
         # Runs from the first chunk on that must wait for something.
         self._thread = ServiceThread(self._run, lambda: self._waiting.put(None), "pdkv-nixl-gather")
 
-    @property
-    def num_free_slots(self) -> int:
-        """Slots that are not being read."""
-        return len(self._free)
-
     def forget(self, agents: list[str]) -> None:
         """Forget readers that are gone. On the message thread."""
         for key in [key for key in self._requests if key[0] in agents]:

@@ -83,11 +83,6 @@ class AuthListener:
         self._thread = ServiceThread(self._run, lambda: os.eventfd_write(self._wake, 1), name)
         self._thread.start()
 
-    @property
-    def num_strangers(self) -> int:
-        """Number of connections that are not authenticated yet."""
-        return len(self._strangers)
-
     def close(self, timeout_s: float) -> bool:
         """End the thread and all strangers; False: it did not end in time. Idempotent."""
         return not self._thread.is_alive or self._thread.stop(timeout_s)

@@ -52,7 +52,7 @@ def test_any_schedule_gives_the_right_tokens_and_returns_every_block(pair: Pair,
             assert isinstance(scheduler, MultiScheduler) == (pair in MULTI_PAIRS)
             if isinstance(scheduler, MultiScheduler):
                 assert not len(scheduler.sending), "a hand-off is kept"
-                assert not scheduler.num_loads, "a load is kept"
+                assert not scheduler._loads, "a load is kept"
 
     check()
 
@@ -106,7 +106,7 @@ def test_schedules_reach_what_they_are_about(pair: Pair, thoroughness: float, mo
             seen["remote"] += load.sources.remote
             seen["failed loads"] += load.load_failures
             if isinstance(engine.core.external.connector, MultiScheduler):
-                num_fallbacks += engine.core.external.connector.num_fallbacks
+                num_fallbacks += engine.core.external.connector._num_fallbacks.total()
         most_ahead.add((world.max_lag, world.most_ahead))
         seen["restarts"] += world.num_restarts
         seen["retries"] += sum(client.flow.attempt > 0 for client in world.clients)

@@ -178,7 +178,7 @@ def _obey(engine: Engine, method: str, arguments: list[Any], named: dict[str, An
             for block_id in arguments:
                 engine.table.reuse(block_id)
         case "free_slots":
-            return [worker.source.num_free_slots for worker in engine.workers]
+            return [len(worker.source._free) for worker in engine.workers]
         case _:
             return getattr(engine, method)(*arguments, **named)
     return None

@@ -101,6 +101,6 @@ def test_the_worst_stop_strings_cost_a_state_per_character() -> None:
     """A text that matches them all but for the last character: the work is one table, not one per stop string."""
     stops = ["a" * length + "b" for length in range(2, 66)]
     automaton = StopAutomaton(stops)
-    assert automaton.num_states == 65 + 64 + 1
+    assert len(automaton._depths) == 65 + 64 + 1
     text, found = StopStrings(automaton).push("a" * 100_000 + "c")
     assert (len(text), found) == (100_001, None)

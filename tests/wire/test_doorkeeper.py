@@ -116,7 +116,7 @@ def test_a_crowd_makes_room_by_itself_and_routers_stay(keyed_server: EngineServe
             assert [name for name, _ in await asyncio.to_thread(receive, keyed_server, 1)] == ["late"]
             await heard.until(lambda: bool(heard.cards) and bool(heard.beats))
             late.close()
-        wait_until_true(lambda: keeper.num_unproven == 0, "those that left are forgotten")
+        wait_until_true(lambda: len(keeper._unproven) == 0, "those that left are forgotten")
         wait_until_true(lambda: num_descriptors() <= before, "descriptors are given back")
         await check_served(keyed_server, client, listener)
 
@@ -178,7 +178,7 @@ def test_a_descriptor_that_is_anothers_by_now_is_left_alone(keyed_server: Engine
         with mine, theirs:
             for fd in (elsewhere.fileno(), mine.fileno(), file.fileno(), theirs.fileno() + 1000):
                 keeper._take_in(fd)
-    assert keeper.num_unproven == keeper.num_refused == 0
+    assert len(keeper._unproven) == keeper.num_refused == 0
 
 
 def test_an_error_that_comes_again_and_again_fills_no_log_and_keeps_no_processor_busy(
@@ -220,7 +220,7 @@ def test_an_engine_that_is_besieged_ends_as_any_other() -> None:
     try:
         with pytest.raises(Exception, match="cannot listen on"):
             EngineServer(server.endpoint, make_card(), key=KEY)
-        wait_until_true(lambda: doorkeeper_of(server).num_unproven > 0, "some are there")
+        wait_until_true(lambda: bool(doorkeeper_of(server)._unproven), "some are there")
     finally:
         server.close()
         stop.set()

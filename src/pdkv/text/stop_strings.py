@@ -40,11 +40,6 @@ class StopAutomaton:
         """States that may still become a stop string."""
         self._link()
 
-    @property
-    def num_states(self) -> int:
-        """The number of states, at most one more than the characters of the stop strings."""
-        return len(self._depths)
-
     def _insert(self, stop: str) -> None:
         state = _ROOT
         for character in stop:

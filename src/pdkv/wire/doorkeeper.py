@@ -82,11 +82,6 @@ class Doorkeeper:
         self._poller.register(self._requests, zmq.POLLIN)
         self._thread = ServiceThread(self._run, lambda: None, "doorkeeper")
 
-    @property
-    def num_unproven(self) -> int:
-        """Number of connections that are not authenticated yet."""
-        return len(self._unproven)
-
     def guard(self, guarded: Socket) -> None:
         """Guard a socket: without the key, no connection is admitted. Call it before bind."""
         self._key.guard(guarded)

@@ -476,7 +476,7 @@ def test_a_store_takes_over_what_it_has_where_the_hand_off_failed() -> None:
     decode.handle("r", submit(PROMPT, output_token_ids=first, kv="await_peer", handoff=handed.handoff), 0.0)
     messages = run(decode)
     assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
-    assert scheduler_of(decode).num_fallbacks == 1
+    assert scheduler_of(decode)._num_fallbacks.total() == 1
     assert decode.external.get_stats("multi")["multi/0-memory"].fallbacks == 1
     (loaded,) = of_type(messages, Loaded)
     assert (loaded.ok, loaded.code) == (False, "peer_gone")
@@ -495,7 +495,7 @@ def test_a_reader_that_cannot_pull_finds_what_the_store_has() -> None:
     assert first + output_of(messages, "a") == expected_tokens(PROMPT, 4)
     (finished,) = of_type(messages, Finished)
     assert finished.sources.remote == 8
-    assert scheduler_of(decode).num_fallbacks == 0
+    assert scheduler_of(decode)._num_fallbacks.total() == 0
     assert leases(prefill) == 1
 
 
@@ -543,7 +543,7 @@ def test_a_cancel_reaches_a_load_that_was_taken_over_in_the_same_step() -> None:
     assert list(scheduler.resolve_results(TransferResults({}, {}, {}, ended)).failed_receiving) == [
         TransferKey("t-a", 0)
     ]
-    assert scheduler.num_loads == 0
+    assert not scheduler._loads
     assert first
 
 

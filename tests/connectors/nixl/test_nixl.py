@@ -164,7 +164,7 @@ def check_nothing_is_left(*engines: Any) -> None:
     """All slots are free again, all jobs have ended."""
     for engine in engines:
         if isinstance(engine, Engine):
-            wait_until_true(lambda e=engine: [w.source.num_free_slots for w in e.workers] == _slots(e), "slots")  # type: ignore[misc]
+            wait_until_true(lambda e=engine: [len(w.source._free) for w in e.workers] == _slots(e), "slots")  # type: ignore[misc]
             assert [worker.num_open_jobs for worker in engine.workers] == [0] * engine.tp
             buffers = engine.workers[0].endpoint.buffers
             assert buffers.num_free == buffers.count
@@ -527,7 +527,7 @@ def test_a_source_that_stood_still_hears_that_a_request_is_over(
         return key
 
     def has_slots() -> bool:
-        return not source.source._requests and source.source.num_free_slots == source.endpoint.slots.count
+        return not source.source._requests and len(source.source._free) == source.endpoint.slots.count
 
     monkeypatch.setattr(bell, "send", send)
     assert decode.ended(begin_load()).code == ""
@@ -572,7 +572,7 @@ def test_a_source_frees_the_slots_of_a_reader_that_forgot_it_for_a_while(world: 
         goes_on.set()
         assert decode.ended(begin_load()).code == ""
     wait_until_true(lambda: not source.source._requests, "it has ended all of them")
-    wait_until_true(lambda: source.source.num_free_slots == source.endpoint.slots.count, "all slots are free")
+    wait_until_true(lambda: len(source.source._free) == source.endpoint.slots.count, "all slots are free")
 
 
 def test_an_error_that_nobody_expects_ends_no_thread(world: World) -> None:

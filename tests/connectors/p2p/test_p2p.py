@@ -462,8 +462,8 @@ def test_idle_strangers_keep_no_peer_out_and_hold_a_bounded_number_of_descriptor
             stranger = strangers.enter_context(socket.create_connection((address.host, address.port), WAIT_S))
             if i % 2:
                 stranger.sendall(b"\x64")  # the beginning of a greeting
-        wait_until_true(lambda: listener.num_strangers + listener.num_refused == 1000, "all have been seen")
-        assert listener.num_strangers <= MAX_STRANGERS
+        wait_until_true(lambda: len(listener._strangers) + listener.num_refused == 1000, "all have been seen")
+        assert len(listener._strangers) <= MAX_STRANGERS
         for i in range(3):
             decode.meet()
             decode.meet(prefill.card)

@@ -362,7 +362,7 @@ def test_a_peer_comes_in_and_its_connection_works(opened: Callable[..., Opened])
     assert theirs.hello == session.hello
     assert source in ("127.0.0.1", f"uid {os.geteuid()}")
     assert connection.getblocking()
-    assert own.listener.num_strangers == own.listener.num_refused == 0
+    assert len(own.listener._strangers) == own.listener.num_refused == 0
 
 
 def test_a_thousand_idle_strangers_hold_few_descriptors_and_keep_nobody_out(opened: Callable[..., Opened]) -> None:
@@ -375,7 +375,7 @@ def test_a_thousand_idle_strangers_hold_few_descriptors_and_keep_nobody_out(open
         if i % 100 == 99:
             own.enter()
     wait_until_true(lambda: len(own.came) == 10, "all peers came in")
-    assert own.listener.num_strangers <= MAX_STRANGERS_PER_SOURCE
+    assert len(own.listener._strangers) <= MAX_STRANGERS_PER_SOURCE
 
 
 def test_as_many_peers_as_have_links_may_come_at_once(opened: Callable[..., Opened]) -> None:
@@ -402,14 +402,14 @@ def test_a_stranger_that_is_too_slow_has_to_go(opened: Callable[..., Opened]) ->
     clock = VirtualClock()
     own = opened(timeout_s=10.0, clock=clock)
     silent, slow = own.connect(), own.connect()
-    wait_until_true(lambda: own.listener.num_strangers == 2, "they are seen")
+    wait_until_true(lambda: len(own.listener._strangers) == 2, "they are seen")
     for _ in range(2):
         assert own.listener.num_refused == 0
         clock.advance(5.0)
         slow.send(b"\1")  # whoever says something wakes the listener
     assert not silent.recv(1)
     wait_until_true(lambda: own.listener.num_refused == 2, "both are gone")
-    assert own.listener.num_strangers == 0
+    assert len(own.listener._strangers) == 0
 
 
 def test_the_oldest_of_the_same_source_makes_room(
@@ -420,7 +420,7 @@ def test_the_oldest_of_the_same_source_makes_room(
     connections = []
     for number in range(1, 4):
         connections.append(own.connect())
-        wait_until_true(lambda n=number: own.listener.num_strangers + own.listener.num_refused == n, "it is seen")  # type: ignore[misc]
+        wait_until_true(lambda n=number: len(own.listener._strangers) + own.listener.num_refused == n, "it is seen")  # type: ignore[misc]
     assert not connections[0].recv(1)
     connections[1].setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -431,7 +431,7 @@ def test_without_descriptors_a_stranger_makes_room_and_the_listener_recovers(ope
     own = opened()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     idle = own.connect()
-    wait_until_true(lambda: own.listener.num_strangers == 1, "it is seen")
+    wait_until_true(lambda: len(own.listener._strangers) == 1, "it is seen")
     mine = [socket.socket(own.family, socket.SOCK_STREAM) for _ in range(2)]
     lowest_free = os.dup(0)
     os.close(lowest_free)
