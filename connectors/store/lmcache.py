@@ -33,8 +33,9 @@ from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Check, Sealer
 from pdkv.connectors.store.lmcache_keys import ChunkKeys, HashName
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
+from pdkv.connectors.store.orders import StoreTiers
 from pdkv.connectors.store.plan import StoreCut, Value
-from pdkv.connectors.store.scheduler import StoreScheduler, StoreTiers
+from pdkv.connectors.store.scheduler import StoreScheduler
 from pdkv.errors import ConfigError
 from pdkv.kv_store.base import Buffer, KVStore, Scattered
 from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
@@ -234,7 +235,7 @@ class _ChunkScheduler(StoreScheduler):
         notify: Callable[[], None],
     ) -> None:
         super().__init__(config, options, cut, lookups, news)
-        self.tiers = _ChunkTiers(self._orders, news, lookups)
+        self.tiers = _ChunkTiers(news, lookups)
         self._keys = keys
         self._notify = notify
 

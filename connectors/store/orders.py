@@ -14,14 +14,16 @@ import msgspec
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.service_thread import ServiceThread
-from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
+from pdkv.connectors.base import Tiers, TransferKey, TransferOutcome, TransferResults
 from pdkv.connectors.store.between_tiers import BetweenTiers
+from pdkv.connectors.store.lookup import KeyLookups
+from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.plan import StoreCut, Value
 from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnsupported, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.reports import ConnectorStats
-from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer, TierEvents
 from pdkv.wire.types import MAX_PROBLEM_CHARS
 
 logger = logging.getLogger(__name__)
@@ -59,17 +61,26 @@ def longest_hit(cut: StoreCut, block_keys: Sequence[bytes], there: Container[byt
     return stop
 
 
-class OrderBook:
-    """The scheduler side's orders in progress, and their results."""
+class StoreTiers(Tiers):
+    """The scheduler side's tiers, which are those of one store: news of them, orders in progress, and their results."""
 
-    def __init__(self) -> None:
-        self._new: list[CacheOrder] = []
+    def __init__(self, news: StoreNews, lookups: KeyLookups) -> None:
+        self._news = news
+        self._lookups = lookups
+        self._new: list[CacheOrder] = []  # for the next metadata
         self._under_way: dict[TransferKey, CacheOrder] = {}
         self._answers: list[CacheAnswer] = []
 
-    def add(self, order: CacheOrder) -> None:
-        """Add an order to the next metadata."""
+    @property
+    def problem(self) -> str:
+        return self._lookups.problem
+
+    def take_events(self) -> Sequence[TierEvents]:
+        return self._news.take()
+
+    def order(self, order: CacheOrder) -> int:
         self._new.append(order)
+        return 1
 
     def take_new(self) -> list[CacheOrder]:
         """The orders that the workers must carry out now."""
@@ -90,8 +101,7 @@ class OrderBook:
             self._answers.append(_merge(order, sent.pop(name_of(order)).notes))
         return results._replace(finished_sending=sent), orders
 
-    def take_answers(self) -> list[CacheAnswer]:
-        """Answers that have come since the last call."""
+    def take_answers(self) -> Sequence[CacheAnswer]:
         answers, self._answers = self._answers, []
         return answers
 

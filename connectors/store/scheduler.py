@@ -28,7 +28,6 @@ from pdkv.connectors.base import (
     SchedulerView,
     Shown,
     Stats,
-    Tiers,
     TransferKey,
     TransferOutcome,
     TransferResults,
@@ -38,7 +37,7 @@ from pdkv.connectors.store.look_ahead import LookAhead
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.options import StoreConnectorOptions
-from pdkv.connectors.store.orders import OrderBook, values_of
+from pdkv.connectors.store.orders import StoreTiers, values_of
 from pdkv.connectors.store.plan import (
     BlockSpan,
     Cut,
@@ -54,7 +53,7 @@ from pdkv.connectors.transfer.planning import Ids, as_ids
 from pdkv.errors import IncompatiblePeers, KVNotFound, MalformedMessage
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.kv import EngineCard, KVTerms
-from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
+from pdkv.wire.tiers import CacheOrder
 
 SAVE_STEPS = 4
 """Steps of decodes that are saved together: waking the saving threads costs more than a value."""
@@ -174,8 +173,7 @@ class StoreScheduler(SchedulerConnector):
         )
         self._payload = msgspec.msgpack.encode(cut.cut)
         self._news = news
-        self._orders = OrderBook()
-        self.tiers = StoreTiers(self._orders, news, lookups)
+        self.tiers = StoreTiers(news, lookups)
 
     # --- finds ----------------------------------------------------------------------------------------------------
 
@@ -331,7 +329,7 @@ class StoreScheduler(SchedulerConnector):
             loads=loads,
             saves=saves,
             drops=self._drops(view),
-            orders=self._orders.take_new(),
+            orders=self.tiers.take_new(),
             ahead=ahead,
             passed=passed,
         )
@@ -559,7 +557,7 @@ class StoreScheduler(SchedulerConnector):
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
         """Take the results of orders out: the engine does not act on them."""
-        results, orders = self._orders.settle(results)
+        results, orders = self.tiers.settle(results)
         for order in orders:
             if order.action == "clear":
                 self._cleared(order)
@@ -629,26 +627,3 @@ class StoreScheduler(SchedulerConnector):
 
     def shutdown(self) -> None:
         self.lookups.close()
-
-
-class StoreTiers(Tiers):
-    """The tiers of the store, which is one part."""
-
-    def __init__(self, orders: OrderBook, news: StoreNews, lookups: KeyLookups) -> None:
-        self._orders = orders
-        self._news = news
-        self._lookups = lookups
-
-    def take_events(self) -> Sequence[TierEvents]:
-        return self._news.take()
-
-    def order(self, order: CacheOrder) -> int:
-        self._orders.add(order)
-        return 1
-
-    def take_answers(self) -> Sequence[CacheAnswer]:
-        return self._orders.take_answers()
-
-    @property
-    def problem(self) -> str:
-        return self._lookups.problem

@@ -491,7 +491,7 @@ async def test_a_rank_that_does_not_start_leaves_none_of_its_engine(
         assert not any(child.alive for child in deck.started if child.name.startswith("decode-1"))
 
 
-class _Moving:
+class _Moving(starter.EngineStarter):
     """Starts engines elsewhere: each time at another address."""
 
     def __init__(self, deck: Deck, fake_child: FakeChild, children: starter.Children) -> None:
@@ -511,8 +511,6 @@ class _Moving:
 
         return spawn
 
-    def renew(self) -> None: ...
-    async def forget(self, name: str) -> None: ...
     async def close(self) -> None: ...
 
 

@@ -17,7 +17,7 @@ from pdkv.launch.children import Child, heed
 from pdkv.launch.logs import LineHandler
 from pdkv.launch.ray_actor import EngineActor, Exited, LogLines, Order, decode_event
 from pdkv.launch.specs import EngineSpec, Started, encode
-from pdkv.launch.starter import Children
+from pdkv.launch.starter import Children, EngineStarter
 
 CONNECT_S = 20.0
 """Seconds for a cluster to answer."""
@@ -54,8 +54,10 @@ async def connect(address: str) -> None:
         raise ConfigError(f"address: cannot join a Ray cluster at {address}: {_last_line(error)}") from None
 
 
-class RayStarter:
-    """Starts each engine in an actor of its own, in a placement group that stays reserved for the engine's name."""
+class RayStarter(EngineStarter):
+    """Starts each engine in an actor of its own, in a placement group that stays reserved for the engine's name. Its
+    environment is that of its node.
+    """
 
     def __init__(self, children: Children, tiers: TiersConfig, key: str) -> None:
         """`key`: the cluster's secret, which engines get with their orders."""
@@ -102,9 +104,6 @@ class RayStarter:
         actor = ray.remote(EngineActor).options(**options, scheduling_strategy=place).remote()
         order = encode(Order(spec, self._tiers, self._key))
         return actor, actor.run.options(num_returns="streaming").remote(order)
-
-    def renew(self) -> None:
-        """The environment of engines is that of their nodes."""
 
     async def forget(self, name: str) -> None:
         """Give an engine's resources back to Ray."""

@@ -5,9 +5,9 @@ import functools
 import logging
 import secrets
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -96,9 +96,10 @@ class Children:
         self.running.difference_update(children)
 
 
-class EngineStarter(Protocol):
+class EngineStarter(ABC):
     """Starts a supervisor's engines, each once: when, and how often, is the supervisor's decision."""
 
+    @abstractmethod
     async def start(self, spec: EngineSpec) -> list[Child]:
         """Start all ranks of an engine; returns when each is ready. If one fails, none is left. Raises PdkvError."""
 
@@ -108,11 +109,12 @@ class EngineStarter(Protocol):
     async def forget(self, name: str) -> None:
         """Give back what is reserved for an engine that has ended for good."""
 
+    @abstractmethod
     async def close(self) -> None:
         """Start nothing any more."""
 
 
-class LocalStarter:
+class LocalStarter(EngineStarter):
     """Starts engines on this host, as children of this process."""
 
     def __init__(self, children: Children, lifeline_fd: int, connector_target: str, *, use_fork_server: bool) -> None:
@@ -125,9 +127,6 @@ class LocalStarter:
         """Have the next engine forked from a new fork server."""
         if self._forks is not None:
             self._forks.close()
-
-    async def forget(self, name: str) -> None:
-        """Nothing is reserved here."""
 
     async def close(self) -> None:
         """Close the fork server, which is one of the children to end."""

@@ -7,7 +7,7 @@ import pytest
 from store_rig import KEYS, WAIT_S, Engine, FaultyStore, MakeEngine, chain, find, order, prefill, view
 
 from pdkv.connectors.base import SchedulerView, TransferOutcome, TransferResults
-from pdkv.connectors.store.orders import MAX_ORDERS, OrderBook, longest_hit, name_of
+from pdkv.connectors.store.orders import MAX_ORDERS, longest_hit, name_of
 from pdkv.errors import MalformedMessage, ServerBusy, StoreUnavailable, StoreUnsupported, TransferTimeout
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.host_store import HostStore
@@ -31,14 +31,14 @@ def one_engine(tiers: TieredStore) -> Iterator[Engine]:
     engine.close()
 
 
-def test_an_answer_of_ranks_that_cannot_be_read_is_a_failed_one() -> None:
-    book = OrderBook()
+def test_an_answer_of_ranks_that_cannot_be_read_is_a_failed_one(engine: Engine) -> None:
+    tiers = engine.scheduler.tiers
     for note, said in (((b"no answer",), [("store", MalformedMessage.code)]), ((), [])):
-        book.add(CacheOrder(order_id="o", action="lookup", keys=KEYS, tier="store"))
-        (asked,) = book.take_new()
+        tiers.order(CacheOrder(order_id="o", action="lookup", keys=KEYS, tier="store"))
+        (asked,) = tiers.take_new()
         ended = {name_of(asked): TransferOutcome(notes=note)}
-        assert book.settle(TransferResults(ended, {}, {}, {})) == (TransferResults({}, {}, {}, {}), [asked])
-        (answer,) = book.take_answers()
+        assert tiers.settle(TransferResults(ended, {}, {}, {})) == (TransferResults({}, {}, {}, {}), [asked])
+        (answer,) = tiers.take_answers()
         assert [(tier.tier, tier.code) for tier in answer.tiers] == said
 
 
