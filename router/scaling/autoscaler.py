@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from pdkv.base.cost_line import Line
 from pdkv.config import Bounds
 from pdkv.router.scaling.attainment import Answers, Prompts, tpot, ttft
@@ -59,16 +61,22 @@ class Seen(NamedTuple):
     requests: int = 0
 
 
-class Observation(NamedTuple):
-    """What is known at one moment."""
+class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the launcher is doing."""
 
-    engines: Sequence[Seen]
-    starting: Mapping[str, str] = {}  # roles of engines that are being started, by name
-    leaving: Collection[str] = ()  # engines that the autoscaler has had drained
+    starting: dict[str, str] = {}  # roles of engines that are being started, by name
+    leaving: list[str] = []  # engines that are drained or ended
     num_started: int = 0  # since the launch began
     num_failed: int = 0
     failure: str = ""  # the latest
     start_s: float = 0.0  # of the latest start; 0: none yet
+
+
+class Observation(NamedTuple):
+    """What is known at one moment."""
+
+    engines: Sequence[Seen]
+    told: Told = Told()
     queued: float = 0.0  # prompt tokens that are to be computed
     asked: float = 0.0  # prompt tokens that have come since the router began, those included
     sizes: tuple[float, float, float] = (0.0, 0.0, 0.0)  # prompts given to engines, their tokens, and squares of these
@@ -172,7 +180,7 @@ class Autoscaler:
 
     def _learn(self, seen: Observation, now: float) -> None:
         if self._at < 0:
-            self._began, self._counts = now, (seen.num_started, seen.num_failed)
+            self._began, self._counts = now, (seen.told.num_started, seen.told.num_failed)
         self._at = now
         self._note_starts(seen, now)
         self._rate.note(seen.asked, now)
@@ -207,13 +215,13 @@ class Autoscaler:
 
     def _note_starts(self, seen: Observation, now: float) -> None:
         started, failed = self._counts
-        if seen.num_started > started:
+        if seen.told.num_started > started:
             self._failures, self._retry_at = 0, -math.inf
-        if seen.num_failed > failed:
+        if seen.told.num_failed > failed:
             self._retry_at = now + min(RETRY_S * 2.0**self._failures, MAX_RETRY_S)
             self._failures = min(self._failures + 1, 16)
-        self._counts = seen.num_started, seen.num_failed
-        self._lead_s = seen.start_s or LEAD_S
+        self._counts = seen.told.num_started, seen.told.num_failed
+        self._lead_s = seen.told.start_s or LEAD_S
 
     def _count(self, role: str, seen: Observation, now: float) -> int:
         """Engines that do this role's work, now or soon."""
@@ -221,10 +229,10 @@ class Autoscaler:
         here = [
             e
             for e in seen.engines
-            if e.role in (role, "any") and not e.draining and e.name not in seen.starting
+            if e.role in (role, "any") and not e.draining and e.name not in seen.told.starting
             and now - self._away.get(e.name, now) < patience_s
         ]  # fmt: skip
-        return len(here) + sum(each == role for each in seen.starting.values())
+        return len(here) + sum(each == role for each in seen.told.starting.values())
 
     # --- what is wanted -------------------------------------------------------------------------------------------
 
@@ -279,8 +287,8 @@ class Autoscaler:
             "step_fixed_s": round(answers.fixed_s, 6),
             "step_request_s": round(answers.request_s, 9),
             "start_s": round(self._lead_s, 3),
-            "failed_starts": seen.num_failed,
-            "failure": seen.failure,
+            "failed_starts": seen.told.num_failed,
+            "failure": seen.told.failure,
         }
 
 
@@ -309,7 +317,7 @@ class _Plan:
         """Take engines that leave, then those that the other role does not need, then new ones up to `most`."""
         other = _OTHER.get(role, "")
         for engine in sorted(self._seen.engines, key=lambda e: e.role != role):
-            is_left = engine.name in self._seen.leaving and engine.serves and engine.name not in self.keep
+            is_left = engine.name in self._seen.told.leaving and engine.serves and engine.name not in self.keep
             if self._over[role] < 0 and is_left and engine.role in (role, other):
                 self.keep.append(engine.name)
                 self._take(engine, role, f"keep {engine.name}")
@@ -317,8 +325,8 @@ class _Plan:
             self._spare[other] -= 1
             self._over[other] -= self._over[other] > 0
             self._take(idle, role)
-        there = [r for n, r in self._seen.starting.items()]
-        there += [self.roles.get(e.name, e.role) for e in self._seen.engines if e.name not in self._seen.starting]
+        there = [r for n, r in self._seen.told.starting.items()]
+        there += [self.roles.get(e.name, e.role) for e in self._seen.engines if e.name not in self._seen.told.starting]
         if (count := min(-self._over[role], most - there.count(role))) > 0:
             self.start[role] = count
             self.steps.append(f"start {count} {role}")

@@ -15,7 +15,7 @@ from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.operations import Operations
-from pdkv.router.scaling.autoscaler import Autoscaler, Decision, Objectives, Observation, Seen
+from pdkv.router.scaling.autoscaler import Autoscaler, Decision, Objectives, Observation, Seen, Told
 
 logger = logging.getLogger(__name__)
 
@@ -24,17 +24,6 @@ MAX_DECISIONS = 64
 
 KV_SHARE = 0.9
 """The part of a pool that requests may fill."""
-
-
-class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the launcher is doing."""
-
-    starting: dict[str, str] = {}  # roles of engines that are being started, by name
-    leaving: list[str] = []  # engines that are drained or ended
-    num_started: int = 0  # since the launch began
-    num_failed: int = 0
-    failure: str = ""  # the latest
-    start_s: float = 0.0  # of the latest start; 0: none yet
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -96,7 +85,7 @@ class Scaler:
                 Seen(e.name, e.role, e.life == "ready" and not e.suspicion, e.draining, e.books.requests)
                 for e in engines
             ],
-            told.starting, told.leaving, told.num_started, told.num_failed, told.failure, told.start_s,
+            told,
             queued=sum(e.tokens_left(now) for e in prefill) + (waiting if at_prefill else 0),
             asked=prompts.total + waiting,
             sizes=(prompts.count, prompts.total, prompts.squares),

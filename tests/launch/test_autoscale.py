@@ -16,7 +16,8 @@ from pdkv.launch.config import LaunchConfig
 from pdkv.launch.control import ControlServer, Restart, Scale, give_order
 from pdkv.launch.router_admin import RouterAdmin
 from pdkv.launch.run_dir import RunDirectory
-from pdkv.router.scaling.scaler import Orders, Told
+from pdkv.router.scaling.autoscaler import Told
+from pdkv.router.scaling.scaler import Orders
 from pdkv.testing import VirtualLoop
 
 event_loop = VirtualLoop

@@ -24,7 +24,8 @@ from pdkv.router.http.pages.cache_pages import POOL, CachePages
 from pdkv.router.http.pages.page import ERROR_HANDLERS, Flag, Page, freshened, read_body
 from pdkv.router.http.server.auth import RESET_PATH
 from pdkv.router.http.server.errors import error_body, json_response
-from pdkv.router.scaling.scaler import Scaler, Told
+from pdkv.router.scaling.autoscaler import Told
+from pdkv.router.scaling.scaler import Scaler
 from pdkv.wire.decoding import decode_total
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from pdkv.base.limits import clip
 from pdkv.errors import PdkvError
 from pdkv.launch.fleet_control import FleetControl
 from pdkv.launch.plan import ROLES, Kind
-from pdkv.router.scaling.scaler import Orders, Told
+from pdkv.router.scaling.autoscaler import Told
+from pdkv.router.scaling.scaler import Orders
 
 RETRY_S = 1.0
 """Seconds until a router that did not answer is asked again."""

@@ -13,7 +13,8 @@ from pdkv.base.limits import clip
 from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.run_dir import ADMIN_SOCKET
 from pdkv.router.engines.address import EngineAddress
-from pdkv.router.scaling.scaler import Orders, Told
+from pdkv.router.scaling.autoscaler import Told
+from pdkv.router.scaling.scaler import Orders
 from pdkv.wire.decoding import decode_total
 
 PATIENCE_S = 30.0

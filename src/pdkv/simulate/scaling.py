@@ -8,7 +8,8 @@ from pdkv.config import AutoscaleConfig
 from pdkv.router.admission.admission_queue import Admission
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.operations import Operations
-from pdkv.router.scaling.scaler import Scaler, Told
+from pdkv.router.scaling.autoscaler import Told
+from pdkv.router.scaling.scaler import Scaler
 from pdkv.simulate.engine import SimulatedEngine
 
 DRAIN_S, MOVE_S = 30.0, 5.0

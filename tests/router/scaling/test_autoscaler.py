@@ -7,7 +7,7 @@ import pytest
 
 from pdkv.config import Bounds
 from pdkv.router.scaling.attainment import Prompts, erlang_c, ttft
-from pdkv.router.scaling.autoscaler import Autoscaler, Decision, Objectives, Observation, Seen
+from pdkv.router.scaling.autoscaler import Autoscaler, Decision, Objectives, Observation, Seen, Told
 
 DOWN_S, TOKENS, PROMPT_S = 60.0, 1000, 0.2
 
@@ -52,9 +52,12 @@ class World:
     def seen(self) -> Observation:
         squares = self.asked * TOKENS
         return Observation(
-            [*self.engines.values()], {n: role for n, (role, _) in self.starting.items()}, [*self.leaving],
-            self.started, self.failed, start_s=self.START_S if self.started else 0.0, queued=self.queued,
-            asked=self.asked + self.queued, sizes=(self.count, self.asked, squares),
+            [*self.engines.values()],
+            Told(
+                {n: role for n, (role, _) in self.starting.items()}, [*self.leaving],
+                self.started, self.failed, start_s=self.START_S if self.started else 0.0,
+            ),
+            queued=self.queued, asked=self.asked + self.queued, sizes=(self.count, self.asked, squares),
             prompt_times=[(TOKENS, PROMPT_S)], step_times=self.steps, requests=self.decoding,
         )  # fmt: skip
 

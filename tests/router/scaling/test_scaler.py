@@ -14,7 +14,8 @@ from pdkv.config import AccessConfig, AutoscaleConfig
 from pdkv.router.admission.api_keys import KeyRing
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages.admin import LauncherPages
-from pdkv.router.scaling.scaler import Scaler, Told
+from pdkv.router.scaling.autoscaler import Told
+from pdkv.router.scaling.scaler import Scaler
 from pdkv.wire.reports import LoadReport
 
 SCALED = AutoscaleConfig(autoscale=("prefill=1..4", "decode=1..4"), scale_down_after_s=3.0)
