@@ -5,6 +5,7 @@ import errno
 import os
 import socket as sockets
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,16 @@ class EventPublisher:
 
     def publish(self, engine: str, events: Sequence[KVEvent]) -> None:
         """Publish changes of an engine's cache; each engine is a rank of data parallelism."""
-        rank = self._ranks.setdefault(engine, len(self._ranks))
-        payload = msgspec.msgpack.encode([unix_time(), [_told(event) for event in events], rank])
+        if engine not in self._ranks:
+            self._ranks[engine] = next(rank for rank in count() if rank not in self._ranks.values())
+        payload = msgspec.msgpack.encode([unix_time(), [_told(event) for event in events], self._ranks[engine]])
         self._socket.send_multipart([b"", self._number.to_bytes(8, "big"), payload], zmq.NOBLOCK)
         self._number += 1
         self._read()  # the send may have swallowed the signal
+
+    def forget(self, engine: str) -> None:
+        """An engine is removed, and has nothing: another one may have its rank."""
+        self._ranks.pop(engine, None)
 
     def close(self) -> None:
         """End it. Idempotent."""

@@ -199,6 +199,8 @@ class Listener:
         """An engine is removed: its work ends or continues elsewhere at once, as if it had died."""
         self.engine_down(name, "it was removed")
         self._move_orphans(len(self._orphans))
+        if self.publisher is not None:
+            self.publisher.forget(name)
 
     def _move_orphans(self, most: int) -> None:
         """Let some generations go on without an engine that is gone; the others have their turn soon."""

@@ -89,11 +89,13 @@ def test_events_are_those_of_vllm_with_keys_and_without_tokens(tmp_path: Path, i
                 socket = await subscribed(context, publisher, key)
                 publisher.publish("engine-0", EVENTS)
                 publisher.publish("engine-1", EVENTS[:1])
-                batches = [await socket.recv_multipart() for _ in range(2)]
+                publisher.forget("engine-0")
+                publisher.publish("engine-2", EVENTS[:1])
+                batches = [await socket.recv_multipart() for _ in range(3)]
                 socket.close(linger=0)
         finally:
             publisher.close()
-        (topic, number, payload), (_, next_number, second) = batches
+        (topic, number, payload), (_, next_number, second), (_, _, third) = batches
         assert (topic, number, next_number) == (b"", bytes(8), (1).to_bytes(8, "big"))
         batch = decode(payload)
         assert batch.events == [
@@ -101,7 +103,8 @@ def test_events_are_those_of_vllm_with_keys_and_without_tokens(tmp_path: Path, i
             Stored([b"a" * 16, b"b" * 16], b"p" * 16, [], 16, None, "GPU", None),
             Removed([b"a" * 16], "GPU"),
         ]
-        assert (batch.data_parallel_rank, decode(second).data_parallel_rank) == (0, 1)
+        ranks = [decode(each).data_parallel_rank for each in (payload, second, third)]
+        assert ranks == [0, 1, 0], "the rank of one that was removed is free"
 
     run(main())
 
