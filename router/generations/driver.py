@@ -380,7 +380,7 @@ class Driver:
 
     def _place_parked_soon(self) -> None:
         """Place waiting generations, in order, in a later turn: an engine came up or became free."""
-        if self.recovery.num_parked and not self._parked_are_due:
+        if self.recovery.parked and not self._parked_are_due:
             self._parked_are_due = True
             asyncio.get_running_loop().call_soon(self._place_parked)
 
@@ -389,11 +389,11 @@ class Driver:
         self._parked_are_due = False
         in_vain: set[object] = set()  # the same for one of a kind as for all: thousands may wait
         num_placed = 0
-        for generation in self.recovery.parked():
+        for generation in list(self.recovery.parked.values()):
             kind = self.recovery.kind_of(generation)
             if kind not in in_vain and not generation.flow.ended:
                 self.advance(generation, tuple, "placing it")
-                if self.recovery.is_parked(generation):
+                if generation.request_id in self.recovery.parked:
                     in_vain.add(kind)
                 elif (num_placed := num_placed + 1) == PARKED_PER_TURN:
                     self._place_parked_soon()

@@ -37,7 +37,7 @@ class Recovery:
         self.config = config
         self._fleet = fleet
         self._counters = counters
-        self._parked: dict[str, Generation] = {}  # by request_id, in order of arrival
+        self.parked: dict[str, Generation] = {}  # wait for an engine: by request_id, in order
         self.trials = Trials()
 
     # --- may it continue ------------------------------------------------------------------------------------------
@@ -200,11 +200,6 @@ class Recovery:
 
     # --- waiting --------------------------------------------------------------------------------------------------
 
-    @property
-    def num_parked(self) -> int:
-        """Generations that wait for an engine."""
-        return len(self._parked)
-
     def may_wait(self, generation: Generation) -> bool:
         """Whether an engine that the generation needs may come back, or become free of another suspect."""
         failures = generation.failures or FailureRecord()
@@ -237,17 +232,13 @@ class Recovery:
 
     def park(self, generation: Generation) -> None:
         """Let the generation wait for an engine, at most until its deadline."""
-        if generation.request_id not in self._parked:
+        if generation.request_id not in self.parked:
             logger.info("request %s waits for an engine", generation.flow.name)
-            self._parked[generation.request_id] = generation
+            self.parked[generation.request_id] = generation
 
     def unpark(self, generation: Generation) -> None:
         """Remove a generation from those waiting, once it has its engines or has ended. Idempotent."""
-        self._parked.pop(generation.request_id, None)
-
-    def is_parked(self, generation: Generation) -> bool:
-        """Whether it waits."""
-        return generation.request_id in self._parked
+        self.parked.pop(generation.request_id, None)
 
     def kind_of(self, generation: Generation) -> object:
         """A key that is the same for generations excluded from the same engines."""
@@ -257,10 +248,6 @@ class Recovery:
             return flow.awaits_decode, flow.route.prefill, short
         failed, left = (tuple(sorted(names.items())) for names in (failures.failed, failures.left))
         return flow.awaits_decode, flow.route.prefill, short, failures.is_suspect, failed, left, failures.draws
-
-    def parked(self) -> list[Generation]:
-        """The waiting generations, in order."""
-        return list(self._parked.values())
 
     def _is_left(self, engine: str) -> bool:
         """Whether requests that were moved off this engine should stay away."""

@@ -80,7 +80,8 @@ class Overview:
         return {
             "at": now,
             "totals": totals,
-            "now": metrics.now() | {"parked": dispatcher.recovery.num_parked, "bad_pairs": len(dispatcher.fleet.pairs)},
+            "now": metrics.now()
+            | {"parked": len(dispatcher.recovery.parked), "bad_pairs": len(dispatcher.fleet.pairs)},
             "outcomes": [[*key, number] for key, number in metrics.requests.items()],
             "faults": counters.faults,
             "latency": {name: {"bounds": each.bounds, "counts": each.counts} for name, each in latency.items()},

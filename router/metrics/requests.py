@@ -157,7 +157,7 @@ class Metrics(Totals):
         yield counter("pdkv_retries", "Generations started again elsewhere.", dispatched.retried)
         yield counter("pdkv_migrations", "Generations gone on elsewhere, mid-stream.", dispatched.migrated)
         waiting = "Generations that wait for an engine to come back."
-        yield gauge("pdkv_waiting_for_engines", waiting, self._dispatcher.recovery.num_parked)
+        yield gauge("pdkv_waiting_for_engines", waiting, len(self._dispatcher.recovery.parked))
         yield counter("pdkv_dropped_messages", "Messages about something that had ended.", dispatched.dropped_messages)
         yield counter("pdkv_generations_started", "Choices given to engines.", dispatched.started)
         ended = {"finished": dispatched.finished, "aborted": dispatched.aborted, **dispatched.failed}

@@ -186,7 +186,7 @@ class System:
         """Nothing is left of any request."""
         assert self.dispatcher.num_running == 0
         assert self.dispatcher.driver.transfers == {}
-        assert self.dispatcher.recovery.num_parked == 0
+        assert len(self.dispatcher.recovery.parked) == 0
         assert self.dispatcher.recovery.trials.suspects == {}
         assert self.dispatcher.recovery.trials._alone == {}
         assert {e.name: e.books for e in self.dispatcher.fleet.engines.values() if e.books != Books()} == {}

@@ -121,7 +121,7 @@ class FakeDispatcher:
         self.ready = True
         self.available = True
         self.max_model_len: int | None = None
-        self.recovery = SimpleNamespace(num_parked=0)
+        self.recovery = SimpleNamespace(parked={})
         self.connector_problems: dict[str, str] = {}
         self.tiers, self.index = TierIndex(), PrefixIndex()
         self.index.add_engine("prefill-0")

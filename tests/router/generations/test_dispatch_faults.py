@@ -363,7 +363,7 @@ async def test_an_error_over_one_request_that_waits_costs_no_other(monkeypatch: 
         backend = system.backends["any-0"]
         backend.die()
         bad, good = (system.dispatcher.start(make_request(num_prompt=n)) for n in (20, 30))
-        assert system.dispatcher.recovery.num_parked == 2
+        assert len(system.dispatcher.recovery.parked) == 2
         break_for(monkeypatch, Placement, "place", bad)
         backend.held = False
         backend.start(system.card("any-0", epoch="e1"))

@@ -64,9 +64,9 @@ async def test_one_that_waits_for_an_engine_may_be_finished_and_an_aborted_one_m
     async with live(System(0, 1)) as system:
         generation = await start(system)
         system.backends["any-0"].die()
-        assert system.dispatcher.recovery.num_parked == 1
+        assert len(system.dispatcher.recovery.parked) == 1
         generation.finish()
-        assert (system.dispatcher.recovery.num_parked, system.dispatcher.counters.finished) == (0, 1)
+        assert (len(system.dispatcher.recovery.parked), system.dispatcher.counters.finished) == (0, 1)
         system.backends["any-0"].start(system.card("any-0", epoch="e1"))
         other = await start(system)
         other.abort()

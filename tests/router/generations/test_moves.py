@@ -152,12 +152,12 @@ async def test_requests_wait_for_a_sole_engine_that_is_stopped_instead_of_being_
         request = make_request(20)
         generation = system.dispatcher.start(request)
         await settle()
-        assert system.dispatcher.recovery.num_parked == 1
+        assert len(system.dispatcher.recovery.parked) == 1
         assert not stopped.heard(Submit)
         stopped.held = False
         tick(system, ticks=1)
         assert (await collect(generation))[0] == expected_output(request)
-        assert system.dispatcher.recovery.num_parked == 0
+        assert len(system.dispatcher.recovery.parked) == 0
 
 
 async def test_a_sole_engine_that_is_late_gets_its_requests_all_the_same() -> None:
@@ -299,10 +299,10 @@ async def test_requests_that_wait_for_a_silent_engine_begin_when_it_speaks_thoug
         tick(system, "prefill-0", ticks=IDLE_SILENT_TICKS)
         generation = system.dispatcher.start(request := make_request(20))
         await settle()
-        assert system.dispatcher.recovery.num_parked == 1
+        assert len(system.dispatcher.recovery.parked) == 1
         tick(system, ticks=1)
         await settle()
-        assert system.dispatcher.recovery.num_parked == 0
+        assert len(system.dispatcher.recovery.parked) == 0
         assert (await collect(generation))[0] == expected_output(request)
 
 

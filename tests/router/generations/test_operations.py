@@ -133,7 +133,7 @@ async def test_nobody_is_drained_who_is_the_last_of_a_role() -> None:
         assert not system.dispatcher.listener.ready
         waiting = system.dispatcher.start(make_request())
         await turns()
-        assert system.dispatcher.recovery.num_parked == 1
+        assert len(system.dispatcher.recovery.parked) == 1
         ops.resume("decode-0")
         assert (await collect(waiting))[0] == expected_output(make_request())
         ops.drain("decode-0", force=True)

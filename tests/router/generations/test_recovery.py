@@ -332,7 +332,7 @@ async def test_an_engine_that_was_left_may_be_asked_again_when_it_is_well(why: s
         assert dispatcher.driver.move(generation, why, away_from=left, spared=why == "draining")
         await until(lambda: generation.decode_engine == heir)
         system.backends[heir].die()
-        await until(lambda: dispatcher.recovery.num_parked == 1)  # nothing is well
+        await until(lambda: len(dispatcher.recovery.parked) == 1)  # nothing is well
         engine.draining = False
         engine.health.beat(Beat("e0", 0.0))
         dispatcher.driver.engines_changed()
@@ -364,10 +364,10 @@ async def test_only_greedy_streams_migrate_to_an_engine_that_draws_otherwise(tem
             assert dispatcher.driver.move(generation, "slow", away_from="decode-0") == (temperature == 0.0)
         else:
             system.backends["decode-0"].die()
-            await until(lambda: generation.decode_engine == "decode-1" or dispatcher.recovery.num_parked == 1)
-        assert dispatcher.recovery.num_parked == (how == "death" and temperature > 0.0)
+            await until(lambda: generation.decode_engine == "decode-1" or len(dispatcher.recovery.parked) == 1)
+        assert len(dispatcher.recovery.parked) == (how == "death" and temperature > 0.0)
         go_on()
-        if dispatcher.recovery.num_parked:
+        if len(dispatcher.recovery.parked):
             system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))  # back, and draws as it did
         expected = "decode-1" if temperature == 0.0 else "decode-0"
         await until(lambda: generation.decode_engine == expected)
@@ -390,7 +390,7 @@ async def test_requests_wait_for_a_role_that_is_gone(kind: str, order: Order, ro
         for _ in range(50):
             await asyncio.sleep(0)
         assert all(not generation.flow.ended for generation in waiting)
-        assert system.dispatcher.recovery.num_parked >= 4
+        assert len(system.dispatcher.recovery.parked) >= 4
         for name in gone:
             system.backends[name].start(system.card(name, epoch="e1"))
         for generation in running + waiting:
@@ -417,7 +417,7 @@ async def test_a_hand_off_waits_for_a_decode_engine_and_is_not_run_again() -> No
         system.backends["decode-0"].die()
         system.backends["prefill-0"].release()
         await until(lambda: generation.flow.awaits_decode)
-        assert system.dispatcher.recovery.num_parked == 1
+        assert len(system.dispatcher.recovery.parked) == 1
         assert {e.name: e.books.requests for e in system.dispatcher.engines()} == {"prefill-0": 0, "decode-0": 0}
         system.backends["decode-0"].start(system.card("decode-0", epoch="e1"))
         assert (await collect(generation))[0] == expected_output(generation.flow.request)
@@ -431,7 +431,7 @@ async def test_who_waits_is_bounded_by_its_deadline_and_may_be_aborted() -> None
         with pytest.raises(RequestTimeout, match="longer than 5 s; it was last waiting for an engine that was gone"):
             await clock().passing(collect(late))
         aborted.abort()
-        assert system.dispatcher.recovery.num_parked == 0
+        assert len(system.dispatcher.recovery.parked) == 0
 
 
 async def test_nobody_waits_for_what_cannot_come() -> None:
@@ -542,7 +542,7 @@ async def test_a_stream_waits_for_an_engine_of_its_length_and_no_shorter_one_cut
         assert system.dispatcher.max_model_len == 40, "what each of them takes"
         streams = [system.dispatcher.start(long_request(60)) for _ in range(2)]
         assert await kill_at(system, streams[0], 5) == "decode-0"
-        await until(lambda: system.dispatcher.recovery.num_parked == 2)
+        await until(lambda: len(system.dispatcher.recovery.parked) == 2)
         await check_right(system, make_request(20, max_tokens=10))
         system.backends["decode-0"].start(system.card("decode-0", epoch="e1", max_model_len=100))
         assert (await collect(streams[0]))[0] == expected_output(streams[0].flow.request)
@@ -590,7 +590,7 @@ async def test_who_can_run_does_not_wait_behind_one_who_cannot() -> None:
         system.dispatcher.driver.engines_changed()
         for generation in others:
             assert (await collect(generation))[0] == expected_output(generation.flow.request)
-        assert system.dispatcher.recovery.num_parked == len(own)
+        assert len(system.dispatcher.recovery.parked) == len(own)
         engines["prefill-1"].draining = False
         system.dispatcher.driver.engines_changed()
         for generation in own:
