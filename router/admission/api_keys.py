@@ -66,15 +66,10 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         time to live is part of the salt, and values with another one are not found.
         """
         salt = self.salt or _digest_text(f"pdkv salt {self.hash}")
-        return Grant(
-            weight=self.weight,
+        return msgspec.structs.replace(
+            msgspec.convert(self, Grant, from_attributes=True),
             best_priority=self.priority,
-            max_requests=self.max_requests,
-            max_streams=self.max_streams,
-            requests_per_minute=self.requests_per_minute,
-            tokens_per_minute=self.tokens_per_minute,
             salt=_digest_text(f"pdkv kv_ttl_s {self.kv_ttl_s} {salt}") if self.kv_ttl_s else salt,
-            admin=self.admin,
             kv_terms=self._kv_terms(salt),
         )
 

@@ -3,6 +3,7 @@
 from typing import Literal, NamedTuple
 
 Side = Literal["prefill", "decode"]
+SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 
 class EngineView(NamedTuple):

@@ -4,7 +4,7 @@ import heapq
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from pdkv.router.engines.candidate import Side
+from pdkv.router.engines.candidate import SIDES, Side
 from pdkv.router.engines.health import TICK_S
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.driver import Driver
@@ -12,8 +12,6 @@ from pdkv.router.generations.generation import Generation
 
 MOVED_SHARE, MIN_MOVES_PER_S = 0.1, 10.0
 """Share of all running requests that may be moved per second, and a minimum for when few are running."""
-
-SIDES: tuple[Side, ...] = ("prefill", "decode")
 
 MAX_TRIES = 64
 """Requests examined closely in one tick."""

@@ -10,11 +10,11 @@ import msgspec
 
 from pdkv.base.options import did_you_mean
 from pdkv.errors import InvalidRequest
+from pdkv.router.engines.address import Role
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.dispatch import Dispatcher
 
-Role = Literal["prefill", "decode", "any"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 Until = Literal["ready", "drained"]

@@ -148,8 +148,7 @@ class GenerateEndpoint:
         finally:
             gone.cancel()
             fanout.abort()
-            num_given = fanout.num_begun_tokens + fanout.num_begun_predicted
-            visit.used(num_given + fanout.num_completion_tokens, fanout.num_cached_tokens)
+            visit.used(fanout.num_given_tokens + fanout.num_completion_tokens, fanout.num_cached_tokens)
         metrics.served(
             num_prompt_tokens=fanout.num_prompt_tokens,
             num_cached_tokens=fanout.num_cached_tokens,

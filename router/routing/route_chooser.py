@@ -12,7 +12,7 @@ from pdkv.base.log_limit import LogLimit
 from pdkv.config import LocalTurns
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, NoEngine
 from pdkv.router.engines.books import expected_output, kv_tokens
-from pdkv.router.engines.candidate import EngineView, Side
+from pdkv.router.engines.candidate import SIDES, EngineView, Side
 from pdkv.router.engines.fleet import MANY, Fleet
 from pdkv.router.request import Offer, Route
 from pdkv.router.routing.decision import Candidate, Choice, Reason
@@ -30,8 +30,6 @@ from pdkv.router.routing.policies import (
 from pdkv.wire.kv import Order
 
 logger = logging.getLogger(__name__)
-
-SIDES: tuple[Side, Side] = ("prefill", "decode")
 
 AFFINITY_TOKENS = 4096
 """Additional tokens that may wait on the engine of a `prompt_cache_key` before its request goes elsewhere."""

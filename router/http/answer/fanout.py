@@ -84,10 +84,11 @@ class Fanout:
         return sum(len(prompt.token_ids) for prompt in self.job.prompts)
 
     @property
-    def num_begun_tokens(self) -> int:
-        """Tokens of the prompts that an engine was given; each prompt counts once."""
-        prompts, n = self.job.prompts, self.job.n
-        return sum(len(prompts[index // n].token_ids) for index in self.generations if index % n == 0)
+    def num_given_tokens(self) -> int:
+        """Tokens that engines were given: of each prompt once, and of the prediction once for each choice."""
+        job, begun = self.job, self.generations
+        num_prompt = sum(len(job.prompts[index // job.n].token_ids) for index in begun if index % job.n == 0)
+        return num_prompt + len(begun) * len(job.prediction_token_ids)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -131,11 +132,6 @@ class Fanout:
         """Right and wrong guesses that engines verified, over all choices that they have ended."""
         each = [g.guesses for g in self.generations.values()]
         return sum(right for right, _ in each), sum(wrong for _, wrong in each)
-
-    @property
-    def num_begun_predicted(self) -> int:
-        """Tokens of predictions that engines were given, once for each choice."""
-        return len(self.generations) * len(self.job.prediction_token_ids)
 
     @property
     def counts(self) -> TokenCounts:

@@ -1,21 +1,20 @@
 """The output items of a response, and the events that report them as they come."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from pdkv.parsers.parts import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from pdkv.router.http.answer.choice import ShownLogprob
 from pdkv.router.http.read.ascii_json import ascii_json
+from pdkv.router.http.responses_api.protocol import Status
 from pdkv.router.http.responses_api.token_entries import TokenEntries
 from pdkv.router.http.responses_api.tools import OwnTool, custom_input
 from pdkv.text import Tokenizer
 
 Event = dict[str, Any]
 """A typed event that has no number yet."""
-
-Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Item:
