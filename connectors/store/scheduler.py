@@ -127,6 +127,8 @@ class StorePeers(PeerCards):
 class StoreScheduler(SchedulerConnector):
     """Scheduler side. Asks KeyLookups, never the store."""
 
+    tiers: StoreTiers
+
     def __init__(
         self,
         config: ConnectorConfig,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdkv.base.limits import MAX_TOTAL_PROMPT_TOKENS
 from pdkv.cli.bench_offline import add_offline
-from pdkv.cli.options import capitalized, check_numbers
+from pdkv.cli.options import check_numbers, new_command
 from pdkv.cli.running import say
 from pdkv.errors import ConfigError, StartupError
 
@@ -28,10 +28,11 @@ PERCENTILES = "50,90,95,99"
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `bench` and `replay` to the `pd` parser."""
-    summary = "measure servers and engines, and look at data sets"
-    parser = commands.add_parser("bench", help=summary, description=f"{capitalized(summary)}.")
+    parser = new_command(commands, "bench", None, "measure servers and engines, and look at data sets")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    serve = _add(subcommands, "serve", run_serve, "put load on any OpenAI server and print throughput and latencies")
+    serve = new_command(
+        subcommands, "serve", run_serve, "put load on any OpenAI server and print throughput and latencies"
+    )
     add_target(serve)
     add_data(serve, num_prompts=1000)
     add_pace(serve)
@@ -39,7 +40,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         "--dataset-name trace --dataset-path FILE --trace-speed 1, and all of it")  # fmt: skip
     add_slo(serve)
     add_results(serve)
-    sweep = _add(subcommands, "sweep", run_sweep, "find the highest request rate at which a server meets an SLO")
+    sweep = new_command(subcommands, "sweep", run_sweep, "find the highest request rate at which a server meets an SLO")
     add_target(sweep)
     add_data(sweep, num_prompts=200)
     add_slo(sweep, required=True)
@@ -51,7 +52,9 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--burstiness", type=float, default=1.0, metavar="SHAPE", help="as in `pd bench serve`")
     add("--plot", type=Path, metavar="FILE", help="draw latency over rate, and throughput over the speed that one user "
         "sees, as .png, .svg or .pdf (needs matplotlib: pdkv[plot])")  # fmt: skip
-    prefix = _add(subcommands, "prefix", run_prefix, "show how much of a data set repeats, as a prefix cache sees it")
+    prefix = new_command(
+        subcommands, "prefix", run_prefix, "show how much of a data set repeats, as a prefix cache sees it"
+    )
     add_data(prefix, num_prompts=None)
     add = prefix.add_argument
     add("--block-size", type=int, default=16, metavar="N", help="only whole blocks of N tokens count (default: 16)")
@@ -60,7 +63,9 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--min-length", type=int, default=0, metavar="N", help="shorter repeats do not count (default: 0)")
     add("--json", action="store_true", help="print one JSON object instead of lines")
     add_offline(subcommands)
-    replay = _add(commands, "replay", run_replay, "send again what a router has recorded, and print both reports")
+    replay = new_command(
+        commands, "replay", run_replay, "send again what a router has recorded, and print both reports"
+    )
     replay.add_argument("file", type=Path, metavar="FILE", help="what `pd launch --record-trace FILE` wrote")
     add_target(replay)
     add = replay.add_argument
@@ -69,12 +74,6 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add("--vocabulary", type=int, default=0, metavar="N", help="token ids are below N (default: 500)")
     add_slo(replay)
     add_results(replay)
-
-
-def _add(subcommands: "argparse._SubParsersAction[Any]", name: str, run: Any, summary: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = subcommands.add_parser(name, help=summary, description=f"{capitalized(summary)}.")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.cli.options import add_flags, add_vllm_flags, build, capitalized, check_numbers, collect, flags_of
+from pdkv.cli.options import add_flags, add_vllm_flags, build, check_numbers, collect, flags_of, new_command
 from pdkv.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -18,18 +18,16 @@ if TYPE_CHECKING:
 def add_offline(subcommands: "argparse._SubParsersAction[Any]") -> None:
     """Add `latency` and `throughput` to `pd bench`."""
     summary = "measure how long one batch takes, in this process"
-    latency = subcommands.add_parser("latency", help=summary, description=f"{capitalized(summary)}.")
+    latency = new_command(subcommands, "latency", run_latency, summary)
     _add_flags(latency, input_len=32)
     add = latency.add_argument
     add("--batch-size", type=int, default=8, metavar="N", help="prompts at a time (default: 8)")
     add("--num-iters-warmup", type=int, default=10, metavar="N", help="batches that do not count (default: 10)")
     add("--num-iters", type=int, default=30, metavar="N", help="batches that are measured (default: 30)")
-    latency.set_defaults(run=run_latency)
     summary = "measure how many tokens a second an engine makes, in this process"
-    throughput = subcommands.add_parser("throughput", help=summary, description=f"{capitalized(summary)}.")
+    throughput = new_command(subcommands, "throughput", run_throughput, summary)
     _add_flags(throughput, input_len=1024)
     throughput.add_argument("--num-prompts", type=int, default=1000, metavar="N", help="requests (default: 1000)")
-    throughput.set_defaults(run=run_throughput)
 
 
 def _add_flags(parser: argparse.ArgumentParser, *, input_len: int) -> None:

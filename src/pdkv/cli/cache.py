@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli.options import capitalized
+from pdkv.cli.options import new_command
 from pdkv.cli.running import add_run_flag, ask_router, print_table
 from pdkv.errors import ConfigError, StoreUnsupported
 from pdkv.host.memory_limits import format_bytes
@@ -26,16 +26,15 @@ _WHO = {"prefetch": "one", "move": "all; one if the target is host memory"}
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `cache` to the `pd` parser."""
     summary = "show what KV pools and tiers hold, and their hits; look up, clear, pin, prefetch or move a prompt's KV"
-    parser = commands.add_parser("cache", help=summary, description=_sentence(summary))
+    parser = new_command(commands, "cache", run_cache, summary)
     add_run_flag(parser)
-    parser.set_defaults(run=run_cache)
     actions = parser.add_subparsers(title="actions", metavar="ACTION")
     for name, text in _ACTIONS.items():
         _add_action(actions, name, text)
 
 
 def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str) -> None:
-    parser = actions.add_parser(name, help=text, description=_sentence(text))
+    parser = new_command(actions, name, run_action, text)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--prompt", metavar="TEXT", help="the prompt")
     which.add_argument("--prompt-file", type=Path, metavar="FILE", help="file that holds the prompt")
@@ -64,11 +63,7 @@ def _add_action(actions: "argparse._SubParsersAction[Any]", name: str, text: str
         "--timeout-s", type=float, default=10.0, metavar="SECONDS", help="seconds to wait for an answer (default: 10)"
     )
     add_run_flag(parser, default=argparse.SUPPRESS)
-    parser.set_defaults(run=run_action, action=name)
-
-
-def _sentence(text: str) -> str:
-    return f"{capitalized(text)}."
+    parser.set_defaults(action=name)
 
 
 def run_action(arguments: argparse.Namespace) -> int:

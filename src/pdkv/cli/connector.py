@@ -8,7 +8,7 @@ import msgspec
 
 from pdkv.cli.connector_bench import add_bench
 from pdkv.cli.connector_show import add_show
-from pdkv.cli.options import capitalized, connector_options
+from pdkv.cli.options import connector_options, new_command
 from pdkv.cli.running import print_table
 from pdkv.connectors.registry import CONNECTORS, load_connector
 from pdkv.errors import ConfigError
@@ -19,8 +19,7 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     parser = commands.add_parser("connector", help="inspect KV connectors", description="Inspect KV connectors.")
     subcommands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     summary = "list the known connectors, with their kinds, hand-off orders and classes"
-    listing = subcommands.add_parser("list", help=summary, description=f"{capitalized(summary)}.")
-    listing.set_defaults(run=run_list)
+    new_command(subcommands, "list", run_list, summary)
     add_show(subcommands)
     add_check(subcommands)
     add_bench(subcommands)
@@ -28,13 +27,11 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def add_check(subcommands: "argparse._SubParsersAction[Any]") -> None:
     """Add `check` to `pd connector`."""
-    summary = "run the conformance kit over a connector"
-    parser = subcommands.add_parser(
-        "check",
-        help=summary,
-        description=f"{capitalized(summary)}: producer and consumer run in separate processes, without a model. "
-        "Exit code 0: no case failed; 1: some case failed; 2: unknown connector, case or option.",
-    )
+    parser = new_command(
+        subcommands, "check", run_check, "run the conformance kit over a connector",
+        ": producer and consumer run in separate processes, without a model. Exit code 0: no case failed; 1: some case "
+        "failed; 2: unknown connector, case or option.",
+    )  # fmt: skip
     parser.add_argument("connector", metavar="NAME|module:Class", help="connector to check")
     parser.add_argument(
         "--connector-config",
@@ -54,7 +51,6 @@ def add_check(subcommands: "argparse._SubParsersAction[Any]") -> None:
         help="seconds before a case counts as hung; must exceed every deadline of the connector (default: 20)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    parser.set_defaults(run=run_check)
 
 
 def run_list(_: argparse.Namespace) -> int:

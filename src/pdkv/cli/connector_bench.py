@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdkv.cli.options import capitalized, connector_options
+from pdkv.cli.options import connector_options, new_command
 from pdkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,17 +17,15 @@ TAIL_TOKENS = 2048
 
 def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
     """Add `bench` to `pd connector`."""
-    summary = "measure a connector's bandwidth and latency"
-    parser = subcommands.add_parser(
-        "bench",
-        help=summary,
-        description=f"{capitalized(summary)} between two engines without a model, by request length, on pools with "
+    parser = new_command(
+        subcommands, "bench", run_bench, "measure a connector's bandwidth and latency",
+        " between two engines without a model, by request length, on pools with "
         "free blocks in the order left by 10,000 random allocations and frees (aged), and in adjacent order "
         "(contiguous). For comparison, memcpy (one thread) and the bare transport move the same bytes, the latter in "
         "one piece and in one piece per (layer, K or V, block). All take turns; medians, quartiles and ratios are "
         "taken over the same rounds. Then measure how much prefill steps slow down during "
         "a transfer throttled to a tenth of their pace. Other load on the machine distorts the results.",
-    )
+    )  # fmt: skip
     add = parser.add_argument
     add("connector", metavar="NAME|module:Class", help="connector to measure")
     add("--connector-config", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
@@ -59,7 +57,6 @@ def add_bench(subcommands: "argparse._SubParsersAction[Any]") -> None:
     add("--plot", type=Path, metavar="FILE", help="write a plot of bandwidth by length to this .png, .svg or .pdf file "
         "instead of printing a text plot (needs matplotlib: pdkv[plot])")  # fmt: skip
     add("--json", action="store_true", help="print one JSON object instead of a table")
-    parser.set_defaults(run=run_bench)
 
 
 def run_bench(arguments: argparse.Namespace) -> int:

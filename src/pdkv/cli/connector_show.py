@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
 from pdkv.base.options import Option, options_of
-from pdkv.cli.options import capitalized, connector_options, with_default
+from pdkv.cli.options import connector_options, new_command, with_default
 from pdkv.connectors.base import KVConnector
 from pdkv.connectors.plan import ConnectorPlan, Requirement
 from pdkv.connectors.registry import CONNECTORS, load_connector, plan_connector
@@ -20,13 +20,12 @@ _INDENT = " " * 6
 def add_show(subcommands: "argparse._SubParsersAction[Any]") -> None:
     """Add `show` to `pd connector`."""
     summary = "show what a connector is, what it needs, and its options"
-    parser = subcommands.add_parser("show", help=summary, description=f"{capitalized(summary)}.")
+    parser = new_command(subcommands, "show", run_show, summary)
     parser.add_argument("connector", metavar="NAME|module:Class", help="a name from `pd connector list`")
     parser.add_argument(
         "--connector-config", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
         help="options of the connector, on which its kind and requirements may depend",
     )  # fmt: skip
-    parser.set_defaults(run=run_show)
 
 
 def run_show(arguments: argparse.Namespace) -> int:

@@ -10,9 +10,9 @@ from pdkv.cli.options import (
     add_flags,
     add_vllm_flags,
     build,
-    capitalized,
     collect,
     flags_of,
+    new_command,
     warn_of_given_secrets,
 )
 from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
@@ -40,20 +40,16 @@ def flag_groups() -> dict[str, Flags]:
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `engine` to the `pd` parser."""
-    summary = "run one engine on this host, for a launch that runs on another"
-    parser = commands.add_parser(
-        "engine",
-        help=summary,
+    parser = new_command(
+        commands, "engine", run, "run one engine on this host, for a launch that runs on another",
+        ". It is restarted if it dies. Drain it before stopping it with Ctrl-C.",
         usage="pd engine --name NAME --role ROLE --listen tcp://ADDRESS:PORT --cluster-key-file FILE [OPTION …]",
-        description=f"{capitalized(summary)}. It is restarted if it dies. Drain it before stopping it with Ctrl-C.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, YAML or JSON file of options by name")
     for title, flags in flag_groups().items():
         add_flags(parser.add_argument_group(title), flags)
     add_vllm_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from pdkv.cli.options import capitalized
+from pdkv.cli.options import new_command
 from pdkv.cli.running import add_run_flag, ask_router, check_seconds, engine_state, print_table
 
 ROLES = ("prefill", "decode", "any")
@@ -15,7 +15,7 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     _add(commands, "engines", "list the engines of a running launch", run_engines, names=False)
     drain = _add(
         commands, "drain", "stop giving an engine new requests, and wait until it has finished those it has", run_drain,
-        "Exit code 1: it still has requests. `pd resume` undoes it. The last engine of a role is refused.",
+        ". Exit code 1: it still has requests. `pd resume` undoes it. The last engine of a role is refused.",
     )  # fmt: skip
     drain.add_argument(
         "--wait-s", type=float, default=30.0, metavar="SECONDS", help="how long to wait at most (default: 30)"
@@ -23,7 +23,7 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     _add(commands, "resume", "give a drained engine new requests again", run_resume)
     role = _add(
         commands, "role", "change an engine's role without a restart", run_role,
-        "Requests that it has go on in its old one. Its other options stay as they were.",
+        ". Requests that it has go on in its old one. Its other options stay as they were.",
     )  # fmt: skip
     role.add_argument("role", choices=ROLES, help="the new role; any means both")
 
@@ -33,16 +33,14 @@ def _add(
     name: str,
     summary: str,
     run: Callable[[argparse.Namespace], int],
-    more: str = "",
+    more: str = ".",
     *,
     names: bool = True,
 ) -> argparse.ArgumentParser:
-    description = f"{capitalized(summary)}. {more}".strip()
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=description)
+    parser = new_command(commands, name, run, summary, more)
     if names:
         parser.add_argument("engine", metavar="ENGINE", help="name of the engine as in `pd engines`, such as decode-0")
     add_run_flag(parser)
-    parser.set_defaults(run=run)
     return parser
 
 

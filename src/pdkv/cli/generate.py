@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from pdkv.base.options import options_of
-from pdkv.cli.options import Flags, add_flags, add_vllm_flags, build, capitalized, collect, flags_of
+from pdkv.cli.options import Flags, add_flags, add_vllm_flags, build, collect, flags_of, new_command
 from pdkv.config import EngineConfig
 from pdkv.errors import ConfigError
 from pdkv.models.generation_config import read_sampling_defaults
@@ -21,8 +21,7 @@ def sampling_flags() -> Flags:
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `generate` to the `pd` parser."""
-    summary = "complete prompts in this process, without a server"
-    parser = commands.add_parser("generate", help=summary, description=f"{capitalized(summary)}.")
+    parser = new_command(commands, "generate", run, "complete prompts in this process, without a server")
     parser.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="a prompt; if absent, one is read from each line of stdin"
     )
@@ -31,7 +30,6 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     add_flags(parser.add_argument_group("sampling"), sampling_flags())
     add_flags(parser.add_argument_group("engine"), flags_of(EngineConfig))
     add_vllm_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

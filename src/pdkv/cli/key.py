@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from pdkv.cli.options import capitalized
+from pdkv.cli.options import new_command
 from pdkv.errors import ConfigError
 
 
@@ -17,13 +17,12 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     actions = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     summary = "make an API key and show it once; only its hash is stored"
-    new = actions.add_parser("new", help=summary, description=f"{capitalized(summary)}.")
+    new = new_command(actions, "new", run_new, summary)
     new.add_argument("name", metavar="NAME", help="name of the key's owner; shown in metrics and errors")
     new.add_argument("--admin", action="store_true", help="let the key use /admin, too")
     new.add_argument(
         "--append", type=Path, metavar="FILE", help="add the key's lines to this key file (created with mode 0600)"
     )
-    new.set_defaults(run=run_new)
 
 
 def run_new(arguments: argparse.Namespace) -> int:

@@ -14,9 +14,9 @@ from pdkv.cli.options import (
     add_flags,
     add_vllm_flags,
     build,
-    capitalized,
     collect,
     flags_of,
+    new_command,
     variables_of,
     warn_of_given_secrets,
 )
@@ -79,17 +79,12 @@ def all_flags() -> Flags:
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `launch` to the `pd` parser."""
-    summary = "start a router, prefill engines and decode engines"
-    parser = commands.add_parser(
-        "launch",
-        aliases=["serve"],
-        help=summary,
-        usage="pd launch [DIR] [--prefill N] [--decode M] [--connector NAME] [OPTION …]",
-        description=f"{capitalized(summary)}. Ctrl-C stops them once their requests have finished; pressed again, it "
-        "stops them at once.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_command(
+        commands, "launch", run, "start a router, prefill engines and decode engines",
+        ". Ctrl-C stops them once their requests have finished; pressed again, it stops them at once.",
+        aliases=["serve"], usage="pd launch [DIR] [--prefill N] [--decode M] [--connector NAME] [OPTION …]",
+        epilog=_EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     parser.add_argument("model_tag", nargs="?", action=Noted, metavar="DIR", help="the same as --model DIR")
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML, YAML or JSON file of options by name")
     parser.add_argument(
@@ -99,7 +94,6 @@ def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
         group = parser if title.endswith("only") else parser.add_argument_group(title, _GROUPS.get(title))
         add_flags(group, flags)
     add_vllm_flags(parser)
-    parser.set_defaults(run=run)
 
 
 def read_deployment(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Deployment:

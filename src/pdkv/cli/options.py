@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -28,9 +28,19 @@ Config = TypeVar("Config")
 logger = logging.getLogger(__name__)
 
 
-def capitalized(text: str) -> str:
-    """The text with a capital first letter and the rest unchanged."""
-    return text[:1].upper() + text[1:]
+def new_command(
+    commands: "argparse._SubParsersAction[Any]",
+    name: str,
+    run: Callable[[argparse.Namespace], int] | None,
+    summary: str,
+    more: str = ".",
+    **options: Any,
+) -> argparse.ArgumentParser:
+    """Add a command. `summary` is its help, and the beginning of its description, which ends with `more`."""
+    description = summary[:1].upper() + summary[1:] + more
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=description, **options)
+    parser.set_defaults(run=run)
+    return parser
 
 
 def check_numbers(arguments: argparse.Namespace, *names: str, zero: bool = False) -> None:

@@ -7,21 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.cli.bench import add_target, check_folder, find_target, longest_of, write_result
-from pdkv.cli.options import capitalized
+from pdkv.cli.options import new_command
 from pdkv.cli.running import say
 
 
 def add_command(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `profile` to the `pd` parser."""
     summary = "measure an engine in minutes, and write its profile for `pd simulate`, `pd plan` and paced engines"
-    parser = commands.add_parser("profile", help=summary, description=f"{capitalized(summary)}.")
+    parser = new_command(commands, "profile", run, summary)
     add_target(parser)
     add = parser.add_argument
     add("--output", type=Path, required=True, metavar="FILE", help="the profile, a TOML file")
     add("--like", default="h100", metavar="NAME", help="profile with the KV's shape and what is not measured "
         "(default: h100)")  # fmt: skip
     add("--seed", type=int, default=0, metavar="N", help="equal seeds send equal prompts (default: 0)")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

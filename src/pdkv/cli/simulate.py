@@ -19,7 +19,7 @@ from pdkv.cli.bench import (
     show_report,
     take_trace,
 )
-from pdkv.cli.options import capitalized, check_numbers
+from pdkv.cli.options import check_numbers, new_command
 from pdkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add `simulate` and `plan` to the `pd` parser."""
     summary = "run a load through a deployment's router and schedulers on a virtual clock, and report as `pd bench`"
-    simulate = commands.add_parser("simulate", help=summary, description=f"{capitalized(summary)}.")
-    simulate.set_defaults(run=run_simulate)
+    simulate = new_command(commands, "simulate", run_simulate, summary)
     add = simulate.add_argument_group("deployment").add_argument
     add("--prefill", type=int, default=1, metavar="N", help="prefill engines; 0: engines that do both (default: 1)")
     add("--decode", type=int, default=1, metavar="N", help="decode engines, or engines that do both (default: 1)")
@@ -55,8 +54,7 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     add_results(simulate)
 
     summary = "recommend how to divide engines into prefill and decode for a load, or not to"
-    plan = commands.add_parser("plan", help=summary, description=f"{capitalized(summary)}.")
-    plan.set_defaults(run=run_plan)
+    plan = new_command(commands, "plan", run_plan, summary)
     add = plan.add_argument_group("question").add_argument
     add("--engines", type=int, required=True, metavar="N", help="engines, all of one kind")
     add("--slo-ttft", type=float, required=True, metavar="SECONDS", help="time to first token that a request may take")

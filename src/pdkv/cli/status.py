@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.cli.options import capitalized
+from pdkv.cli.options import new_command
 from pdkv.cli.running import add_run_flag, ask_router, check_seconds, engine_state, find_launch, print_table
 from pdkv.errors import StartupError
 from pdkv.launch.run_dir import RunInfo, running_launches
@@ -22,7 +22,7 @@ _WAIT_S = 60.0
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add both commands to the `pd` parser."""
     summary = "show the requests, rates, queue and KV use of a running launch"
-    status = commands.add_parser("status", help=summary, description=f"{capitalized(summary)}.")
+    status = new_command(commands, "status", run_status, summary)
     status.add_argument(
         "--interval-s",
         type=float,
@@ -31,11 +31,8 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         help="seconds over which rates are measured (default: 1)",
     )
     add_run_flag(status)
-    status.set_defaults(run=run_status)
     summary = "stop a running launch once its requests have finished"
-    stop = commands.add_parser(
-        "stop", help=summary, description=f"{capitalized(summary)}, like Ctrl-C. Exit code 1: it is still running."
-    )
+    stop = new_command(commands, "stop", run_stop, summary, ", like Ctrl-C. Exit code 1: it is still running.")
     stop.add_argument(
         "--now", action="store_true", help="cut off requests that are still running, as a second Ctrl-C does"
     )
@@ -43,7 +40,6 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         "--wait-s", type=float, default=_WAIT_S, metavar="SECONDS", help="how long to wait at most (default: 60)"
     )
     add_run_flag(stop)
-    stop.set_defaults(run=run_stop)
 
 
 def run_status(arguments: argparse.Namespace) -> int:
