@@ -40,7 +40,9 @@ def run(context: Context, size: str) -> list[Claim]:
     seconds = 6.0 if context.quick else 60.0
     memory = ("--kv-cache-memory", KV_MEMORY)
     with pdkv(model, prefill=1, decode=1, options=("--threads", "1", *memory)) as split:
-        interval_s = TINY_INTERVAL_S if size == "tiny" else 2 * _seconds_per_prompt(split)
+        prompts = Workload(4, PROMPT_LEN, (1, 1), seed=1)
+        is_tiny = size == "tiny"  # otherwise half of what prefill is capable of
+        interval_s = TINY_INTERVAL_S if is_tiny else measure(split.url, split.model, prompts).wall_s / 2
         split_gaps = _all_gaps(split, interval_s, seconds)
     with pdkv(model, prefill=0, decode=1, options=memory) as aggregated:
         aggregated_gaps = _all_gaps(aggregated, interval_s, seconds / 4)
@@ -57,11 +59,6 @@ def run(context: Context, size: str) -> list[Claim]:
         }
         claims.append(Claim(f"{size}, {output_len} tokens out", ratio, LIMIT, "lower", figures))
     return claims
-
-
-def _seconds_per_prompt(server: Server) -> float:
-    """How long prefill takes for one prompt: the inverse of its capacity."""
-    return measure(server.url, server.model, Workload(4, PROMPT_LEN, (1, 1), seed=1)).wall_s / 4
 
 
 def _all_gaps(server: Server, interval_s: float, seconds: float) -> dict[int, float]:

@@ -184,7 +184,7 @@ def cpu_seconds(server: Server) -> CpuSeconds:
     """Read /proc for the engines that /topology names, and for the router."""
     topology: dict[str, Any] = json.loads(get(server.url + "/topology"))
     engines = {engine["name"]: process_cpu_seconds(engine["pid"]) for engine in topology["engines"]}
-    return CpuSeconds(engines, process_cpu_seconds(router_pid(server.pid)))
+    return CpuSeconds(engines, process_cpu_seconds(router_pids(server.pid)[0]))
 
 
 def metric(server: Server, name: str, **labels: str) -> float:
@@ -201,13 +201,8 @@ def process_cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
 
 
-def router_pid(launcher: int) -> int:
-    """The launcher's child that runs the router, or the dispatcher of its fronts."""
-    return router_pids(launcher)[0]
-
-
 def router_pids(launcher: int) -> list[int]:
-    """That, and then the fronts."""
+    """The launcher's child that runs the router, or the dispatcher of its fronts, and then the fronts."""
     found: dict[int, bool] = {}
     for task in Path(f"/proc/{launcher}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):

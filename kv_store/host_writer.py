@@ -177,7 +177,7 @@ class SegmentWriter:
         with self._lock:
             self._end_pins()
             found = [key for key in keys if key in self._held]
-            num_pages = self._num_pinned_pages({*self._pins, *found})
+            num_pages = sum(len(self._held[key].pages) for key in {*self._pins, *found})
             most = int(self.segment.num_pages * MAX_PINNED_SHARE)
             if num_pages > most:
                 raise StoreFull(
@@ -261,9 +261,6 @@ class SegmentWriter:
         """Forget those whose time is over."""
         now = self._clock.now()
         self._pins = {key: until for key, until in self._pins.items() if until > now}
-
-    def _num_pinned_pages(self, keys: Iterable[Key]) -> int:
-        return sum(len(self._held[key].pages) for key in keys)
 
     def _use(self, key: Key, held: _Held) -> None:
         self._held.move_to_end(key)

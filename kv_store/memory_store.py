@@ -144,7 +144,8 @@ class MemoryStore(KVStore):
 
     def put_on_terms(self, items: Sequence[tuple[bytes, Buffer]], terms: Mapping[bytes, Terms]) -> None:
         shelf = self._open_shelf()
-        for (key, buffer), found in zip(reversed(items), reversed(self._find_items(items)), strict=True):
+        before = shelf.find([key for key, _ in items])
+        for (key, buffer), found in zip(reversed(items), reversed(before), strict=True):
             if found is not None:
                 continue
             of_value = terms.get(key, NO_TERMS)
@@ -188,9 +189,6 @@ class MemoryStore(KVStore):
         if self._closed:
             raise StoreUnavailable(f"memory://{self._shelf.name} is closed")
         return self._shelf
-
-    def _find_items(self, items: Sequence[tuple[bytes, Buffer]]) -> list[Bytes | None]:
-        return self._open_shelf().find([key for key, _ in items])
 
     @staticmethod
     def _copy_out(value: Bytes | None, buffer: Buffer) -> bool:

@@ -67,7 +67,7 @@ class LookAhead:
                 break
             self._num_tokens += num_tokens
             self._num_users.update(value.key for value in values)
-            self._window[last] = StoreAhead(self._make_key(), values)
+            self._window[last] = StoreAhead(TransferKey(self._name, 0, part=next(self._numbers)), values)
             if new:
                 entered.append(StoreAhead(self._window[last].key, new, terms.get(last)))
         return entered
@@ -84,6 +84,3 @@ class LookAhead:
                 self._num_tokens -= value.num_tokens
                 unused.append(value)
         return StoreAhead(ahead.key, unused)
-
-    def _make_key(self) -> TransferKey:
-        return TransferKey(self._name, 0, part=next(self._numbers))

@@ -174,7 +174,7 @@ class TierOrders:
                 raise StoreUnsupported(f"{order.action} needs the keys of a prompt, but none were given")
             return 0, self._clear(tier, None) if order.action == "clear" else tier.unpin(None)
         values = values_of(self._cut, order.keys)
-        own = self._own_keys(values)
+        own = [key for value in values for key in self._cut.own_keys(value)]
         match order.action:
             case "clear":
                 return 0, self._clear(tier, own)
@@ -211,10 +211,6 @@ class TierOrders:
     def _clear(self, tier: KVStore, keys: Sequence[bytes] | None) -> int:
         self._store.forget(keys)
         return tier.discard(keys)
-
-    def _own_keys(self, values: Sequence[Value]) -> list[bytes]:
-        """The keys of the parts that this rank writes, the same number for each value."""
-        return [key for value in values for key in self._cut.own_keys(value)]
 
     def _count(self, block_keys: Sequence[bytes], values: Sequence[Value], there: Sequence[bool]) -> tuple[int, int]:
         """Tokens of the hit, and number of stored values. `there`: by key, with each value's keys side by side; none if

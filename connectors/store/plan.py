@@ -121,7 +121,7 @@ class StoreCut:
         self.layer_groups = layer_groups
         self.value_tokens = [layout.block_size if window else tokens_per_value for window in self.windows]
         """For a whole value, by KV group."""
-        spacing = hit_tokens_with_windows(tokens_per_value, layout.block_size)
+        spacing = lcm(tokens_per_value, layout.block_size)
         self.hit_tokens = spacing if self.has_windows else tokens_per_value
         self.forms = range(num_forms)
         parts = [self.cut.suffix(shard, group) for group in range(layer_groups) for shard in range(shards)]
@@ -267,11 +267,6 @@ class StoreCut:
                 values += self.whole_values(block_keys, max(first, done) * size, end, group)
                 done = end // size
         return values
-
-
-def hit_tokens_with_windows(tokens_per_value: int, block_size: int) -> int:
-    """Tokens between two possible ends of hits, if some KV group has a window and so one value per block."""
-    return lcm(tokens_per_value, block_size)
 
 
 def form_suffix(form: int) -> bytes:

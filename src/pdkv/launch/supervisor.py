@@ -66,7 +66,7 @@ class Supervisor:
         self._lifeline_fd = lifeline_fd
         self._on_ready = on_ready
         self._clock = clock
-        self._children = Children(fleet.start_timeout_s, _log_progress, self._check_model)
+        self._children = Children(fleet.start_timeout_s, functools.partial(logger.info, "%s: %s"), self._check_model)
         self._make_starter = make_starter or self._start_locally
         self._starter: EngineStarter | None = None  # until everything starts
         self.on_moved: Callable[[EngineAddress], Awaitable[None]] | None = None
@@ -285,10 +285,6 @@ class Supervisor:
         """Kill all children at once, instead of waiting for `stop`."""
         for child in self._children.running:
             child.send_signal(signal.SIGKILL)
-
-
-def _log_progress(name: str, text: str) -> None:
-    logger.info("%s: %s", name, text)
 
 
 def _at(address: EngineAddress, endpoint: str) -> EngineAddress:

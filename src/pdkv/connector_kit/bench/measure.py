@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.connector_kit.bench.pieces import planned_pieces, stored_pieces
+from pdkv.connector_kit.bench.pieces import planned_pieces
 from pdkv.connector_kit.bench.plan import Plan, open_setting, plan_bytes, store_values
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer, Timing
 from pdkv.connector_kit.bench.turns import Spread, take_turns
@@ -107,7 +107,8 @@ def _measure_next(world: BenchWorld, num_tokens: int, transfers: list[TimedTrans
 
 def _pieces(plan: Plan, transfer: TimedTransfer, num_tokens: int) -> int:
     if transfer.producer.card.kind == "store":
-        return stored_pieces(num_tokens, *store_values(plan, plan.options))
+        tokens, parts = store_values(plan, plan.options)
+        return -(-num_tokens // tokens) * parts
     return planned_pieces(plan.producer, plan.consumer, num_tokens, *transfer.tables)
 
 

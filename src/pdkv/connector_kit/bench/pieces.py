@@ -30,8 +30,3 @@ def planned_pieces(
     ]  # fmt: skip
     runs = sum(per_part or part.num_heads for part in parts)
     return segments * producer.num_layers * producer.sides * runs
-
-
-def stored_pieces(num_tokens: int, tokens_per_value: int, parts: int = 1) -> int:
-    """Values requested from a store; heads and layers are cut into `parts`."""
-    return -(-num_tokens // tokens_per_value) * parts

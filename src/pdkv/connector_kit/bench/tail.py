@@ -61,7 +61,19 @@ def measure_push_tail(
                 for count in step_counts:
                     tail = _tail_s(world, num_tokens, count, num_tokens / pace / count / plan.producer.num_layers)
                     took[count].append((tail * 1e3, median(bare.seconds(False) for _ in range(3)) * 1e3))
-    return [_push_tail(plan, num_tokens, count, rounds) for count, rounds in took.items()]
+    return [
+        PushTail(
+            connector=plan.connector,
+            layout=plan.layout,
+            tokens=num_tokens,
+            steps=count,
+            rounds=len(rounds),
+            tail_ms=Spread.of(tail for tail, _ in rounds),
+            bare_ms=Spread.of(whole for _, whole in rounds),
+            ratio_to_allowed=Spread.of(tail / (BARE_SHARE * whole + SLACK_MS) for tail, whole in rounds),
+        )
+        for count, rounds in took.items()
+    ]
 
 
 def _tail_s(world: BenchWorld, num_tokens: int, num_steps: int, layer_s: float) -> float:
@@ -77,16 +89,3 @@ def _tail_s(world: BenchWorld, num_tokens: int, num_steps: int, layer_s: float) 
     prompt.end()
     come_to_rest(world)
     return tail
-
-
-def _push_tail(plan: Plan, tokens: int, steps: int, rounds: list[tuple[float, float]]) -> PushTail:
-    return PushTail(
-        connector=plan.connector,
-        layout=plan.layout,
-        tokens=tokens,
-        steps=steps,
-        rounds=len(rounds),
-        tail_ms=Spread.of(tail for tail, _ in rounds),
-        bare_ms=Spread.of(bare for _, bare in rounds),
-        ratio_to_allowed=Spread.of(tail / (BARE_SHARE * bare + SLACK_MS) for tail, bare in rounds),
-    )

@@ -137,7 +137,8 @@ class Handover:
         """The load's outcome, once all of the consumer's ranks have reported."""
         if not self.num_external:
             return TransferOutcome()
-        without = ", for which a push connector has given no ticket," if self._lacks_ticket else ""
+        lacks_ticket = self.is_push and self._ticket is None
+        without = ", for which a push connector has given no ticket," if lacks_ticket else ""
         self.world.until(lambda: self.ended, f"the load of {self.describe()}{without} ends", timeout_s)
         return self.consumer.received[self.receiver.transfer_key]
 
@@ -145,10 +146,6 @@ class Handover:
     def ended(self) -> bool:
         """Whether the load's end was reported."""
         return self.receiver.transfer_key in self.consumer.received
-
-    @property
-    def _lacks_ticket(self) -> bool:
-        return self.is_push and bool(self.num_external) and self._ticket is None
 
     @property
     def wrong(self) -> str:
