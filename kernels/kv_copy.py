@@ -2,6 +2,8 @@
 buffer.
 """
 
+from typing import NamedTuple
+
 import torch
 
 Range = tuple[int, int]
@@ -14,6 +16,25 @@ NO_SCALES: Scales = (1.0, 1.0)
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest number of e4m3fn, which has no infinity."""
+
+
+class PagedSlots(NamedTuple):
+    """Where the K and V of a step's tokens go in one layer of a paged pool; arguments of `write_kv`."""
+
+    kv_pool: torch.Tensor
+    layer: int
+    slot_mapping: torch.Tensor
+    kv_scales: Scales = NO_SCALES
+
+    def put(self, kv: torch.Tensor) -> None:
+        """Write K and V of (T, 2 * num_kv_heads, head_size), or latent rows (T, 1, row size)."""
+        heads = self.kv_pool.shape[3]
+        write_kv(self.kv_pool, self.layer, kv[:, :heads], kv[:, -heads:], *self[2:])
+
+    def check(self, kv: torch.Tensor) -> None:
+        """As `write_kv` does. Raises ValueError."""
+        heads = self.kv_pool.shape[3]
+        _check_write(self.kv_pool, self.layer, kv[:, :heads], kv[:, -heads:], self.slot_mapping)
 
 
 def write_kv(
@@ -38,18 +59,7 @@ def write_kv(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    _check_pool(kv_pool)
-    expected = (slot_mapping.shape[0], kv_pool.shape[3], kv_pool.shape[5])
-    if k.shape != expected or v.shape != expected or slot_mapping.dim() != 1:
-        raise ValueError(f"k and v must be {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
-    if slot_mapping.dtype != torch.int64:
-        raise ValueError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
-    if k.dtype != v.dtype or kv_pool.dtype not in (k.dtype, FP8):
-        raise ValueError(f"k is {k.dtype}, v {v.dtype}, kv_pool {kv_pool.dtype}")
-    if not 0 <= layer < kv_pool.shape[1]:
-        raise ValueError(f"layer {layer} is not in [0, {kv_pool.shape[1]})")
-    if any(t.device != kv_pool.device for t in (k, v, slot_mapping)):
-        raise ValueError("all tensors must be on one device")
+    _check_write(kv_pool, layer, k, v, slot_mapping)
     if kv_pool.is_cuda:
         from pdkv.kernels.kv_copy_triton import write_kv_triton
 
@@ -170,6 +180,24 @@ def _check_pool(kv_pool: torch.Tensor) -> None:
             "kv_pool must be contiguous (blocks, layers, sides, heads, block_size, head_size), "
             f"got {tuple(kv_pool.shape)} with strides {kv_pool.stride()}"
         )
+
+
+def _check_write(
+    kv_pool: torch.Tensor, layer: int, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """Raise the errors of `write_kv`."""
+    _check_pool(kv_pool)
+    expected = (slot_mapping.shape[0], kv_pool.shape[3], kv_pool.shape[5])
+    if k.shape != expected or v.shape != expected or slot_mapping.dim() != 1:
+        raise ValueError(f"k and v must be {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
+    if slot_mapping.dtype != torch.int64:
+        raise ValueError(f"slot_mapping must be int64, got {slot_mapping.dtype}")
+    if k.dtype != v.dtype or kv_pool.dtype not in (k.dtype, FP8):
+        raise ValueError(f"k is {k.dtype}, v {v.dtype}, kv_pool {kv_pool.dtype}")
+    if not 0 <= layer < kv_pool.shape[1]:
+        raise ValueError(f"layer {layer} is not in [0, {kv_pool.shape[1]})")
+    if any(t.device != kv_pool.device for t in (k, v, slot_mapping)):
+        raise ValueError("all tensors must be on one device")
 
 
 def _check_copy(

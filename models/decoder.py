@@ -10,7 +10,7 @@ import torch
 
 from pdkv.models.config import ModelConfig
 from pdkv.models.heads import Heads, Rotation, StepRotation
-from pdkv.models.linear import Linear
+from pdkv.models.linear import Linear, PlainLinear
 from pdkv.models.parallel_layers import Embedding, WideNorms
 from pdkv.models.passes import RMSNorm, RowPass, silu_mul
 
@@ -84,10 +84,16 @@ class GatedMlp:
         self._act = act
 
     def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        return self._down(self._gate_up(x, before), self._act)
+        return self._down(*self._gated(x, before))
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        return self._down.add(self._gate_up(x, before), residual, self._act)
+        x, act = self._gated(x, before)
+        return self._down.add(x, residual, act)
+
+    def _gated(self, x: torch.Tensor, before: RowPass | None) -> tuple[torch.Tensor, RowPass | None]:
+        """What `down` multiplies, and what is to be done to it first: nothing behind a kernel that has done it."""
+        gated = self._gate_up.gated(x, before, self._act) if isinstance(self._gate_up, PlainLinear) else None
+        return (self._gate_up(x, before), self._act) if gated is None else (gated, None)
 
 
 Post = Callable[[torch.Tensor], torch.Tensor]
@@ -131,6 +137,8 @@ def _added(
 ) -> torch.Tensor:
     if post is None:
         return part.add(x, residual, before)
+    if isinstance(post, RMSNorm):
+        return post.add(part(x, before), residual)
     return residual.add_(post(part(x, before)))
 
 

@@ -1,12 +1,13 @@
 """Processes queries and keys between their projection and attention: norms them if the model does, and rotates them.
 
-Done by torch, by a kernel on CUDA, or by a compiled pass that also writes keys and values to the cache.
+Done by torch, or by a kernel on CUDA or a compiled pass, which also write keys and values to the cache.
 """
 
 from typing import NamedTuple, Protocol
 
 import torch
 
+from pdkv.kernels.kv_copy import PagedSlots
 from pdkv.kernels.passes import HeadPassArgs, dtype_number, pass_heads
 from pdkv.models.linear import LinearKind
 from pdkv.models.passes import RMSNorm, by_triton
@@ -25,14 +26,18 @@ class KVSlots(NamedTuple):
         self.kv.index_put_((self.block_ids, self.offsets), kv[: len(self.block_ids)])
 
 
+Slots = KVSlots | PagedSlots
+"""In host memory; on a device, with padding."""
+
+
 class Heads(Protocol):
     """One layer's pass over a step's (n, heads + 2 * kv_heads, head_size) queries, keys and values."""
 
     def apply(self, qkv: torch.Tensor) -> None:
         """Norm and rotate queries and keys in place. Without norms, `qkv` may be a part of each vector's numbers."""
 
-    def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
-        """As `apply`, and write keys and values to their slots."""
+    def apply_and_write(self, qkv: torch.Tensor, slots: Slots) -> None:
+        """As `apply`, and write keys and values to their slots; keys need not be in `qkv` then."""
 
 
 class Rotation(Protocol):
@@ -78,7 +83,7 @@ class _TorchHeads(NamedTuple):
             qkv[:, heads:rotated] = self.k_norm(qkv[:, heads:rotated])
         rotate(qkv[:, :rotated], self.rope)
 
-    def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
+    def apply_and_write(self, qkv: torch.Tensor, slots: Slots) -> None:
         self.apply(qkv)
         slots.put(qkv[:, self.heads :])
 
@@ -104,13 +109,16 @@ class _TritonHeads(NamedTuple):
         return self._replace(norms=(q_norm.weight, q_norm.fused.epsilon, k_norm.weight, k_norm.fused.epsilon))
 
     def apply(self, qkv: torch.Tensor) -> None:
+        self._run(qkv, None)
+
+    def apply_and_write(self, qkv: torch.Tensor, slots: Slots) -> None:
+        assert isinstance(slots, PagedSlots), "slots in host memory"
+        self._run(qkv, slots)
+
+    def _run(self, qkv: torch.Tensor, slots: PagedSlots | None) -> None:
         from pdkv.kernels.passes_triton import pass_heads_triton  # Triton, which a CPU need not have
 
-        pass_heads_triton(qkv, self.positions, *self.table, self.heads, self.kv_heads, self.norms)
-
-    def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
-        self.apply(qkv)
-        slots.put(qkv[:, self.heads :])
+        pass_heads_triton(qkv, self.positions, *self.table, self.heads, self.kv_heads, self.norms, slots)
 
 
 class CompiledRotation:
@@ -158,7 +166,11 @@ class _CompiledHeads:
         self._args.written = 0
         self._run(qkv)
 
-    def apply_and_write(self, qkv: torch.Tensor, slots: KVSlots) -> None:
+    def apply_and_write(self, qkv: torch.Tensor, slots: Slots) -> None:
+        if isinstance(slots, PagedSlots):  # of a pool in FP8
+            self.apply(qkv)
+            slots.put(qkv[:, self._args.heads :])
+            return
         args, kv = self._args, slots.kv
         assert len(slots.block_ids) <= len(qkv)
         args.kv, args.block_size, args.block_stride = kv.data_ptr(), kv.shape[1], kv.stride(0)

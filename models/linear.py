@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pdkv.host.processor import flags
-from pdkv.kernels.linear import EightBits, PackedWeight, available
+from pdkv.kernels.linear import GATED_GELU, EightBits, PackedWeight, available
 from pdkv.models.passes import CompiledRMSNorm, RMSNorm, RowPass
 
 _SAMPLED_ROWS = 8
@@ -36,19 +36,36 @@ class PlainLinear:
         self._bias = bias
 
     def __call__(self, x: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        x = _after(before, x)
         if _is_row(x):
-            return _linear_row(x, self.weight, self._bias)
-        return F.linear(x, self.weight, self._bias)
+            return self._row(x, before)
+        return F.linear(_after(before, x), self.weight, self._bias)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor, before: RowPass | None = None) -> torch.Tensor:
-        x = _after(before, x)
         if _is_row(x):
-            return _linear_row(x, self.weight, self._bias, residual)
+            return self._row(x, before, residual)
+        x = _after(before, x)
         if _adds_in_place(x):
             residual = residual if self._bias is None else residual.add_(self._bias)
             return residual.addmm_(x, self.weight.t())
         return F.linear(x, self.weight, self._bias).add_(residual)
+
+    def gated(self, x: torch.Tensor, before: RowPass | None, act: RowPass) -> torch.Tensor | None:
+        """act(before(x) @ weight.T + bias) by one kernel; None: there is none for these rows."""
+        return self._row(x, before, act=act) if _is_row(x) else None
+
+    def _row(
+        self,
+        x: torch.Tensor,
+        before: RowPass | None,
+        residual: torch.Tensor | None = None,
+        act: RowPass | None = None,
+    ) -> torch.Tensor:
+        from pdkv.kernels.linear_row_triton import linear_row_triton  # Triton, which a CPU need not have
+
+        norm = (before.weight, before.fused.epsilon) if isinstance(before, RMSNorm) else None
+        x = x if norm is not None else _after(before, x)
+        name = None if act is None else "gelu" if act.fused == GATED_GELU else "silu"
+        return linear_row_triton(x, self.weight, self._bias, residual, norm, name)
 
 
 class PackedLinear:
@@ -90,21 +107,15 @@ class CompiledLinear:
 
 
 def _is_row(x: torch.Tensor) -> bool:
-    """Whether `_linear_row` is for it: a single row is bound by memory, which float32 on a GPU need not be."""
+    """Whether one kernel multiplies x with what is done before and behind: a single row is bound by memory, which
+    float32 on a GPU need not be.
+    """
     return x.is_cuda and len(x) == 1 and x.dtype != torch.float32
 
 
 def _adds_in_place(x: torch.Tensor) -> bool:
     """Whether a product adds to memory that is there for no more than writing it: not on a CPU."""
     return x.is_cuda
-
-
-def _linear_row(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
-) -> torch.Tensor:
-    from pdkv.kernels.linear_row_triton import linear_row_triton
-
-    return linear_row_triton(x, weight, bias, residual)
 
 
 def _after(before: RowPass | None, x: torch.Tensor) -> torch.Tensor:

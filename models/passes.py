@@ -46,6 +46,14 @@ class RMSNorm:
             return F.rms_norm(x.float(), self.weight.shape, self.weight, self.fused.epsilon).to(x.dtype)
         return F.rms_norm(x, self.weight.shape, self.weight, self.fused.epsilon)
 
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The norm of x (n, size) added to `residual` (n, size), in place, and rounded again."""
+        if by_triton(x):
+            from pdkv.kernels.passes_triton import rms_norm_triton
+
+            return rms_norm_triton(x, self.weight, self.fused.epsilon, residual)
+        return residual.add_(self(x))
+
 
 class CompiledRMSNorm(RMSNorm):
     """RMSNorm by a compiled kernel, for rows (n, size) in host memory."""

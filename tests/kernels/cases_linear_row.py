@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_inputs import randn
+from torch.nn.functional import gelu
 
 from pdkv.kernels import linear_row_triton as module
 from pdkv.kernels.linear_row_triton import linear_row_triton
@@ -24,6 +25,26 @@ def test_a_row_is_multiplied_and_what_is_given_is_added(
     result = linear_row_triton(x, weight, **given)
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("outputs", "size"), [(64, 2048), (32, 1000)])
+def test_a_row_is_normed_first_and_gated_behind(
+    outputs: int, size: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, weight, norm, bias = (
+        randn(*shape, dtype=dtype, device=device) for shape in ((1, size), (outputs, size), (size,), (outputs,))
+    )
+    weight *= size**-0.5
+    normed = torch.nn.functional.rms_norm(x.double(), (size,), norm.double(), 1e-5)
+    expected = normed @ weight.double().T + bias.double()
+    tolerance = {"atol": 2 * TOLERANCES[dtype], "rtol": 2 * TOLERANCES[dtype]}
+    result = linear_row_triton(x, weight, bias, norm=(norm, 1e-5))
+    torch.testing.assert_close(result.double(), expected, **tolerance)
+    gates, ups = expected.chunk(2, dim=1)
+    for act, acted in (("silu", torch.nn.functional.silu(gates)), ("gelu", gelu(gates, approximate="tanh"))):
+        found = linear_row_triton(x, weight, bias, norm=(norm, 1e-5), act=act)
+        torch.testing.assert_close(found.double(), acted * ups, **tolerance)
 
 
 def test_a_weight_may_be_a_part_of_another(device: torch.device) -> None:

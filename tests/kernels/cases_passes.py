@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pdkv.kernels.kv_copy import FP8, PagedSlots, raw
+from pdkv.kernels.kv_copy_triton import write_kv_triton
 from pdkv.kernels.passes_triton import gated_triton, pass_heads_triton, rms_norm_triton
 from pdkv.models.heads import TorchRotation, TritonRotation
 from pdkv.models.passes import RMSNorm
@@ -50,6 +52,13 @@ def test_rms_norm_of_large_and_small_rows(dtype: torch.dtype, device: torch.devi
     result = rms_norm_triton(x, weight, 1e-6)
     assert_rounded(result, F.rms_norm(x.double(), (100,), weight.double(), 1e-6))
     assert not result[1].any()
+
+
+def test_a_norm_that_is_added_is_the_norm_and_then_the_sum(dtype: torch.dtype, device: torch.device) -> None:
+    x, weight, residual = (make(*shape, dtype=dtype, device=device) for shape in ((3, 100), (100,), (3, 100)))
+    expected = residual + rms_norm_triton(x, weight, 1e-6)
+    assert rms_norm_triton(x, weight, 1e-6, residual) is residual
+    assert torch.equal(residual, expected)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy remarks on infinities
@@ -107,6 +116,28 @@ def test_heads_are_torch_s_within_rounding(
     assert (error <= bound)[:, :-kv_heads].all(), (error / bound)[:, :-kv_heads].max()
     assert torch.equal(view(rows)[:, -kv_heads:], view(before)[:, -kv_heads:])
     assert torch.equal(rows[:, -8:], before[:, -8:])
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_size", "rotary"), [SHAPES[i] for i in (0, 3, 4, 5)])
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_heads_that_are_written_are_those_of_two_kernels_to_the_bit(
+    heads: int, kv_heads: int, head_size: int, rotary: int, has_norms: bool, in_fp8: bool, device: torch.device
+) -> None:
+    """Queries, and a pool in which padding writes nothing."""
+    table = RopeTable(*(make(50, 1, rotary + i, dtype=BF16, device=device)[..., i:].contiguous() for i in (0, 1)))
+    qkv, positions = make(4, heads + 2 * kv_heads, head_size, dtype=BF16, device=device), torch.arange(4, device=device)
+    norms = [RMSNorm(make(head_size, dtype=BF16, device=device), 1e-5)] * 2 if has_norms else [None, None]
+    rotation = TritonRotation(table, heads, kv_heads).at(positions).of(*norms)
+    pools = [torch.zeros(3, 2, 2, kv_heads, 4, head_size, device=device).to(FP8 if in_fp8 else BF16) for _ in range(2)]
+    slots = [PagedSlots(pool, 1, torch.tensor([9, -1, 3, 4], device=device), (0.02, 0.5)) for pool in pools]
+    fused = qkv.clone()
+    rotation.apply_and_write(fused, slots[0])
+    rotation.apply(qkv)
+    write_kv_triton(pools[1], 1, qkv[:, heads:-kv_heads], qkv[:, -kv_heads:], *slots[1][2:])
+    assert torch.equal(fused[:, :heads], qkv[:, :heads])
+    assert torch.equal(raw(pools[0]), raw(pools[1]))
+    assert raw(pools[0])[2, 1].any()
 
 
 def test_rows_that_are_not_contiguous_are_refused(device: torch.device) -> None:

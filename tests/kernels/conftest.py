@@ -43,8 +43,9 @@ def in_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The CUDA backend launches the Triton kernels here, too, where its own choice would be the references."""
     if device.type == "cpu":
         from pdkv.engine.worker.attention import cuda as attention_cuda
+        from pdkv.kernels import kv_copy
         from pdkv.kernels.kv_copy_triton import write_kv_triton
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
         monkeypatch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
-        monkeypatch.setattr(attention_cuda, "write_kv", write_kv_triton)
+        monkeypatch.setattr(kv_copy, "write_kv", write_kv_triton)

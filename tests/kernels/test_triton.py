@@ -254,14 +254,16 @@ def test_a_layer_of_one_row_compiles_for_a_gpu(size: int, tmp_path: Path, monkey
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from pdkv.kernels import linear_row_triton as module
 
-    types = dict.fromkeys(("x", "weight", "bias", "residual", "out"), "*bf16")
-    constants = {"SIZE": size, "HAS_BIAS": True, "HAS_RESIDUAL": True}
+    types = dict.fromkeys(("x", "weight", "bias", "residual", "norm", "out"), "*bf16") | {"epsilon": "fp32"}
+    constants = {"SIZE": size, "HAS_BIAS": True, "HAS_RESIDUAL": True, "HAS_NORM": False, "GATED": False, "GELU": False}
     tile_inputs = min(module._TILE, 1 << (size - 1).bit_length())
     constants |= {"TILE_OUTPUTS": module._TILE // tile_inputs, "TILE_INPUTS": tile_inputs}
-    compiled = compile_for_gpu(
-        module._linear_row_kernel, types, constants, num_warps=module._WARPS, aligned=(*types, "stride_weight")
-    )
-    assert "ld.global.v4.b32" in compiled.asm["ptx"]
+    aligned = (*(name for name in types if name != "epsilon"), "stride_weight")
+    for parts in ({}, {"HAS_RESIDUAL": False, "HAS_NORM": True, "GATED": True}):
+        compiled = compile_for_gpu(
+            module._linear_row_kernel, types, constants | parts, num_warps=module._WARPS, aligned=aligned
+        )
+        assert "ld.global.v4.b32" in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize(
@@ -316,18 +318,25 @@ def test_passes_compile_for_a_gpu(dtype: str, tmp_path: Path, monkeypatch: pytes
     aligned = ("out", "x", "weight", "stride_row")
     vector = "v4.b32"
     norm = {name: types[name] for name in types}
-    compiled = compile_for_gpu(_rms_norm_kernel, norm, {"SIZE": 4096, "PADDED": 4096}, num_warps=8, aligned=aligned)
+    compiled = compile_for_gpu(
+        _rms_norm_kernel, norm, {"SIZE": 4096, "PADDED": 4096, "ADDS": True}, num_warps=8, aligned=aligned
+    )
     assert vector in compiled.asm["ptx"]
     gated = {"out": f"*{dtype}", "x": f"*{dtype}"}
     compiled = compile_for_gpu(_gated_kernel, gated, {"SIZE": 14336, "TILE": 1024, "GELU": True}, aligned=aligned)
     assert vector in compiled.asm["ptx"]
     names = ("qkv", "cosines", "sines", "q_weight", "k_weight")
-    types = dict.fromkeys(names, f"*{dtype}") | {"positions": "*i64", "q_epsilon": "fp32", "k_epsilon": "fp32"}
-    for head_size, rotary, has_norm in ((128, 128, True), (128, 128, False), (80, 20, True)):
+    types = dict.fromkeys(names, f"*{dtype}") | {"positions": "*i64", "slots": "*i64"}
+    types |= dict.fromkeys(("q_epsilon", "k_epsilon", "k_scale", "v_scale"), "fp32")
+    for head_size, rotary, has_norm, pool in (
+        (128, 128, True, dtype), (128, 128, False, "fp8e4nv"), (128, 128, False, ""), (80, 20, True, dtype),
+    ):  # fmt: skip
         constants = {"NUM_HEADS": 32, "NUM_ROTATED": 40, "HEAD_SIZE": head_size, "HALF": rotary // 2}
         constants |= {"HALF_PADDED": 64 if rotary == 128 else 16, "REST_PADDED": 0 if rotary == head_size else 64}
-        constants |= {"HAS_NORM": has_norm, "TILE_HEADS": 16}
-        compiled = compile_for_gpu(_heads_kernel, types, constants, aligned=(*names, "positions", "stride_token"))
+        constants |= {"HAS_NORM": has_norm, "TILE_HEADS": 16, "WRITES": bool(pool), "BLOCK_SIZE": 16}
+        constants["QUANTIZE"] = pool == "fp8e4nv"
+        aligned = (*names, "positions", "stride_token", "pool", "stride_block")
+        compiled = compile_for_gpu(_heads_kernel, types | {"pool": f"*{pool or dtype}"}, constants, aligned=aligned)
         assert compiled.asm["cubin"]
         assert rotary != head_size or vector in compiled.asm["ptx"]
 

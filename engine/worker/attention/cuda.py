@@ -10,7 +10,7 @@ import torch
 from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Scores
 from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.engine.worker.step_buffers import DeviceTables, StepBuffers, StepTensors
-from pdkv.kernels.kv_copy import write_kv
+from pdkv.kernels.kv_copy import PagedSlots
 from pdkv.kernels.paged_attention import FEW_QUERIES, paged_attention
 from pdkv.models.heads import Heads
 
@@ -49,13 +49,13 @@ class CudaAttention(AttentionBackend):
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
         step = self._step
         assert step is not None, "prepare must be called first"
-        if heads is not None:
-            heads.apply(qkv)
-        own, kv_heads = self._num_heads, self._kv_heads
-        q, k, v = qkv[:, :own], qkv[:, own : own + kv_heads], qkv[:, -kv_heads:]  # of latent rows, V is K
         place = self._layers[layer]
-        write_kv(self._pool, place.layer, k, v, step.slot_mapping[place.group], place.kv_scales)
-        out = self._attention(layer, q).flatten(1)
+        slots = PagedSlots(self._pool, place.layer, step.slot_mapping[place.group], place.kv_scales)
+        if heads is None:
+            slots.put(qkv[:, self._num_heads :])
+        else:
+            heads.apply_and_write(qkv, slots)
+        out = self._attention(layer, qkv[:, : self._num_heads]).flatten(1)
         if layer == len(self._layers) - 1 and step.rows is not None:
             return out.index_select(0, step.rows)
         return out

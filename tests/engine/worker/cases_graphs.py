@@ -18,8 +18,8 @@ from pdkv.engine.worker import step_buffers
 from pdkv.engine.worker.attention import cuda as attention_cuda
 from pdkv.engine.worker.attention import select
 from pdkv.engine.worker.pending import MAX_PENDING, PendingStep
+from pdkv.kernels import kv_copy, streams
 from pdkv.kernels import paged_attention_triton as attention_kernels
-from pdkv.kernels import streams
 from pdkv.kernels.kv_copy_triton import write_kv_triton
 from pdkv.kernels.paged_attention_triton import paged_attention_triton
 from pdkv.wire.types import RequestKey
@@ -49,7 +49,7 @@ def _in_triton() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(select, "on_device", lambda _: True)
         patch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
-        patch.setattr(attention_cuda, "write_kv", write_kv_triton)
+        patch.setattr(kv_copy, "write_kv", write_kv_triton)
         patch.setattr(attention_kernels, "_PROGRAMS", 4)  # those without work cost the interpreter as much as others
         yield
 
