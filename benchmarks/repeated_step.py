@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
+from pdkv.engine.worker.attention.backend import Padding
 from pdkv.engine.worker.graphs import Recorder
 from pdkv.engine.worker.kv_cache import allocate_pool, make_layout
 from pdkv.engine.worker.runner import ModelRunner
@@ -26,22 +27,31 @@ class RepeatedStep:
         context: int,
         *,
         decode_sizes: Sequence[int] = (),
+        prompt_sizes: Sequence[Padding] = (),
+        prompt: int = 0,
         recorder: Recorder | None = None,
         params: SamplingParams = GREEDY,
     ) -> None:
-        """`decode_sizes` and `recorder` of the runner; `params` of the requests."""
+        """`decode_sizes`, `prompt_sizes` and `recorder` of the runner; `params` of the requests. `prompt`: so many
+        tokens of one more are computed in each step.
+        """
         layout = make_layout(model.config, block_size=BLOCK_SIZE, dtype=str(dtype).removeprefix("torch."))
         self.bytes_per_token = layout.block_bytes * layout.num_groups // BLOCK_SIZE
         blocks = -(-context // BLOCK_SIZE)
-        pool = allocate_pool(layout, sequences * blocks, model.device)
+        pool = allocate_pool(layout, (sequences + 1) * blocks, model.device)
         self._runner = ModelRunner(
-            model, pool, layout, max_num_seqs=sequences, max_model_len=context, decode_sizes=decode_sizes
-        )
+            model, pool, layout, max_num_seqs=sequences + 1, max_model_len=context, decode_sizes=decode_sizes,
+            prompt_sizes=prompt_sizes,
+        )  # fmt: skip
         self._runner.warm_up_decodes(recorder)
         tables = [[list(range(i * blocks, (i + 1) * blocks))] * layout.num_groups for i in range(sequences)]
         prompt, output = [7] * (context - 4), [5, 6]
         new = [NewRequest(("step", i), 0, prompt, output, params, tables[i]) for i in range(sequences)]
         decodes = [ScheduledRequest(request.key, context - 2, 1, [], True) for request in new]
+        if prompt:
+            last = [list(range(sequences * blocks, (sequences + 1) * blocks))] * layout.num_groups
+            new.append(NewRequest(("prompt", 0), 0, [7] * prompt, [], params, last))
+            decodes.append(ScheduledRequest(("prompt", 0), 0, prompt, [], True))
         self._runner.execute(StepPlan(0, new, decodes, []))
         self._plan = StepPlan(1, [], decodes, [])
 

@@ -22,16 +22,9 @@ _WARPS = 4
 
 @jit()
 def _rounded(
-    sums: tl.tensor,
-    factor: tl.tensor,
-    bias: tl.tensor,
-    residual: tl.tensor,
-    outputs: tl.tensor,
-    mask: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    dtype: tl.constexpr,
-) -> tl.tensor:
+    sums: tl.tensor, factor: tl.tensor, bias: tl.tensor, residual: tl.tensor, outputs: tl.tensor, mask: tl.tensor,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, dtype: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     total = tl.sum(sums, axis=1) * factor
     if HAS_BIAS:
         total += tl.load(bias + outputs, mask=mask, other=0.0).to(tl.float32)
@@ -99,13 +92,9 @@ def _linear_row_kernel(
 
 
 def linear_row_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    norm: tuple[torch.Tensor, float] | None = None,
-    act: Act | None = None,
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
+    norm: tuple[torch.Tensor, float] | None = None, act: Act | None = None,
+) -> torch.Tensor:  # fmt: skip
     """x (1, in) @ weight (out, in).T + bias (out,) + residual (1, out), added up in float32; (1, out), rounded once.
 
     `norm`: weight (in,) and epsilon of an RMSNorm of x, which is not rounded by itself.

@@ -27,6 +27,7 @@ def paged_attention(
     softcap: float = 0.0,
     value_size: int | None = None,
     decodes: tuple[int, int] | None = None,
+    at_most: bool = False,
 ) -> torch.Tensor:
     """Causal attention for the last tokens of each sequence.
 
@@ -47,6 +48,8 @@ def paged_attention(
         value_size: of a pool of latent rows, whose sides are one: so many of a row's first numbers are its value.
         decodes: so many first sequences, and queries of theirs, are launched apart from those behind them, as suits
             sequences of few queries beside prompts; None: all have one launch. The result is the same but for rounding.
+        at_most: `decodes` has a bound for their queries, of which `cu_seqlens_q` knows the number: so a launch is valid
+            for other steps.
 
     Returns:
         (T, num_heads, head_size or value_size) in q's dtype; zeros in rows from cu_seqlens_q[R] on (padding).
@@ -65,7 +68,7 @@ def paged_attention(
     if q.is_cuda:
         from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
-        return paged_attention_triton(*tensors, scale, **options, decodes=decodes)
+        return paged_attention_triton(*tensors, scale, **options, decodes=decodes, at_most=at_most)
     return paged_attention_reference(*tensors, scale, **options)
 
 

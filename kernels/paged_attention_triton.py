@@ -340,7 +340,7 @@ def _paged_attention_kernel(
     tl.store(out + target[:, None] + dims[None, :], (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
 
-@jit(do_not_specialize=["end_seq", "first_token"])
+@jit(do_not_specialize=["first_seq", "end_seq", "first_token"])
 def _combine_kernel(
     out: tl.tensor,  # (tokens, heads, head size)
     parts: tl.tensor,
@@ -348,14 +348,17 @@ def _combine_kernel(
     totals: tl.tensor,
     plans: tl.tensor,
     cu_seqlens_q: tl.tensor,
-    end_seq: tl.tensor,  # behind the last one of the launch
+    first_seq: tl.tensor,  # of the launch
+    end_seq: tl.tensor,  # behind its last one
     first_token: tl.tensor,
     TILE_PARTS: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_SIZE_PADDED: tl.constexpr,
 ) -> None:
-    """The parts of one token's head, some of which it has seen; zeros for padding. One part is the result already."""
+    """The parts of one token's head, some of which it has seen; zeros for padding. One part is the result already, and
+    tokens before the launch's sequences have theirs.
+    """
     token = tl.program_id(0)
     head = tl.program_id(1)
     num_heads = tl.num_programs(1)
@@ -364,6 +367,8 @@ def _combine_kernel(
     target = out + ((first_token + token).to(tl.int64) * num_heads + head) * HEAD_SIZE + dims
     if first_token + token >= tl.load(cu_seqlens_q + end_seq):
         tl.store(target, tl.zeros([HEAD_SIZE_PADDED], out.dtype.element_ty), mask=mask)
+        return
+    if first_token + token < tl.load(cu_seqlens_q + first_seq):
         return
     num_parts = tl.load(plans + 2 * token)
     if num_parts == 1:
@@ -492,6 +497,7 @@ def paged_attention_triton(
     softcap: float = 0.0,
     value_size: int | None = None,
     decodes: tuple[int, int] | None = None,
+    at_most: bool = False,
 ) -> torch.Tensor:
     """Launch the kernels; arguments as `paged_attention` has checked them. The innermost dimensions are contiguous."""
     if q.stride(2) != 1 or kv_pool.stride(5) != 1 or block_tables.stride(1) != 1:
@@ -503,7 +509,10 @@ def paged_attention_triton(
     end = seq_lens.shape[0], q.shape[0]
     places = sorted({(0, 0), decodes or end, end})
     sizes = block_tables.shape[1] * kv_pool.shape[4], group_size, size
-    launches = [_Launch.of(q, *pair, *sizes) for pair in pairwise(places) if pair[0][0] < pair[1][0]]
+    pairs = [pair for pair in pairwise(places) if pair[0][0] < pair[1][0]]
+    if at_most:  # prompts begin somewhere behind the first token
+        pairs[-1] = (pairs[-1][0][0], 0), end
+    launches = [_Launch.of(q, *pair, *sizes) for pair in pairs]
     make = q.new_empty if launches[-1].num_shares else q.new_zeros  # what combines parts writes padding, too
     out = make((*q.shape[:2], size))
     scale *= kv_scales[0] * math.log2(math.e)  # powers of two are what a GPU computes
@@ -586,6 +595,7 @@ def _launch_combine(out: torch.Tensor, results: _Results, cu_seqlens_q: torch.Te
         out,
         *results,
         cu_seqlens_q,
+        launch.first_seq,
         launch.first_seq + launch.num_seqs,
         launch.first_token,
         TILE_PARTS=_COMBINED,

@@ -54,11 +54,7 @@ class PlainLinear:
         return self._row(x, before, act=act) if _is_row(x) else None
 
     def _row(
-        self,
-        x: torch.Tensor,
-        before: RowPass | None,
-        residual: torch.Tensor | None = None,
-        act: RowPass | None = None,
+        self, x: torch.Tensor, before: RowPass | None, residual: torch.Tensor | None = None, act: RowPass | None = None
     ) -> torch.Tensor:
         from pdkv.kernels.linear_row_triton import linear_row_triton  # Triton, which a CPU need not have
 

@@ -28,12 +28,12 @@ def claim(llm: LLM, batch: int, model: str, device: str) -> Claim:
     """The share of the time in which the device waits, where `batch` requests decode; `llm` has room for them."""
     params = SamplingParams(temperature=0.0, max_tokens=_OUTPUT_LEN, ignore_eos=True)
     prompts = [[(11 * i + 5 * j) % 4000 + 2 for j in range(_INPUT_LEN)] for i in range(batch)]
-    found = gaps(_work(lambda: llm.generate(prompts, params, use_tqdm=False), device))
+    found = gaps(work(lambda: llm.generate(prompts, params, use_tqdm=False), device))
     name = f"{model}, {batch} decode: time in which the device waits for its host / all of it"
     return Claim(name, found["waits ms"] / found["ms"], LIMIT, "lower", found)
 
 
-def _work(run: Callable[[], object], device: str) -> list[Span]:
+def work(run: Callable[[], object], device: str) -> list[Span]:
     """What the device does meanwhile, in microseconds; a host that computes itself never waits for itself."""
     if device == "cpu":
         run()

@@ -13,7 +13,7 @@ from pdkv.engine.kv.kv_groups import num_held_at_once
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.proposers.base import Place, Proposer
 from pdkv.engine.worker.dtype import resolve_dtype, resolve_kv_dtype
-from pdkv.engine.worker.graphs import decode_sizes, make_recorder
+from pdkv.engine.worker.graphs import decode_sizes, make_recorder, prompt_sizes
 from pdkv.engine.worker.host_memory import bound_kernel_caches, keep_freed_memory, take_step_memory
 from pdkv.engine.worker.kv_cache import (
     allocate_pool,
@@ -255,6 +255,8 @@ class InProcessExecutor(ModelExecutor):
         on_cpu = self.device.type == "cpu"
         self._decode_sizes = () if on_cpu else decode_sizes(config.max_num_seqs)
         self._recorder = make_recorder(self.device, enforce_eager=config.enforce_eager, num_ranks=shard.size)
+        most = max_num_batched_tokens if self._recorder is not None else 0
+        self._prompt_sizes = prompt_sizes(most, config.max_num_seqs)
         if size_bytes is None:
             self._size_pool(self._profile())
         self._threads = StepThreads(model_config, dtype, torch.get_num_threads(), shard.size) if on_cpu else None
@@ -283,7 +285,8 @@ class InProcessExecutor(ModelExecutor):
             max_model_len=self.max_model_len,
             attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
-            num_graphs=0 if self._recorder is None else len(self._decode_sizes),
+            prompt_sizes=self._prompt_sizes,
+            num_graphs=0 if self._recorder is None else len(self._decode_sizes) + len(self._prompt_sizes),
             timeout_s=self._start_timeout_s,
         )
 
@@ -326,6 +329,7 @@ class InProcessExecutor(ModelExecutor):
             masks=self._masks,
             attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
+            prompt_sizes=self._prompt_sizes,
             recorder=self._recorder,
             timeout_s=self._start_timeout_s,
         )

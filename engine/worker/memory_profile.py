@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pdkv.engine.worker.attention.backend import Padding
 from pdkv.engine.worker.attention.select import AttentionName
 from pdkv.engine.worker.kv_cache import allocate_pool
 from pdkv.engine.worker.runner import ModelRunner
@@ -33,6 +34,7 @@ def profiled_bytes(
     max_model_len: int,
     attention_backend: AttentionName,
     decode_sizes: Sequence[int],
+    prompt_sizes: Sequence[Padding] = (),
     num_graphs: int,
     timeout_s: float,
 ) -> int:
@@ -43,7 +45,7 @@ def profiled_bytes(
         utilization: the share, in (0, 1].
         max_num_tokens: tokens of a step.
         max_num_seqs: requests of a step, which all draw, with every option.
-        attention_backend, decode_sizes: as in `ModelRunner`.
+        attention_backend, decode_sizes, prompt_sizes: as in `ModelRunner`.
         num_graphs: how many steps will be captured.
         timeout_s: longest time of a step on the device; it includes waiting for ranks that load their weights more
             slowly.
@@ -61,13 +63,14 @@ def profiled_bytes(
         max_model_len=max_model_len,
         attention_backend=attention_backend,
         decode_sizes=decode_sizes,
+        prompt_sizes=prompt_sizes,
         timeout_s=timeout_s,
     )
     runner.warm_up(max_num_tokens)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
     if num_graphs:
-        peak += _GRAPH_POOL_RATIO * _decode_bytes(runner, device) + num_graphs * _GRAPH_BYTES
+        peak += _GRAPH_POOL_RATIO * _padded_bytes(runner, device) + num_graphs * _GRAPH_BYTES
     free, total = torch.cuda.mem_get_info(device)
     share, available = int(total * utilization), free + torch.cuda.memory_reserved(device)
     if available < share:
@@ -81,8 +84,8 @@ def profiled_bytes(
     return size_bytes
 
 
-def _decode_bytes(runner: ModelRunner, device: torch.device) -> int:
-    """Bytes that the largest decode step takes at its peak, besides the memory used between steps."""
+def _padded_bytes(runner: ModelRunner, device: torch.device) -> int:
+    """Bytes that the largest padded step takes at its peak, besides the memory used between steps."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     runner.warm_up_decodes(None)

@@ -13,12 +13,12 @@ from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnec
 from pdkv.connectors.step_done import StepsDone, make_step_done
 from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.proposers.base import Proposer
-from pdkv.engine.worker.attention.backend import Layer, Scores, pad
+from pdkv.engine.worker.attention.backend import Layer, Padding, Scores, pad
 from pdkv.engine.worker.attention.select import AttentionName, make_backend
 from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.worker.drafts import DrawRows, Guesser, digest_of
 from pdkv.engine.worker.finite_check import FiniteCheck
-from pdkv.engine.worker.graphs import DecodeSteps, Recorder
+from pdkv.engine.worker.graphs import PaddedSteps, Recorder
 from pdkv.engine.worker.masks import GrammarMasks, Masks
 from pdkv.engine.worker.pending import DoneStep, PendingStep
 from pdkv.engine.worker.queued_step import DeviceQueue, Draws, QueuedStep, tokens_of
@@ -75,6 +75,7 @@ class ModelRunner:
         masks: Masks | None = None,
         attention_backend: AttentionName = "auto",
         decode_sizes: Sequence[int] = (),
+        prompt_sizes: Sequence[Padding] = (),
         recorder: Recorder | None = None,
         timeout_s: float = 30.0,
         clock: Clock = MONOTONIC,
@@ -88,6 +89,7 @@ class ModelRunner:
         `attention_backend`: as in `make_backend`, which raises ConfigError.
         `decode_sizes`, ascending: if the device's attention supports it, steps of one token per request are padded to
         these.
+        `prompt_sizes`, ascending: those with prompts, too, where they are captured.
         `recorder`: captures them when the runner warms up.
         `timeout_s`: how long the device may take for a step, until `set_timeout`, by `clock`.
         """
@@ -108,9 +110,9 @@ class ModelRunner:
         layers = [Layer(*place, window, scales, value_size) for place, window, scales in places]
         scores = Scores(config.attention_scale, config.attention_softcap)
         self._attention = make_backend(kv_pool, model.num_heads, layers, attention_backend, scores)
-        self._decodes: DecodeSteps | None = None
+        self._padded: PaddedSteps | None = None
         if decode_sizes and self._attention.pads_decodes:
-            self._decodes = DecodeSteps(model, self._attention, decode_sizes)
+            self._padded = PaddedSteps(model, self._attention, decode_sizes, prompt_sizes)
         self._recorder = recorder
         streams = streams_of(model.device)
         self._queue = None if streams.is_host else DeviceQueue(max_num_seqs, model.device, streams, timeout_s, clock)
@@ -145,8 +147,8 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up_decodes(self, recorder: Recorder | None) -> None:
         """Run decode steps of each padded size without requests, and capture them."""
-        if self._decodes is not None:
-            self._decodes.warm_up(self._batch.block_tables, recorder)
+        if self._padded is not None:
+            self._padded.warm_up(self._batch.block_tables, recorder)
 
     def rewrite(self, key: RequestKey, token_ids: IntArray) -> IntArray:
         """Give a request of the batch these tokens as all that are known, between two steps. Returns those that it had
@@ -226,7 +228,7 @@ class ModelRunner:
 
     def _compute(self, scheduled: list[ScheduledRequest], attend: Attend) -> "Computed | Draws":
         """Forward pass, results of prompts and sampling of one step that is not empty."""
-        if self._decodes is not None:  # a device computes requests of few tokens apart from prompts
+        if self._padded is not None:  # a device computes requests of few tokens apart from prompts
             scheduled = sorted(scheduled, key=lambda each: each.num_scheduled > FEW_QUERIES)
         inputs = self._batch.prepare(scheduled)
         if self._queue is not None and not self._needs_host_tokens(inputs):
@@ -339,13 +341,14 @@ class ModelRunner:
 
     def _forward(self, inputs: StepInputs, rows: IntArray, attend: Attend) -> torch.Tensor:
         """Normalised hidden states (len(rows) padded, hidden) of those tokens of the step."""
-        some = None if len(rows) == len(inputs.positions) else rows
         size = None
-        if self._decodes is not None and attend == self._attention.attend:  # nothing runs between the layers
-            size = self._decodes.size_for(inputs, rows)
+        if self._padded is not None and attend == self._attention.attend:  # nothing runs between the layers
+            size = self._padded.size_for(inputs, rows)
+        some = rows if len(rows) < len(inputs.positions) or (size is not None and size.rows is not None) else None
         step = self._attention.prepare(inputs, self._batch.block_tables, some, size=size)
         if self._queue is not None:
             self._queue.tokens.fill(step.token_ids, inputs)
-        if self._decodes is not None and size is not None:
-            return self._decodes.compute(step)
-        return self._model.forward(step.token_ids, step.positions, attend, step.rows)
+        if self._padded is None or size is None:
+            return self._model.forward(step.token_ids, step.positions, attend, step.rows)
+        hidden = self._padded.compute(step, size)
+        return hidden if size.rows is None else hidden[: len(rows)].clone()

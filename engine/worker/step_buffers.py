@@ -11,11 +11,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pdkv.engine.worker.attention.backend import Padding, first_prompt
 from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.kernels.streams import Event, Streams, streams_of
 
 _ALIGNMENT = 64
 """Alignment in bytes. Triton compiles another variant of a kernel for pointers and strides not divisible by 16."""
+
+MOST_TOKENS, MOST_PROMPTS = 2048, 16
+"""Of padded steps with prompts."""
 
 _NO_SLOT = -1  # `write_kv` skips such rows
 
@@ -141,36 +145,41 @@ class DeviceTables:
 class StepBuffers:
     """The tensors of the latest loaded step; the next `load` overwrites them, on the current stream."""
 
-    def __init__(self, batch_tables: DeviceTables, block_size: int, *, num_tokens: int = 0) -> None:
-        """`num_tokens`: tokens of a step with as many requests; larger steps move the tensors."""
+    def __init__(
+        self, batch_tables: DeviceTables, block_size: int, *, num_tokens: int = 0, num_prompts: int = 0
+    ) -> None:
+        """`num_tokens`: tokens of a step with as many requests and rows; larger steps move the tensors. `num_prompts`:
+        most prompts of a padded step.
+        """
         self._batch_tables, self._device = batch_tables, batch_tables.device
         self._block_size = block_size
         num_groups, num_seqs, num_blocks = batch_tables.shape
         where: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
-        self._tables = torch.zeros(num_groups, num_seqs, _aligned(num_blocks), **where)
+        self._tables = torch.zeros(num_groups, num_seqs + num_prompts, _aligned(num_blocks), **where)
         self._host = HostSlabs(streams_of(self._device))
-        size = _Layout(num_groups, num_tokens, num_tokens, 0, 0).num_step_bytes
+        size = _Layout(num_groups, num_tokens, num_tokens, num_tokens, 0).num_step_bytes
         self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def load(
-        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None = None, *, size: int | None = None
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None = None, *, size: Padding | None = None
     ) -> StepTensors:
         """Copy a step to the device, after the work queued on the current stream.
 
         Args:
             block_tables: (groups, max_num_seqs, max_blocks), the batch's own, by KV group and slot.
             rows: (m,) ascending tokens of the step; None: all of them.
-            size: the padded size of a step of one token per request.
+            size: to which the step is padded, in which requests of few tokens come first.
         """
-        num_real = len(inputs.positions)
-        num_tokens = num_real if size is None else size
-        assert num_tokens == num_real or len(inputs.slots) == num_real <= num_tokens, (size, num_real)
-        num_seqs = len(inputs.slots) + num_tokens - num_real
+        num_real, num_seqs = len(inputs.positions), len(inputs.slots)
+        few = first_prompt(inputs)[0] if size is not None and size.prompts else num_seqs
+        sizes = size or Padding(num_real, num_seqs, 0, None if rows is None else len(rows))
+        fits = few <= sizes.decodes and num_seqs - few <= sizes.prompts and num_real <= sizes.tokens
+        assert fits, (size, num_real, num_seqs, few)
         num_blocks = -(-int(inputs.seq_lens.max(initial=0)) // self._block_size)
         entries, num_groups = inputs.new_entries, len(block_tables)
-        layout = _Layout(num_groups, num_tokens, num_seqs, 0 if rows is None else len(rows), len(entries))
+        layout = _Layout(num_groups, sizes.tokens, sizes.seqs, sizes.rows or 0, len(entries))
         host = self._host.take(layout.num_bytes)
-        _pack(layout, host.memory.numpy(), inputs, rows, self._block_size)
+        _pack(layout, host.memory.numpy(), inputs, rows, self._block_size, (few, sizes.decodes))
         layout.blocks.in_array(host.memory.numpy())[:] = block_tables.reshape(num_groups, -1)[:, entries]
         if len(self._slab) < layout.num_step_bytes:
             assert size is None, size  # a graph would read the old addresses
@@ -181,34 +190,45 @@ class StepBuffers:
             new[layout.num_step_bytes :].copy_(host.memory[layout.num_step_bytes : layout.num_bytes], non_blocking=True)
             self._batch_tables.write(layout.entries.in_tensor(new), layout.blocks.in_tensor(new))
         host.copied.record()
-        slots = layout.batch_slots.in_tensor(self._slab)[: len(inputs.slots)]
-        self._batch_tables.read(slots, self._tables[:, : len(slots), :num_blocks])
+        last = few if few == num_seqs else sizes.decodes + num_seqs - few
+        slots = layout.batch_slots.in_tensor(self._slab)[:last]
+        self._batch_tables.read(slots, self._tables[:, :last, :num_blocks])
+        tables = self._tables[:, : sizes.seqs]
         return StepTensors(
             token_ids=layout.token_ids.in_tensor(self._slab),
             positions=layout.positions.in_tensor(self._slab),
-            slot_mapping=layout.slots.in_tensor(self._slab)[:, :num_tokens],
+            slot_mapping=layout.slots.in_tensor(self._slab)[:, : sizes.tokens],
             seq_lens=layout.seq_lens.in_tensor(self._slab),
             cu_seqlens_q=layout.cu_seqlens_q.in_tensor(self._slab),
-            block_tables=self._tables[:, :num_seqs] if size is not None else self._tables[:, :num_seqs, :num_blocks],
-            rows=None if rows is None else layout.rows.in_tensor(self._slab),
+            block_tables=tables if size is not None else tables[..., :num_blocks],
+            rows=None if sizes.rows is None else layout.rows.in_tensor(self._slab),
         )
 
 
-def _pack(layout: _Layout, slab: NDArray[np.uint8], inputs: StepInputs, rows: IntArray | None, block_size: int) -> None:
-    """Write a step, and all of its padding, into a slab."""
-    num_real, num_seqs = len(inputs.positions), len(inputs.slots)
-    token_ids, positions = layout.token_ids.in_array(slab), layout.positions.in_array(slab)
-    token_ids[:num_real], token_ids[num_real:] = inputs.token_ids, 0
-    positions[:num_real], positions[num_real:] = inputs.positions, 0
+def _pack(
+    layout: _Layout, slab: NDArray[np.uint8], inputs: StepInputs, rows: IntArray | None, block_size: int,
+    prompts: tuple[int, int],
+) -> None:  # fmt: skip
+    """Write a step, and all of its padding, into a slab. `prompts`: the first one's index, and its place."""
+    num_real = len(inputs.positions)
     slots = layout.slots.in_array(slab)
     slots[:, :num_real], slots[:, num_real:] = inputs.slot_mapping(block_size), _NO_SLOT
-    seq_lens, cu_seqlens_q = layout.seq_lens.in_array(slab), layout.cu_seqlens_q.in_array(slab)
-    seq_lens[:num_seqs], seq_lens[num_seqs:] = inputs.seq_lens, 0
-    cu_seqlens_q[: num_seqs + 1], cu_seqlens_q[num_seqs + 1 :] = inputs.cu_seqlens_q, num_real
-    layout.batch_slots.in_array(slab)[:num_seqs] = inputs.slots
+    ends = layout.cu_seqlens_q.in_array(slab)
+    ends[0] = 0
+    _place(ends[1:], inputs.cu_seqlens_q[1:], *prompts, int(inputs.cu_seqlens_q[prompts[0]]), num_real)
+    _place(layout.seq_lens.in_array(slab), inputs.seq_lens, *prompts)
+    _place(layout.batch_slots.in_array(slab), inputs.slots, *prompts)
+    for place, values in ((layout.token_ids, inputs.token_ids), (layout.positions, inputs.positions)):
+        _place(place.in_array(slab), values, num_real, num_real)
     layout.entries.in_array(slab)[:] = inputs.new_entries
     if rows is not None:
-        layout.rows.in_array(slab)[:] = rows
+        _place(layout.rows.in_array(slab), rows, len(rows), len(rows))
+
+
+def _place(out: IntArray, values: IntArray, first: int, at: int, between: int = 0, behind: int = 0) -> None:
+    """Write values into `out`, from the `first` on to `at`, and padding between and behind."""
+    stop = at + len(values) - first
+    out[:first], out[first:at], out[at:stop], out[stop:] = values[:first], between, values[first:], behind
 
 
 def _aligned(count: int) -> int:

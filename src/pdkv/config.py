@@ -153,7 +153,7 @@ class EngineConfig(ModelFiles):
         also={"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
     )
     enforce_eager: bool = option(
-        False, "on a GPU, launch every kernel individually; do not use CUDA graphs for decode steps"
+        False, "on a GPU, launch every kernel individually; do not use CUDA graphs"
     )
     long_prefill_token_threshold: Natural = option(
         0,

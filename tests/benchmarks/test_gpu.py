@@ -59,8 +59,9 @@ def test_parts_write_one_table(tmp_path: Path) -> None:
     assert set(claims) == {"tokens", "engine"}, done.stderr
     names = [claim["name"].split(":")[0] for claim in claims["engine"]]
     assert names == [
-        "8B shape, 1 x 64",
-        "8B shape, 64 x 64",
+        *2 * ["8B shape, 1 x 64"],
+        *2 * ["8B shape, 64 x 64"],
+        "8B shape, 64 decodes and 24 of a prompt",
         "tiny, 32 x 16 in, 4 out",
         "tiny, 4 decode",
         "tiny, 8 decode",

@@ -207,6 +207,24 @@ def test_decodes_beside_prompts_are_launched_apart(
     assert [each.tiles.rows for each in launches] == [16, 128]
 
 
+@pytest.mark.parametrize("num_tokens", [3, 0])
+@pytest.mark.parametrize("dtype", FLOAT32_FIRST, indirect=True, ids=str)
+def test_a_launch_has_room_for_more_decodes_than_there_are(
+    num_tokens: int, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and in parts, and for more prompts; with room for no decode there is one launch."""
+    monkeypatch.setattr(paged_attention_module, "_PART", 64)
+    few = [(1, 200), (2, 70), (0, 0), (0, 0)] if num_tokens else []
+    q, pool, *index = attention_inputs([*few, (20, 110), (9, 9), (0, 0)], (4, 2), 32, 16, padding=3)
+    q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
+    expected = paged_attention_reference(q.double(), pool.double(), 1, *index, scale=0.2)
+    for most in (32, 1):
+        monkeypatch.setattr(paged_attention_module, "_PROGRAMS", most)
+        decodes = len(few), 2 * len(few)
+        result = paged_attention_triton(q, pool, 1, *index, scale=0.2, decodes=decodes, at_most=True)
+        torch.testing.assert_close(result.double(), expected, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+
+
 @pytest.mark.parametrize("window", [70, pytest.param(None, marks=pytest.mark.slow)])
 def test_prompts_are_computed_in_large_tiles(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
     q, pool, *index = attention_inputs([(70, 130), (1, 20), (9, 9)], (4, 2), 32, 16, padding=3)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from pdkv.engine.worker.batch import IntArray, StepInputs
+from pdkv.kernels.paged_attention import FEW_QUERIES
 from pdkv.models.heads import Heads
 
 
@@ -42,25 +43,44 @@ class ModelInputs(NamedTuple):
     rows: torch.Tensor | None  # (m,) int64, of the tokens; None: all of them
 
 
+class Padding(NamedTuple):
+    """The padded sizes of a step: first requests of few tokens, then prompts."""
+
+    tokens: int
+    decodes: int  # requests of few tokens, and all tokens of theirs
+    prompts: int = 0
+    rows: int | None = None  # for which the last layer returns attention; None: all
+
+    @property
+    def seqs(self) -> int:
+        """All requests."""
+        return self.decodes + self.prompts
+
+
 class AttentionBackend(ABC):
     """Writes K and V of a step's tokens into the pool and attends to it. `prepare` once per step, then every layer."""
 
     @abstractmethod
     def prepare(
-        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: Padding | None = None
     ) -> ModelInputs:
         """Prepare for a step.
 
         Args:
             block_tables: (groups, max_num_seqs, max_blocks), the batch's own, by KV group and slot.
             rows: indices, ascending, of the step's tokens for which the last layer must return attention; None: all.
-            size: the number of rows to which a step of one token per request is padded; only if `pads_decodes`. All
-                step data that `attend` then reads is at the same address as in the last step of that size.
+            size: to which a step is padded; only if `pads_decodes`, and with prompts if `pads_prompts`. All step data
+                that `attend` then reads is at the same address as in the last step of that size.
         """
 
     @property
     def pads_decodes(self) -> bool:
         """Whether steps of one token per request may be padded, and their work captured."""
+        return False
+
+    @property
+    def pads_prompts(self) -> bool:
+        """The same of steps with prompts, behind requests of few tokens."""
         return False
 
     @abstractmethod
@@ -75,6 +95,13 @@ class AttentionBackend(ABC):
     def padded(self, num_rows: int) -> int:
         """The padded numbers of rows of a step, and of its last layer. Padding is never written to the pool."""
         return num_rows
+
+
+def first_prompt(inputs: StepInputs) -> tuple[int, int]:
+    """How many requests of few tokens, and tokens of theirs, a step begins with."""
+    is_prompt = np.diff(inputs.cu_seqlens_q) > FEW_QUERIES
+    first = int(is_prompt.argmax()) if is_prompt.any() else len(is_prompt)
+    return first, int(inputs.cu_seqlens_q[first])
 
 
 def pad(array: IntArray, size: int) -> IntArray:

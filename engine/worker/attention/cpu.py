@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Scores, pad
+from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Padding, Scores, pad
 from pdkv.engine.worker.attention.compiled import PromptQueries, SingleQueries
 from pdkv.engine.worker.attention.runs import Prompts, RunPlan, Singles, plan_runs
 from pdkv.engine.worker.attention.shapes import round_rows
@@ -40,7 +40,7 @@ class CpuAttention(AttentionBackend):
         self._plans: list[RunPlan] = []  # of this step, by layer; slots count through the tables of all groups
 
     def prepare(
-        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: Padding | None = None
     ) -> ModelInputs:
         assert size is None
         if not 0 <= inputs.block_ids.min() <= inputs.block_ids.max() < self._num_blocks:

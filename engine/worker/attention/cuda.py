@@ -4,14 +4,14 @@ prompts; on a CPU, their references for FP8 pools.
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Scores
+from pdkv.engine.worker.attention import backend
+from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Padding, Scores
 from pdkv.engine.worker.batch import IntArray, StepInputs
-from pdkv.engine.worker.step_buffers import DeviceTables, StepBuffers, StepTensors
+from pdkv.engine.worker.step_buffers import MOST_PROMPTS, MOST_TOKENS, DeviceTables, StepBuffers, StepTensors
 from pdkv.kernels.kv_copy import PagedSlots
-from pdkv.kernels.paged_attention import FEW_QUERIES, paged_attention
+from pdkv.kernels.paged_attention import paged_attention
 from pdkv.models.heads import Heads
 
 
@@ -29,21 +29,30 @@ class CudaAttention(AttentionBackend):
         self._padded_buffers: StepBuffers | None = None  # of padded steps: these keep their addresses
         self._step: StepTensors | None = None
         self._first_prompt: tuple[int, int] | None = None
+        self._is_bound = False  # of which: the step has so many requests of few tokens at most
 
     def prepare(
-        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: Padding | None = None
     ) -> ModelInputs:
         if self._buffers is None or self._padded_buffers is None:
             where = DeviceTables(self._pool.device, block_tables.shape), self._pool.shape[4]
             self._buffers = StepBuffers(*where)
-            self._padded_buffers = StepBuffers(*where, num_tokens=block_tables.shape[1])
+            num_tokens = max(block_tables.shape[1], MOST_TOKENS)
+            self._padded_buffers = StepBuffers(*where, num_tokens=num_tokens, num_prompts=MOST_PROMPTS)
         buffers = self._buffers if size is None else self._padded_buffers
         step = self._step = buffers.load(inputs, block_tables, rows, size=size)
-        self._first_prompt = None if size is not None else _first_prompt(inputs)
+        self._is_bound = size is not None and size.prompts > 0
+        self._first_prompt = backend.first_prompt(inputs)
+        if size is not None:
+            self._first_prompt = (size.decodes, size.decodes) if self._is_bound else None
         return ModelInputs(step.token_ids, step.positions, step.rows)
 
     @property
     def pads_decodes(self) -> bool:
+        return True
+
+    @property
+    def pads_prompts(self) -> bool:
         return True
 
     def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
@@ -77,11 +86,5 @@ class CudaAttention(AttentionBackend):
             softcap=self._softcap,
             value_size=place.value_size,
             decodes=self._first_prompt,
+            at_most=self._is_bound,
         )
-
-
-def _first_prompt(inputs: StepInputs) -> tuple[int, int]:
-    """How many requests of few tokens, and tokens of theirs, a step begins with."""
-    is_prompt = np.diff(inputs.cu_seqlens_q) > FEW_QUERIES
-    first = int(is_prompt.argmax()) if is_prompt.any() else len(is_prompt)
-    return first, int(inputs.cu_seqlens_q[first])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.backend import USUAL, Layer, ModelInputs, Scores
+from pdkv.engine.worker.attention.backend import USUAL, Layer, ModelInputs, Padding, Scores
 from pdkv.engine.worker.attention.cuda import CudaAttention
 from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.kernels.streams import Event, streams_of
@@ -58,11 +58,15 @@ class FlashInferAttention(CudaAttention):
         self._planned: dict[_Kind, Any] = {}  # of the step, if it is FlashInfer's
 
     def prepare(
-        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: Padding | None = None
     ) -> ModelInputs:
         step = super().prepare(inputs, block_tables, rows, size=size)
         self._planned = self._plan(inputs, block_tables) if size is None else {}
         return step
+
+    @property
+    def pads_prompts(self) -> bool:
+        return False
 
     def _attention(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         wrapper = self._planned.get(self._kinds[layer])

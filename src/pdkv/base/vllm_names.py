@@ -114,7 +114,7 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("speculative_model num_speculative_tokens spec_method spec_model spec_tokens", _NONE,
      "it is a key of {speculative_config} JSON"),
     ("compilation_config cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size max_seq_len_to_capture "
-     "optimization_level", _NONE, "decode steps are CUDA graphs unless {enforce_eager} is given: leave it out"),
+     "optimization_level", _NONE, "steps are CUDA graphs unless {enforce_eager} is given: leave it out"),
     ("lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype lora_extra_vocab_size fully_sharded_loras",
      _NONE, _NO_ADAPTERS),
     ("limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb media_io_kwargs allowed_local_media_path "

@@ -17,6 +17,8 @@ from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.worker import step_buffers
 from pdkv.engine.worker.attention import cuda as attention_cuda
 from pdkv.engine.worker.attention import select
+from pdkv.engine.worker.attention.backend import Padding
+from pdkv.engine.worker.graphs import Replay
 from pdkv.engine.worker.pending import MAX_PENDING, PendingStep
 from pdkv.kernels import kv_copy, streams
 from pdkv.kernels import paged_attention_triton as attention_kernels
@@ -141,6 +143,37 @@ def test_a_replay_is_its_step_to_the_bit(model_dir: Path, eager: Eager) -> None:
     assert play(plain, 1) == eager.outputs
     assert sum(map(len, eager.driver.logits)) > sum(map(len, plain.logits))  # some were padded
     assert len(eager.outputs) > 3
+
+
+PROMPTS = Padding(40, 0, 3, 3), Padding(40, 6, 3, 9)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_steps_with_prompts_are_replayed_where_their_capture_succeeds(
+    fails: bool, model_dir: Path, eager: Eager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else they are launched one by one, and decodes are replayed; tokens are the same."""
+    caplog.set_level("INFO")
+    recorder, counts = TapeRecorder(), list[int]()
+    capture = recorder.capture
+
+    def may_fail(run: Callable[[], None]) -> Replay:
+        if fails and len(recorder.sizes) == len(SIZES) + 1:
+            raise RuntimeError("no memory for a graph")
+        return capture(run)
+
+    monkeypatch.setattr(recorder, "capture", may_fail)
+    replayed = Driver(model_dir, decode_sizes=SIZES, prompt_sizes=PROMPTS, recorder=recorder)
+
+    def look(chunks: dict[RequestKey, int]) -> None:
+        counts.append(recorder.num_replays)
+        recorder.num_replays = 0
+
+    assert play(replayed, 1, look) == eager.outputs
+    prompts = [plan for plan, _ in replayed.steps if any(each.num_scheduled > 1 for each in plan.scheduled)]
+    assert 0 < sum(counts) - (len(replayed.steps) - len(prompts)) < len(prompts)
+    assert ("no memory for a graph" in caplog.text) == fails
+    assert f"{len(SIZES)} of decode steps, {2 - fails} of steps with prompts" in caplog.text
 
 
 def test_a_replay_behind_steps_that_nobody_has_read_yet_is_that_step(

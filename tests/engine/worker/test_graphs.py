@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pdkv.engine.worker.graphs import decode_sizes, make_recorder
+from pdkv.engine.worker.graphs import decode_sizes, make_recorder, prompt_sizes
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,22 @@ from pdkv.engine.worker.graphs import decode_sizes, make_recorder
 )
 def test_sizes_reach_to_the_largest_batch(max_num_seqs: int, expected: list[int]) -> None:
     assert list(decode_sizes(max_num_seqs)) == expected
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 16, 256, 4096])
+def test_sizes_with_prompts_are_few_and_have_room(max_num_seqs: int) -> None:
+    """Up to 2,048 tokens and the step's own limit; each of them without decodes, and the large ones with all."""
+    sizes = prompt_sizes(8192, max_num_seqs)
+    assert len(sizes) <= 56
+    assert list(sizes) == sorted(set(sizes))
+    assert {size.tokens for size in sizes if not size.decodes} == {size.tokens for size in sizes}
+    assert max(sizes).tokens == 2048
+    assert max(sizes).decodes == min(max_num_seqs, 512)
+    for size in sizes:
+        assert 0 < size.prompts <= 16
+        assert size.rows == size.seqs <= size.tokens
+    assert max(prompt_sizes(500, max_num_seqs)).tokens == 448
+    assert prompt_sizes(0, max_num_seqs) == ()
 
 
 def test_a_cpu_captures_nothing() -> None:

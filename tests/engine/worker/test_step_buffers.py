@@ -8,6 +8,7 @@ import torch
 from recorded_streams import Order, RecordedStreams, check_every_call, use_recorded
 
 from pdkv.engine.plan import NewRequest, ScheduledRequest
+from pdkv.engine.worker.attention.backend import Padding
 from pdkv.engine.worker.batch import PersistentBatch, StepInputs
 from pdkv.engine.worker.step_buffers import DeviceTables, HostSlabs, StepBuffers, StepTensors
 from pdkv.sampling.params import SamplingParams
@@ -51,10 +52,10 @@ def test_a_step_is_read_back_as_it_is() -> None:
 def test_padding_has_no_slot_and_no_query() -> None:
     """Whatever a larger step has left in the buffers."""
     batch, buffers = make_batch([30, 40, 33, 20, 25, 31, 64]), make_buffers()
-    buffers.load(schedule(batch, dict.fromkeys(range(7), (17, 1))), batch.block_tables, size=8)
+    buffers.load(schedule(batch, dict.fromkeys(range(7), (17, 1))), batch.block_tables, size=Padding(8, 8))
     buffers.load(schedule(batch, dict.fromkeys(range(7), (17, 2))), batch.block_tables)
     inputs = schedule(batch, {1: (39, 1), 2: (31, 1)})
-    step = buffers.load(inputs, batch.block_tables, size=8)
+    step = buffers.load(inputs, batch.block_tables, size=Padding(8, 8))
     assert step.slot_mapping[:, :2].tolist() == inputs.slot_mapping(16).tolist()
     assert (step.slot_mapping[:, 2:] < 0).all()
     assert step.slot_mapping.shape == (2, 8)
@@ -62,6 +63,23 @@ def test_padding_has_no_slot_and_no_query() -> None:
     assert step.seq_lens.tolist() == [40, 32, 0, 0, 0, 0, 0, 0]
     assert step.token_ids.tolist() == [40, 32, 0, 0, 0, 0, 0, 0]
     assert step.positions.tolist() == [39, 31, 0, 0, 0, 0, 0, 0]
+
+
+def test_prompts_have_a_place_behind_room_for_decodes() -> None:
+    """Tokens follow one another; requests between have no queries."""
+    batch, buffers = make_batch([30, 40, 33]), make_buffers()
+    buffers.load(schedule(batch, dict.fromkeys(range(3), (17, 1))), batch.block_tables, size=Padding(8, 8))
+    inputs, size = schedule(batch, {1: (39, 1), 0: (16, 12)}), Padding(24, 3, 2, 5)
+    step = StepBuffers(buffers._batch_tables, 16, num_tokens=24, num_prompts=2).load(
+        inputs, batch.block_tables, np.array([0, 12]), size=size
+    )
+    assert step.cu_seqlens_q.tolist() == [0, 1, 1, 1, 13, 13]
+    assert step.seq_lens.tolist() == [40, 0, 0, 28, 0]
+    assert step.token_ids.tolist() == [40, *range(17, 29), *[0] * 11]
+    assert (step.slot_mapping[:, 13:] < 0).all()
+    assert step.block_tables[0, [0, 3], :2].tolist() == [[200, 201], [100, 101]]
+    assert step.rows is not None
+    assert step.rows.tolist() == [0, 12, 0, 0, 0]
 
 
 def copied_by(buffers: StepBuffers, inputs: StepInputs, batch: PersistentBatch) -> int:
@@ -74,7 +92,7 @@ def copied_by(buffers: StepBuffers, inputs: StepInputs, batch: PersistentBatch) 
         return take(num_bytes)
 
     buffers._host.take = note  # type: ignore[method-assign]
-    step = buffers.load(inputs, batch.block_tables, size=8)
+    step = buffers.load(inputs, batch.block_tables, size=Padding(8, 8))
     for group, tables in enumerate(step.block_tables.tolist()):
         for slot, table, seq_len in zip(inputs.slots, tables, inputs.seq_lens, strict=False):
             num_blocks = -(-int(seq_len) // 16)
@@ -104,10 +122,10 @@ def addresses(step: StepTensors) -> list[tuple[int, tuple[int, ...], tuple[int, 
 
 def test_steps_of_one_padded_size_lie_in_one_place() -> None:
     batch, buffers = make_batch([30, 160, 33]), make_buffers()
-    nobody = buffers.load(StepInputs.of_nobody(2), batch.block_tables, size=4)
-    first = buffers.load(schedule(batch, {0: (29, 1)}), batch.block_tables, size=4)
-    buffers.load(schedule(batch, {0: (2, 1), 1: (149, 1), 2: (7, 1)}), batch.block_tables, size=8)
-    second = buffers.load(schedule(batch, {1: (159, 1), 2: (32, 1)}), batch.block_tables, size=4)
+    nobody = buffers.load(StepInputs.of_nobody(2), batch.block_tables, size=Padding(4, 4))
+    first = buffers.load(schedule(batch, {0: (29, 1)}), batch.block_tables, size=Padding(4, 4))
+    buffers.load(schedule(batch, {0: (2, 1), 1: (149, 1), 2: (7, 1)}), batch.block_tables, size=Padding(8, 8))
+    second = buffers.load(schedule(batch, {1: (159, 1), 2: (32, 1)}), batch.block_tables, size=Padding(4, 4))
     assert addresses(nobody) == addresses(first) == addresses(second)
 
 
@@ -115,7 +133,7 @@ def test_steps_of_one_padded_size_lie_in_one_place() -> None:
 def test_addresses_and_strides_are_multiples_of_sixteen(size: int | None) -> None:
     """Triton compiles another variant of a kernel for those that are not, also behind Ready."""
     batch, buffers = make_batch([30]), make_buffers()
-    step = buffers.load(schedule(batch, {0: (7, 1)}), batch.block_tables, size=size)
+    step = buffers.load(schedule(batch, {0: (7, 1)}), batch.block_tables, size=size and Padding(size, size))
     for tensor in (*step[:5], *step.slot_mapping, *step.block_tables):
         assert tensor.data_ptr() % 16 == 0
     assert step.block_tables.stride(1) % 16 == step.slot_mapping.stride(0) % 16 == 0
@@ -129,7 +147,7 @@ def read_behind_each_load(recorded: RecordedStreams) -> bool:
     first = None
     with recorded.compute.on():
         for inputs in steps:
-            step = buffers.load(inputs, batch.block_tables, size=4)
+            step = buffers.load(inputs, batch.block_tables, size=Padding(4, 4))
             read.append((step.positions.clone(), step.block_tables[0, :, :3].clone()))
             first = recorded.compute.last if len(read) == 1 else first
             if len(read) == 3:

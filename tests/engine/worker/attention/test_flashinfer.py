@@ -13,7 +13,7 @@ from flashinfer_twin import WRONGS, TwinModule, Wrong
 
 from pdkv.engine.worker.attention import flashinfer as flashinfer_attention
 from pdkv.engine.worker.attention import select
-from pdkv.engine.worker.attention.backend import AttentionBackend, Layer
+from pdkv.engine.worker.attention.backend import AttentionBackend, Layer, Padding
 from pdkv.engine.worker.attention.cuda import CudaAttention
 from pdkv.engine.worker.attention.flashinfer import FlashInferAttention
 from pdkv.engine.worker.attention.select import make_backend
@@ -76,7 +76,7 @@ def test_padded_steps_are_ours(install: Callable[..., TwinModule]) -> None:
     case, module = Case([(20, 1), (3, 1)], torch.bfloat16, shape=SHAPE), TwinModule()
     backend = FlashInferAttention(case.pool, SHAPE.heads, BOTH, module)
     backend.prepare(case.inputs, case.batch.block_tables, None)
-    backend.prepare(case.inputs, case.batch.block_tables, None, size=2)
+    backend.prepare(case.inputs, case.batch.block_tables, None, size=Padding(2, 2))
     result = backend.attend(0, case.qkv)
     assert len(module.plans) == 2
     assert not module.num_runs
