@@ -29,6 +29,7 @@ class HeldStore:
         self.tenants: list[str] = []
         self.failed: dict[RequestKey, PdkvError] = {}
         self.missing: list[RequestKey] = []
+        self.alone: list[bool] = []  # what each call of `masks` said
         self.answers: dict[RequestKey, list[int]] = {}
         self._drafts: dict[RequestKey, int] = {}
         self._num_words = num_words
@@ -89,7 +90,8 @@ class HeldStore:
             self.answers[key] += token_ids
             self._drafts[key] = len(drafts)
 
-    def masks(self, keys: Sequence[RequestKey]) -> list[Words | None]:
+    def masks(self, keys: Sequence[RequestKey], *, alone: bool) -> list[Words | None]:
+        self.alone.append(alone)
         for key in keys:
             assert key not in self.missing, "it is held"
             if self._is_late():

@@ -239,10 +239,10 @@ def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec
 
 
 def _begin(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes) -> None:
-    """What `python -P -m module` would begin with and do, in a session of its own."""
+    """What `python -P -m module` would begin with and do, in a process group of its own."""
     gc.freeze()  # nothing of the launcher's closes its descriptors here
     _forget_signals()
-    os.setsid()
+    os.setpgid(0, 0)
     with open(os.memfd_create("pdkv-spec"), "w+b", closefd=False) as stdin:
         stdin.write(spec)
         stdin.seek(0)

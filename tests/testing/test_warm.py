@@ -81,7 +81,8 @@ def test_its_processes_are_where_and_whose_they_would_be_and_bear_its_mark(deplo
     assert os.getsid(launcher.pid) == os.getsid(0)
     children = launcher.children()
     assert sorted(child.name() for child in children) == ["pd decode-0", "pd fork-server", "pd prefill-0", "pd router"]
-    assert all(os.getsid(child.pid) == child.pid for child in children)
+    assert all(os.getpgid(child.pid) == child.pid for child in children)
+    assert {os.getsid(child.pid) for child in children} == {os.getsid(0)}, "niceness would not count between them"
     assert {*deployment.pids_left()} == {launcher.pid, *(child.pid for child in launcher.children(recursive=True))}
     held = channels_of(os.getpid()) | channels_of(warm._warm()._process.pid)
     for process in (launcher, *children):

@@ -299,7 +299,11 @@ def heed(ack: Ack, name: str, on_progress: Callable[[str], None], on_identity: C
 
 
 def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes = b"") -> _Popen:
-    """Start `python -m module` in its own session, with the given descriptors and `spec` as its standard input."""
+    """Start `python -m module` with the given descriptors and `spec` as its standard input.
+
+    It is in a process group of its own, since a terminal's Ctrl-C is for the launcher, but in the launcher's session:
+    Linux may give each session an equal share of the processors (autogroups), and then niceness would not count.
+    """
     with os.fdopen(os.memfd_create("pdkv-spec"), "w+b") as stdin:
         stdin.write(spec)
         stdin.seek(0)
@@ -308,7 +312,7 @@ def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec
             stdin=stdin,
             stdout=2,  # the launcher's stdout only carries the ready line
             pass_fds=fds,
-            start_new_session=True,
+            process_group=0,
             env={**ENVIRONMENT, **os.environ},
         )
 

@@ -102,7 +102,7 @@ def _engine(spec: bytes, fds: list[int], lifeline_fd: int) -> None:
     try:
         from pdkv.launch.engine_process import run_engine
 
-        os.setsid()
+        os.setpgid(0, 0)
         ack_fd, *rank_fds = fds
         code = run_engine(decode_engine_spec(spec), ack_fd, lifeline_fd, rank_fds)
     except BaseException:  # the process ends here: no caller could report it

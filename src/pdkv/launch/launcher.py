@@ -72,6 +72,7 @@ def run_supervised(serve: Callable[[RunDirectory, int], Coroutine[Any, Any, None
         logger.info("removed %s, which a killed launch left behind", path)
     raise_open_files_limit()  # of all processes
     become_subreaper()
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # processes beside the terminal's foreground may write to it
     signal.pthread_sigmask(
         signal.SIG_BLOCK, _STOP_SIGNALS
     )  # until the loop handles them: the directory must be removed

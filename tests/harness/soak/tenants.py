@@ -29,7 +29,7 @@ from soak.http_health import describe
 from soak.report import RESULTS, write_json
 from soak.small_launch import launched
 
-FLAGS = ("--kv-cache-memory", "64MiB", "--max-num-seqs", "64")
+FLAGS = ("--kv-cache-memory", "64MiB", "--max-num-seqs", "64", "--in-turn-below-s", "0.05")
 MAX_FACTOR = 1.3
 MAX_MORE_RESIDENT = 100 << 20
 LATE_S = 1.0
