@@ -14,6 +14,8 @@
 #define MANY_TILES 5     /* from there on twice as many: arithmetic decides, and sums are read and written less often */
 #define AHEAD_CHUNKS 4   /* how far ahead of a single tile weights are fetched */
 #define MOST_BY_TABLE 10 /* rows whose sums leave registers for a table of FP8 */
+#define LINE_BYTES (CHUNK_BYTES / COLUMNS) /* of a row in a chunk */
+#define PACKED_CHUNKS 4  /* laid out at once: they stay in the first cache */
 #define BLOCK_ROWS 126   /* whose sums a thread keeps: with their inputs, they stay in the second cache */
 
 enum { INT8 = 3, FP8 }; /* e4m3fn without NaN */
@@ -436,6 +438,42 @@ void pdkv_linear_group(const layer *const *layers, const int64_t *ends, int64_t 
                 run_panel(own->of.of, kernel(own->of.of), own->of.scratch, sums, own->by, i % panels);
                 write_panel(&own->of, sums, own->row, own->count, i % panels);
             }
+        }
+    }
+}
+
+/* Lays a line of a row's numbers into every 32nd place of a chunk: they are of 1 byte, or (pairs) of 4. */
+INLINE void spread(const char *line, char *to, const int is_of_1) {
+    if (is_of_1)
+        UNROLL for (int i = 0; i < LINE_BYTES; i++) to[i * COLUMNS] = line[i];
+    else
+        UNROLL for (int i = 0; i < LINE_BYTES / 4; i++) memcpy(to + i * 4 * COLUMNS, line + i * 4, 4);
+}
+
+INLINE void pack_row(const char *row, int64_t bytes, char *to, const int is_of_1) {
+    for (; bytes >= LINE_BYTES; bytes -= LINE_BYTES, row += LINE_BYTES, to += CHUNK_BYTES) spread(row, to, is_of_1);
+    if (bytes == 0) return;
+    char line[LINE_BYTES] = {0};
+    memcpy(line, row, (size_t)bytes);
+    spread(line, to, is_of_1);
+}
+
+/* Rows of `row_bytes` bytes, `stride` bytes apart, are the outputs from `first` on of panels of zeros. */
+void pdkv_linear_pack(const char *rows, int64_t count, int64_t row_bytes, int64_t stride, int64_t is_of_1, char *panels,
+                      int64_t first, int64_t num_threads) {
+    const int64_t chunks = (row_bytes + LINE_BYTES - 1) / LINE_BYTES, some = PACKED_CHUNKS * LINE_BYTES;
+#pragma omp parallel for schedule(static) num_threads((int)num_threads) if (num_threads > 1)
+    for (int64_t panel = first / COLUMNS; panel < (first + count + COLUMNS - 1) / COLUMNS; panel++) {
+        const int64_t from = panel * COLUMNS < first ? first : panel * COLUMNS;
+        const int64_t to = (panel + 1) * COLUMNS < first + count ? (panel + 1) * COLUMNS : first + count;
+        for (int64_t at = 0; at < row_bytes; at += some) {
+            char *const own = panels + (panel * chunks + at / LINE_BYTES) * CHUNK_BYTES;
+            const int64_t bytes = row_bytes - at < some ? row_bytes - at : some;
+            for (int64_t i = from; i < to; i++)
+                if (is_of_1)
+                    pack_row(rows + (i - first) * stride + at, bytes, own + i % COLUMNS, 1);
+                else
+                    pack_row(rows + (i - first) * stride + at, bytes, own + i % COLUMNS * 4, 0);
         }
     }
 }

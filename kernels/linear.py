@@ -5,6 +5,7 @@ GIL. A row's result is bit-identical for any other rows in the call and any numb
 """
 
 import ctypes
+import math
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -64,6 +65,15 @@ GATED_GELU: Final = "gated gelu"
 _GATES = {GATED: 2, GATED_GELU: 3}
 
 
+Weight = torch.Tensor | Sequence[torch.Tensor]
+"""(outputs, inputs), or some of its outputs each, in this order: (some of the outputs, inputs)."""
+
+
+def parts_of(weight: Weight) -> Sequence[torch.Tensor]:
+    """The tensors that have a weight's outputs."""
+    return [weight] if isinstance(weight, torch.Tensor) else weight
+
+
 class EightBits(NamedTuple):
     """A weight (outputs, inputs): each number times the scale of its output and group of inputs."""
 
@@ -114,6 +124,7 @@ def _library() -> ctypes.CDLL | None:
     layer = ctypes.POINTER(_Layer)
     functions = {
         "pdkv_linear_row_bytes": (NUMBER, [layer]),
+        "pdkv_linear_pack": (None, [POINTER, *[NUMBER] * 4, POINTER, *[NUMBER] * 2]),
         "pdkv_linear": (None, [layer, *[POINTER, NUMBER] * 4, NUMBER, POINTER, ctypes.c_double]),
         "pdkv_linear_group": (None, [*[POINTER] * 2, NUMBER, *[POINTER] * 2, NUMBER, *[POINTER] * 2, *[NUMBER] * 2]),
         "pdkv_pass_heads": (None, ()),  # which passes.py calls
@@ -126,43 +137,51 @@ def available() -> bool:
     return _library() is not None
 
 
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Lay out (outputs, inputs) as (panels, chunks of 2 KiB): for each input (or pair of bfloat16 inputs), a panel's
-    outputs side by side.
+def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Lay out the rows of all parts (outputs, inputs) as (panels, chunks of 2 KiB): for each input (or pair of bfloat16
+    inputs), a panel's outputs side by side.
 
-    Padded with zeros to whole panels and chunks. In huge pages shared with other weights.
+    Padded with zeros to whole panels and chunks. In huge pages shared with other weights. Computed by as many threads
+    as torch's operations.
     """
-    outputs, inputs = weight.shape
-    dtype = weight.dtype
+    library = _library()
+    assert library is not None, "ask available() first"
+    dtype, inputs = parts[0].dtype, parts[0].shape[1]
+    assert all((part.dtype, part.shape[1]) == (dtype, inputs) for part in parts), [part.shape for part in parts]
     chunk, together = _CHUNKS[dtype]
-    padding = (0, -inputs % chunk, 0, -outputs % COLUMNS)
-    if dtype.itemsize == 1:
-        weight = weight.view(torch.int8)  # for which torch has all operations
-    if any(padding):
-        weight = torch.nn.functional.pad(weight, padding)
-    panels = weight.reshape(-1, COLUMNS, weight.shape[1] // together, together).transpose(1, 2)
-    packed = torch.frombuffer(_weights.take(panels.nbytes), dtype=weight.dtype).view(panels.shape)
-    return packed.copy_(panels).view(dtype)
+    shape = -(-sum(map(len, parts)) // COLUMNS), -(-inputs // chunk) * chunk // together, COLUMNS, together
+    memory = _weights.take(math.prod(shape) * dtype.itemsize)
+    packed = torch.frombuffer(memory, dtype=dtype).view(shape)
+    first = 0
+    for part in parts:
+        part = part if part.stride(1) == 1 else part.contiguous()
+        library.pdkv_linear_pack(
+            part.data_ptr(), len(part), inputs * dtype.itemsize, part.stride(0) * dtype.itemsize, dtype.itemsize == 1,
+            packed.data_ptr(), first, torch.get_num_threads(),
+        )  # fmt: skip
+        first += len(part)
+    return packed
 
 
 class PackedWeight:
     """A weight as the kernels read it, in its own memory."""
 
-    def __init__(self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Weight | EightBits, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         """`weight` (outputs, inputs) of `dtype`, that of inputs and outputs, of bfloat16 or of 8 bits; `bias`
         (outputs,).
         """
         library = _library()
         assert library is not None, "ask available() first"
-        numbers = weight.numbers if isinstance(weight, EightBits) else weight
-        self.outputs, self.inputs = numbers.shape
+        parts = parts_of(weight.numbers if isinstance(weight, EightBits) else weight)
+        weight_dtype = parts[0].dtype
+        self.outputs, self.inputs = sum(map(len, parts)), parts[0].shape[1]
         self.dtype = dtype
-        self.packed = pack(numbers)
+        self.packed = pack(parts)
         self.bias = None if bias is None else bias.to(torch.float32, copy=True)
         self._scales: torch.Tensor | None = None  # (panels, groups, COLUMNS)
         self._group_size, group_chunks = self.inputs, 0
         if isinstance(weight, EightBits):
-            factor = _FP8_FACTOR if numbers.dtype == torch.float8_e4m3fn else 1.0
+            factor = _FP8_FACTOR if weight_dtype == torch.float8_e4m3fn else 1.0
             padded = torch.nn.functional.pad(weight.scales * factor, (0, 0, 0, -self.outputs % COLUMNS))
             self._scales = padded.view(-1, COLUMNS, padded.shape[1]).transpose(1, 2).contiguous()
             if self._scales.shape[1] > 1:
@@ -170,14 +189,14 @@ class PackedWeight:
                 assert self._scales.shape[1] == -(-self.inputs // weight.group_size), (weight.scales.shape, self.inputs)
                 self._group_size, group_chunks = weight.group_size, weight.group_size // GROUP_MULTIPLE
         else:
-            assert weight.dtype in (dtype, torch.bfloat16), (weight.dtype, dtype)
+            assert weight_dtype in (dtype, torch.bfloat16), (weight_dtype, dtype)
         self._layer = _Layer(
             weights=self.packed.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
             inputs=self.inputs,
             outputs=self.outputs,
             dtype=_NUMBERS[dtype],
-            weights_dtype=_NUMBERS[numbers.dtype],
+            weights_dtype=_NUMBERS[weight_dtype],
             scales=None if self._scales is None else self._scales.data_ptr(),
             group_chunks=group_chunks,
         )

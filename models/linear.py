@@ -1,12 +1,13 @@
 """A linear layer: its weight laid out once for its device, fused with the operations before and after if possible."""
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from pdkv.host.processor import flags
-from pdkv.kernels.linear import GATED_GELU, EightBits, PackedWeight, available
+from pdkv.kernels.linear import GATED_GELU, EightBits, PackedWeight, Weight, available, parts_of
 from pdkv.models.passes import CompiledRMSNorm, RMSNorm, RowPass
 
 _SAMPLED_ROWS = 8
@@ -87,11 +88,13 @@ class CompiledLinear:
     """A weight laid out for the compiled kernels (docs/cpu-linears.md): near memory bandwidth from 1 row to 64."""
 
     def __init__(
-        self, weight: torch.Tensor | EightBits, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
+        self, weight: Weight | EightBits, bias: torch.Tensor | None = None, dtype: torch.dtype | None = None
     ) -> None:
         """`dtype` of inputs and outputs; None: the weight's."""
-        if isinstance(weight, torch.Tensor):
-            weight, dtype = narrowed(weight), weight.dtype
+        if not isinstance(weight, EightBits):
+            parts = parts_of(weight)
+            dtype = dtype or parts[0].dtype
+            weight = _narrowed_if_all(parts, dtype)
         assert dtype is not None, "a weight of 8 bits does not say it"
         self.weight = PackedWeight(weight, bias, dtype)
 
@@ -135,6 +138,11 @@ def narrowed(weight: torch.Tensor) -> torch.Tensor:
     return narrow
 
 
+def _narrowed_if_all(parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Sequence[torch.Tensor]:
+    narrow = [narrowed(part) for part in parts]
+    return narrow if len({part.dtype for part in narrow}) == 1 else [part.to(dtype) for part in parts]
+
+
 def _is_narrow(weight: torch.Tensor) -> bool:
     return torch.equal(weight.bfloat16().float(), weight)
 
@@ -172,11 +180,19 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
         return False
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> Linear:
-    """The layer for a weight (out, in) that is already in its final dtype and on its device."""
+def make_linear(
+    weight: Weight, bias: torch.Tensor | None, kind: LinearKind, dtype: torch.dtype | None = None
+) -> Linear:
+    """The layer for a weight (outputs, inputs) that is already in its final dtype and on its device.
+
+    Args:
+        dtype: of inputs and outputs; None: the weight's. Compiled layers of float32 also read bfloat16.
+    """
     if kind == "compiled":
-        return CompiledLinear(weight, bias)
-    return PackedLinear(weight, bias) if kind == "packed" else PlainLinear(weight, bias)
+        return CompiledLinear(weight, bias, dtype)
+    parts = parts_of(weight)
+    dense = parts[0].contiguous() if len(parts) == 1 else torch.cat(list(parts))
+    return PackedLinear(dense, bias) if kind == "packed" else PlainLinear(dense, bias)
 
 
 def make_norm(weight: torch.Tensor, epsilon: float, kind: LinearKind) -> RMSNorm:

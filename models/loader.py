@@ -126,13 +126,15 @@ class Loader:
     def decoder(self, max_model_len: int) -> Decoder:
         """One rank's decoder. Raises as `load_decoder`."""
         config = self.config
-        embedding = self._vocabulary("model.embed_tokens.weight", keep=True)
+        is_packed = self.kind == "compiled" and self.kept is None and config.tie_word_embeddings
+        narrow = is_packed and "lm_head.weight" not in self.source  # the head's layout is all that is kept
+        embedding = self._vocabulary("model.embed_tokens.weight", keep=not narrow, narrow=narrow)
         table = self._output_table(embedding)
         is_tied = table is embedding
         if isinstance(self.kept, EightBitLayers) and self.kept.quantizes:
             table, head = self.kept.head(table)
         else:
-            head = make_linear(table, None, self.kind)
+            head = self._linear([table], None)
         if is_tied:  # there is one table
             words = self._embedding(head.weight if isinstance(head, CompiledLinear) else table)
         else:
@@ -157,20 +159,21 @@ class Loader:
         name, tied = "lm_head.weight", self.config.tie_word_embeddings
         if tied and name not in self.source:
             return embedding
-        head = self._vocabulary(name, keep=self.kind == "plain")
+        narrow = self.kind == "compiled" and not tied  # what is not compared with the embedding
+        head = self._vocabulary(name, keep=self.kind == "plain", narrow=narrow)
         if tied and torch.equal(head, embedding):
             return embedding
         if tied:
             logger.warning("config.json ties the embeddings, and %s differs from them: it is used", name)
         return head
 
-    def _vocabulary(self, name: str, *, keep: bool) -> torch.Tensor:
+    def _vocabulary(self, name: str, *, keep: bool, narrow: bool) -> torch.Tensor:
         """This rank's rows of a table by token id; of equal size on all ranks, padded with zeros."""
         config, words = self.config, self.words
         shape = (config.vocab_size, config.hidden_size)
         if self.parallel.shard.size == 1:
-            return self.tensor(name, shape, keep=keep)
-        rows = self.tensor(name, shape, (words, slice(None)), keep=keep)
+            return self.tensor(name, shape, keep=keep, narrow=narrow)
+        rows = self.tensor(name, shape, (words, slice(None)), keep=keep, narrow=narrow)
         num_rows = -(-config.vocab_size // self.parallel.shard.size)
         return torch.nn.functional.pad(rows, (0, 0, 0, num_rows - len(rows)))
 
@@ -270,17 +273,25 @@ class Loader:
         return slice(heads.start * self.config.head_size, heads.stop * self.config.head_size)
 
     def tensor(
-        self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), *, keep: bool = False
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        part: tuple[slice, ...] = (),
+        *,
+        keep: bool = False,
+        narrow: bool = False,
     ) -> torch.Tensor:
         """With `keep` memory of its own; without, it may lie in the file, and is to be copied before the load ends.
 
-        Straight to the device, where its dtype is changed: the host holds no more than what it reads.
+        Straight to the device, where its dtype is changed: the host holds no more than what it reads. With `narrow`,
+        bfloat16 stays what it is.
         """
         stored = self.source.get(name, shape, part)
         if stored.dtype not in _DENSE:
             raise ModelError(f"tensor {name!r} is stored as {stored.dtype}, which its quantization does not explain")
         moved = stored.to(self.device)
-        return moved.to(self.dtype, copy=keep and moved is stored)
+        dtype = stored.dtype if narrow and stored.dtype == torch.bfloat16 else self.dtype
+        return moved.to(dtype, copy=keep and moved is stored)
 
     def fused(
         self,
@@ -310,20 +321,30 @@ class Loader:
             return kept
         if is_fused:
             assert not bias, "no family with fused weights has biases"
-            return make_linear(self._rows_of(fused_name + ".weight", parts), None, self.kind)
-        weights = [self.tensor(f"{name}.weight", (rows, hidden), self._part(mine)) for name, rows, mine in parts]
-        return make_linear(torch.cat(_in_halves(weights, halves)), own_bias, self.kind)
+            return self._linear(self._rows_of(fused_name + ".weight", parts), None)
+        one = len(parts) == 1
+        weights = [self._weight(f"{n}.weight", (rows, hidden), self._part(mine), one=one) for n, rows, mine in parts]
+        return self._linear(_in_halves(weights, halves), own_bias)
 
-    def _rows_of(self, name: str, parts: list[tuple[str, int, slice]]) -> torch.Tensor:
+    def _linear(self, weights: list[torch.Tensor], bias: torch.Tensor | None) -> Linear:
+        return make_linear(weights, bias, self.kind, self.dtype)
+
+    def _weight(
+        self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = (), *, one: bool = True
+    ) -> torch.Tensor:
+        """Some outputs of a linear layer's weight, or with `one` all, which a plain layer keeps and others copy."""
+        return self.tensor(name, shape, part, keep=one and self.kind == "plain", narrow=self.kind == "compiled")
+
+    def _rows_of(self, name: str, parts: list[tuple[str, int, slice]]) -> list[torch.Tensor]:
         """This rank's rows of each part of a fused tensor, in which the parts follow one another."""
         shape = (sum(rows for _, rows, _ in parts), self.config.hidden_size)
         if self.parallel.shard.size == 1:
-            return self.tensor(name, shape, keep=self.kind == "plain")
+            return [self._weight(name, shape)]
         pieces, begin = [], 0
         for _, rows, mine in parts:
-            pieces.append(self.tensor(name, shape, (slice(begin + mine.start, begin + mine.stop),)))
+            pieces.append(self._weight(name, shape, (slice(begin + mine.start, begin + mine.stop),)))
             begin += rows
-        return torch.cat(pieces)
+        return pieces
 
     def by_columns(self, name: str, columns: int, mine: slice, *, bias: bool, adds_up: bool = True) -> Linear:
         """A projection back to the hidden size, divided by its input; ranks add their parts up if it `adds_up`."""
@@ -335,8 +356,7 @@ class Loader:
             linear = self.kept.linear([Piece(name, hidden, slice(0, hidden))], columns, mine, own_bias)
         if linear is None:
             part = self._part(slice(None), mine)
-            weight = self.tensor(f"{name}.weight", (hidden, columns), part, keep=self.kind == "plain").contiguous()
-            linear = make_linear(weight, own_bias, self.kind)
+            linear = self._linear([self._weight(f"{name}.weight", (hidden, columns), part)], own_bias)
         return RowParallelLinear(linear, self.parallel) if adds_up and self.parallel.shard.size > 1 else linear
 
     def _part(self, *index: slice) -> tuple[slice, ...]:

@@ -28,9 +28,9 @@ def own_bytes():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
 
-def make_linear(weight, bias, kind, make=loader.make_linear):
+def make_linear(*weight, make=loader.make_linear):
     global most
-    layer = make(weight, bias, kind)
+    layer = make(*weight)
     most = max(most, own_bytes())
     return layer
 

@@ -1,6 +1,7 @@
 """Quantized checkpoints compute what the dense weights compute that they stand for, written out number by number."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ def load(path: Path, parallel: TensorParallel = ALONE) -> list[torch.Tensor]:
     """The weights of all linear layers of one rank."""
     weights = []
 
-    def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, kind: LinearKind) -> Linear:
-        weights.append(weight.clone())
-        return linear.make_linear(weight, bias, kind)
+    def make_linear(
+        weight: Sequence[torch.Tensor], bias: torch.Tensor | None, kind: LinearKind, dtype: torch.dtype
+    ) -> Linear:
+        weights.append(torch.cat(list(weight)))
+        return linear.make_linear(weight, bias, kind, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loader, "make_linear", make_linear)
