@@ -277,7 +277,7 @@ class Fleet:
         others = [e for e in ready if e.name not in without] or ready
         awake = [e for e in others if not e.suspicion] or others
         understood = [e for e in awake if e.role == "any" or self.has_reader(e, other)] or awake
-        paired = _less(understood, unpaired)
+        paired = [e for e in understood if e.role == "any" or e.name not in unpaired] or understood
         held = [e for e in paired if e.score.held_until(now)]
         if held and len(held) < len(paired):
             num_left = max(len(paired) - len(held), (len(paired) + 1) // 2)
@@ -423,11 +423,6 @@ class Fleet:
             f"{prefill} allows the hand-off orders {mine.orders}, {decode} allows {theirs.orders}, "
             f"and the router takes one of {list(preferred)}"
         )
-
-
-def _less(engines: list[EngineState], names: Collection[str]) -> list[EngineState]:
-    """The engines but for those of these names, where others are left. Aggregated ones need no partner."""
-    return [e for e in engines if e.role == "any" or e.name not in names] or engines if names else engines
 
 
 def _version_gap(mine: Mapping[str, int], theirs: Mapping[str, int]) -> str:

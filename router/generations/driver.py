@@ -403,11 +403,6 @@ class Driver:
         for engine, message in sends:
             self.send(engine, message)
 
-    def _expect_loan(self, generation: Generation, attempt: int) -> None:
-        """Note that a lender has been asked."""
-        generation.loan_asked_at = self.clock()
-        asyncio.get_running_loop().call_later(LOAN_TIMEOUT_S, self._loan_is_late, generation, attempt)
-
     def send(self, engine: str, message: RouterToEngine) -> None:
         """Send a message, behind the news of peers that it may name; a request that fits no frame ends here."""
         if not self.fleet.is_ready(engine):
@@ -415,7 +410,9 @@ class Driver:
         if engine in self.news.behind:
             self.send(engine, self.news.take(engine))
         if isinstance(message, Submit) and (generation := self.loans.get(message.request_id)) is not None:
-            self._expect_loan(generation, message.attempt)
+            generation.loan_asked_at = self.clock()
+            loop = asyncio.get_running_loop()
+            loop.call_later(LOAN_TIMEOUT_S, self._loan_is_late, generation, message.attempt)
         elif isinstance(message, Submit) and (generation := self.generations.get(message.request_id)) is not None:
             for peer in self.news.behind.keys() & generation.flow.route[:2]:
                 self.send(peer, self.news.take(peer))

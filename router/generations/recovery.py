@@ -141,7 +141,7 @@ class Recovery:
         cards = self._fleet.cards() if failures.draws else ()
         names.update(card.engine for card in cards if card.draws != failures.draws)
         if failures.is_suspect:
-            names.update(self.trials.engines_with_others(generation))
+            names.update(name for name, other in self.trials.suspects.items() if other is not generation)
         return names
 
     def note_draws(self, generation: Generation) -> None:

@@ -12,10 +12,6 @@ class Trials:
         self.suspects: dict[str, Generation] = {}  # by engine
         self._alone: dict[str, RequestKey] = {}  # by engine: runs there alone
 
-    def engines_with_others(self, generation: Generation) -> set[str]:
-        """Engines that have another suspect."""
-        return {name for name, other in self.suspects.items() if other is not generation}
-
     def hear(self, engine: str, message: Trial) -> None:
         """Note that an engine begins or ends running a suspect alone, and answer it."""
         if message.begins:

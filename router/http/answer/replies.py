@@ -130,7 +130,7 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
             begun = True
             begin = encoder.begin()
             await exchange.begin_events(fanout.engines, encoder.fail)
-        num_new = _num_logprobs(batch) if shows_logprobs else 0
+        num_new = sum(len(delta.logprobs or ()) for delta in batch) if shows_logprobs else 0
         num_shown += num_new
         is_end = num_shown and any(delta.finish_reason is not None for delta in batch)  # which may repeat all of them
         if (num_shown if is_end else num_new) > INLINE_LOGPROBS:
@@ -145,11 +145,6 @@ async def _stream(encoder: EventEncoder, fanout: Fanout, exchange: Exchange, poo
     end = functools.partial(encoder.end, fanout.counts)
     data = end() if num_shown <= INLINE_LOGPROBS else await pool.encode(end)
     await exchange.end_events(data if ids is None else ids.stamp(-1, data))
-
-
-def _num_logprobs(batch: Sequence[ChoiceDelta]) -> int:
-    """Number of tokens whose logprobs a batch shows."""
-    return sum(len(delta.logprobs) for delta in batch if delta.logprobs is not None)
 
 
 def bytes_per_token(logprobs: int | None) -> int:

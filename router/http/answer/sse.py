@@ -55,8 +55,9 @@ class ChunkEncoder:
         index = delta.choice
         if delta.parts is not None:
             return self._encode_parts(delta, delta.parts)
-        if self._job.continuous_usage:
-            return self._encode_with_usage(delta)
+        if self._job.continuous_usage:  # slower, and only requested by benchmarks
+            first, opening = self._begin(delta)
+            return opening + self._full(delta, _encode_text(delta.text), first=first)
         text = _encode_text(delta.text)
         if not self._opened[index]:
             self._opened[index] = True
@@ -64,11 +65,6 @@ class ChunkEncoder:
         if delta.finish_reason is None and delta.logprobs is None and not self._job.return_token_ids:
             return self._begins[index] + text + self._plain_end
         return self._full(delta, text, first=False)
-
-    def _encode_with_usage(self, delta: ChoiceDelta) -> bytes:
-        """As above, with the choice's usage so far: slower, and only requested by benchmarks."""
-        first, opening = self._begin(delta)
-        return opening + self._full(delta, _encode_text(delta.text), first=first)
 
     def _begin(self, delta: ChoiceDelta) -> tuple[bool, bytes]:
         """Whether it is its choice's first delta, and the events before it; usage counts it from now on."""

@@ -171,7 +171,7 @@ def encode(
 
 def check_chars(num_chars: int, model: ServedModel, param: str) -> None:
     """Check before tokenizing whether a text can fit at all. Raises InvalidRequest."""
-    if num_chars > model.max_prompt_chars:
+    if num_chars > model.max_model_len * model.tokenizer.max_token_chars:
         raise too_long(
             f"the prompt has {num_chars} characters, but the model's length is {model.max_model_len} tokens "
             f"of at most {model.tokenizer.max_token_chars} characters",

@@ -38,11 +38,6 @@ class ServedModel:
         """The model's name in answers."""
         return self.names[0]
 
-    @property
-    def max_prompt_chars(self) -> int:
-        """No text with more characters can fit into the model's length."""
-        return self.max_model_len * self.tokenizer.max_token_chars
-
     def check_name(self, name: str | None) -> None:
         """Raise InvalidRequest (404) for another model's name; no name means this model."""
         if name is not None and name not in self.names:

@@ -69,7 +69,12 @@ class ResponseStore:
             while name:
                 entry = self._entries.get((owner, name))
                 if entry is None:
-                    raise _not_found(response_id)
+                    raise InvalidRequest(
+                        f"previous_response_id: this API key has no response {clip(response_id)!r}, or no longer has "
+                        "it: send the whole conversation as input",
+                        param="previous_response_id",
+                        code="previous_response_not_found",
+                    )
                 found.append((name, entry))
                 size += len(entry.items)
                 if size > self._max_conversation_bytes:
@@ -95,12 +100,3 @@ class ResponseStore:
 
     def _drop(self, key: tuple[str, str]) -> None:
         self._sizes[key[0]] -= self._entries.pop(key).size
-
-
-def _not_found(response_id: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"previous_response_id: this API key has no response {clip(response_id)!r}, or no longer has it: send the "
-        "whole conversation as input",
-        param="previous_response_id",
-        code="previous_response_not_found",
-    )
