@@ -4,15 +4,11 @@ Silence is counted in ticks of the router's own loop, which handles what has arr
 loop is blocked, no engine's silence grows.
 """
 
-import logging
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pdkv.wire.messages import Beat
 from pdkv.wire.step_watch import LATE_S, late_after_s
-
-logger = logging.getLogger(__name__)
 
 TICK_S = 0.1
 """Seconds between counts of how long the engines have been silent."""
@@ -110,11 +106,3 @@ class EngineHealth:
         if self.last_probe is not None and self.last_probe.fault:
             return f"failed its last probe: {self.last_probe.fault}"
         return ""
-
-
-def log_suspects(before: Collection[str], now: Mapping[str, str]) -> None:
-    """Log which engines have become suspects (`now`: with why), and which no longer are."""
-    for name in now.keys() - set(before):
-        logger.warning("%s is a suspect: it %s", name, now[name])
-    for name in set(before) - now.keys():
-        logger.info("%s is no longer a suspect", name)

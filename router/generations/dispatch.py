@@ -18,7 +18,7 @@ from pdkv.errors import EngineUnavailable, NoEngine
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.capacity import Capacity
 from pdkv.router.engines.fleet import ORDERS, Counters, Fleet
-from pdkv.router.engines.health import TICK_S, log_suspects
+from pdkv.router.engines.health import TICK_S
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.generation import Generation
@@ -174,11 +174,13 @@ class Dispatcher:
         self.mover.tick(suspects, self.driver.generations.values())
         silent = {name: self.fleet.engines[name].is_silent for name in suspects}
         if silent != self._suspects:
-            log_suspects(self._suspects, suspects)
             for name in self._suspects.keys() ^ suspects.keys():
                 if name in suspects:
+                    logger.warning("%s is a suspect: it %s", name, suspects[name])
                     self.fleet.events.note(now, "suspect", name, suspects[name])
-                elif self.fleet.is_ready(name):
+                    continue
+                logger.info("%s is no longer a suspect", name)
+                if self.fleet.is_ready(name):
                     self.fleet.events.note(now, "well", name)
             self._suspects = silent
             self.driver.changed(engines=True)

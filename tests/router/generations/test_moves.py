@@ -94,9 +94,9 @@ def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones(caplog: pyte
         await settle()
         tick(system, ticks=1)
 
-    with caplog.at_level(logging.INFO, logger="pdkv.router.engines.health"):
+    with caplog.at_level(logging.INFO, logger="pdkv.router.generations.dispatch"):
         run(System(0, 2), body, start=False)
-    texts = [record.getMessage() for record in caplog.records if record.name == "pdkv.router.engines.health"]
+    texts = [record.getMessage() for record in caplog.records if record.name == "pdkv.router.generations.dispatch"]
     assert texts == ["any-0 is a suspect: it has been silent for 0.8 s", "any-0 is no longer a suspect"]
 
 
