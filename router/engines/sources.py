@@ -40,15 +40,22 @@ logger = logging.getLogger(__name__)
 
 
 async def watch_file(path: Path, propose: Propose, clock: Clock = MONOTONIC) -> None:
-    """Propose what the file has, and each new version of it. A broken one is logged, and changes nothing."""
+    """Propose what the file has, and each new version of it. A broken one is logged, and changes nothing; one that is
+    refused, since there would be too many, is proposed again and again.
+    """
     seen: object = None
+    is_refused = False
     while True:
-        if (found := await asyncio.to_thread(_stamp, path)) != seen:
-            seen = found
+        if (found := await asyncio.to_thread(_stamp, path)) != seen or is_refused:
+            is_new, seen, is_refused = found != seen, found, False
             try:
-                propose(await asyncio.to_thread(read_engines, path))
+                wanted = await asyncio.to_thread(read_engines, path)
+                is_refused = True
+                propose(wanted)
+                is_refused = False
             except ConfigError as error:
-                logger.error("engines stay as they were: %s", error)
+                if is_new:
+                    logger.error("engines stay as they were: %s", error)
         await clock.pause(LOOK_S)
 
 

@@ -73,6 +73,27 @@ async def test_a_file_that_is_replaced_is_read_and_a_broken_one_is_not(
         assert await heard.next() == {}
 
 
+async def test_a_file_that_was_refused_is_proposed_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sources, "LOOK_S", 0.01)
+    path, heard, num_refused = tmp_path / "engines", Heard(), 0
+
+    def propose(wanted: Mapping[str, str]) -> None:
+        nonlocal num_refused
+        if num_refused < 3:
+            num_refused += 1
+            raise ConfigError("too many engines")
+        heard(wanted)
+
+    write(path, "decode-b = tcp://10.0.0.2:7000\n")
+    async with watching(asyncio.ensure_future(watch_file(path, propose))):
+        assert await heard.next() == {"tcp://10.0.0.2:7000": "decode-b"}
+        await asyncio.sleep(0.1)
+    assert len(heard) == 1
+    assert caplog.text.count("too many engines") == 1
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
