@@ -61,12 +61,21 @@ function axis(end, first) {
     h("span", { class: "muted small" }, first === null ? "" : seconds(first)));
 }
 
-// A decision record: candidates with their figures, the winner, the reason; whatever fields it has.
-function decision({ candidates = [], ...rest }) {
-  const heads = [...new Set(candidates.flatMap((each) => Object.keys(each)))];
-  const show = (value) => (typeof value === "number" ? number(value) : typeof value === "string" ? value : JSON.stringify(value ?? null));
-  const rows = candidates.map((each) => h("tr", {}, heads.map((head) => h("td", {}, show(each[head])))));
-  return h("div", {}, h("h3", {}, "Decision"),
-    h("dl", {}, Object.entries(rest).map(([name, value]) => h("div", {}, h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, show(value))))),
-    rows.length ? h("div", { class: "scroll" }, table(heads.map((head) => head.replaceAll("_", " ")), rows)) : "");
+// A decision record: of each choice of an engine, the candidates with their figures, the winner, the reason; whatever
+// fields it has.
+function decision({ choices, ...rest }) {
+  return h("div", {}, h("h3", {}, "Decision"), fields(rest), ...choices.map(({ candidates, ...about }) => {
+    const heads = [...new Set(candidates.flatMap((each) => Object.keys(each)))];
+    const rows = candidates.map((each) => h("tr", {}, heads.map((head) => h("td", {}, show(each[head])))));
+    return h("div", {}, fields(about),
+      rows.length ? h("div", { class: "scroll" }, table(heads.map((head) => head.replaceAll("_", " ")), rows)) : "");
+  }));
+}
+
+function fields(record) {
+  return h("dl", {}, Object.entries(record).map(([name, value]) => h("div", {}, h("dt", {}, name.replaceAll("_", " ")), h("dd", {}, show(value)))));
+}
+
+function show(value) {
+  return typeof value === "number" ? number(value) : typeof value === "string" ? value : JSON.stringify(value ?? null);
 }

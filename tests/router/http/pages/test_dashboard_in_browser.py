@@ -28,7 +28,7 @@ def secret_of(headers: dict[str, str]) -> str:
 @pytest.mark.parametrize("num_engines", [2, 40], ids=["cards", "grid"])
 async def test_a_hostile_deployment_is_shown_as_it_is(num_engines: int, tmp_path: Path) -> None:
     file, root, other = admin_keys(tmp_path)
-    dispatcher = Dispatcher(await_all=False)
+    dispatcher = Dispatcher(await_all=False, explain_share=1.0)
     engines = [BusyEngine(f"{HOSTILE}{i}", ("prefill", "decode")[i % 2]) for i in range(num_engines)]
     for engine in engines:
         dispatcher.add_backend(engine, engine.role)
@@ -65,6 +65,8 @@ async def test_a_hostile_deployment_is_shown_as_it_is(num_engines: int, tmp_path
             await tab.run("document.querySelector('.card, .cell').click()")
             await tab.run("document.querySelector('#requests button').click()")
             assert HOSTILE in await tab.until("document.querySelector('.lanes')?.closest('article').textContent")
+            assert "prompt tokens" in await tab.run("document.querySelector('#choices article dl + div').textContent")
+            assert await tab.run("document.querySelectorAll('#choices article .scroll td').length") >= num_engines
             assert await tab.run("document.querySelectorAll('img, main script').length") == 0
             assert not await tab.run("'hacked' in window")
             assert not [text for text in tab.complaints if "status of 40" not in text]
