@@ -12,19 +12,16 @@ async def complete(
     prompt: list[int],
     max_tokens: int,
     reply: Reply | None = None,
-    token_ids: bool = False,
 ) -> Reply:
     """Stream one greedy completion of exactly `max_tokens` tokens. Never raises: the reply says what went wrong.
 
     Args:
         reply: is filled in while the answer comes, for callers that cancel this before its end.
-        token_ids: store the answer's token ids in the reply; for clients whose time does not matter.
     """
-    ahead = Conversation("completions", is_talk=token_ids)
+    ahead = Conversation("completions", is_talk=False)
     ahead.ask(prompt)
     body = ahead.body(Target(url, model), Turn(prompt, max_tokens))
     reply = Reply() if reply is None else reply
-    reply.keep_text = token_ids
     with Client(url) as client:
         await client.stream("/v1/completions", body, reply)
     if reply.ok and reply.num_tokens != max_tokens:

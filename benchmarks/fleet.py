@@ -57,13 +57,12 @@ class Fake:
         self.listener: EngineListener | None = None
 
     def card(self, epoch: str = "e") -> EngineCard:
-        new = {"peer_changes": True} if "peer_changes" in EngineCard.__struct_fields__ else {}
         layout = KVLayout(num_layers=8, num_kv_heads=8, head_size=64, block_size=16, dtype="bfloat16", dtype_bytes=2)
         return EngineCard(
             engine=self.name, role=self.role, epoch=epoch, pid=1, connector="nixl", kind="pull",
             content_addressed=False, orders=["prefill_first"], model="m", layout=layout, hash_block_size=16,
             num_blocks=DEAD_BLOCKS, max_model_len=1 << 17, max_num_seqs=1 << 10, rank_blobs=[bytes(1024)],
-            wire_versions={"nixl": 1}, lends=True, **new,
+            wire_versions={"nixl": 1}, lends=True, peer_changes=True,
         )  # fmt: skip
 
     def connect(self, listener: EngineListener) -> None:

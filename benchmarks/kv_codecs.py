@@ -27,7 +27,7 @@ from benchmarks.models import find_model
 from benchmarks.report import Claim, Context, show
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.config import DEFAULT_MODEL
-from pdkv.connector_kit.bench.turns import Spread, times_in_turns
+from pdkv.connector_kit.bench.turns import times_in_turns
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.kv_store.codecs.base import Bytes, Codec, PartShape
 from pdkv.kv_store.codecs.registry import CODECS, make_codec
@@ -96,11 +96,7 @@ def measure(codec: Codec, values: Sequence[Bytes], shape: PartShape, rounds: int
         clock=time.thread_time,
     )
     ratio = shape.num_bytes / (codec.max_bytes(shape) + ENVELOPE_BYTES)
-    return Speed(ratio, *(_gb_per_s(times[name], shape) for name in ("encode", "decode", "copy")))
-
-
-def _gb_per_s(times: Spread, shape: PartShape) -> float:
-    return shape.num_bytes / times.median / 1e6
+    return Speed(ratio, *(shape.num_bytes / times[name].median / 1e6 for name in ("encode", "decode", "copy")))
 
 
 # --- answers ------------------------------------------------------------------------------------------------------

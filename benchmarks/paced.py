@@ -7,7 +7,6 @@
 
 import argparse
 import ast
-import asyncio
 import os
 import random
 import sys
@@ -18,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
-from benchmarks.client import Reply, complete
 from benchmarks.servers import Server, cpu_seconds, metric, pdkv
 from benchmarks.support import redis_server
-from pdkv.bench.serve import run_loop
+from pdkv.bench.client import Reply
+from pdkv.bench.serve import Pace, Target, run_loop, send
+from pdkv.bench.workload import one_turn
 from pdkv.testing.paced import expected, read_profile
 
 MODEL = Path("paced:h100")
@@ -34,16 +34,12 @@ _STEPS = "steps by thousandths of what the curve says: "
 Figures = Mapping[str, float]
 
 
-async def _load(server: Server, prompts: Sequence[Sequence[int]], rng: random.Random) -> list[Reply]:
+def _load(server: Server, prompts: Sequence[list[int]], seed: int) -> list[Reply]:
     """Send them at random times, RATE a second on the average."""
-    loop = asyncio.get_running_loop()
-    tasks, due = [], loop.time()
-    for prompt in prompts:
-        due += rng.expovariate(RATE)
-        await asyncio.sleep(due - loop.time())
-        request = complete(server.url, model=server.model, prompt=list(prompt), max_tokens=OUTPUT_LEN, token_ids=True)
-        tasks.append(asyncio.create_task(request))
-    return await asyncio.gather(*tasks)
+    target = Target(server.url, server.model, extra={"return_token_ids": True}, keep_text=True)
+    sessions = [one_turn(prompt, OUTPUT_LEN) for prompt in prompts]
+    run = run_loop(send(target, sessions, Pace(RATE, seed=seed)))
+    return [sent.reply for sent in sorted(run.requests, key=lambda sent: sent.session)]
 
 
 def measure(connector: Sequence[str], seconds: float, seed: int, redis_cpu: "RedisCpu | None") -> Figures:
@@ -55,10 +51,10 @@ def measure(connector: Sequence[str], seconds: float, seed: int, redis_cpu: "Red
     with tempfile.TemporaryDirectory(prefix="pdkv-paced-") as folder:
         log = Path(folder, "log")
         with pdkv(MODEL, prefill=PREFILL, decode=DECODE, options=[*OPTIONS, *connector], log=log) as server:
-            run_loop(_load(server, prompts[:_WARM], rng))  # warm
+            _load(server, prompts[:_WARM], seed)  # warm
             before, own, began, busy = cpu_seconds(server), time.process_time(), time.monotonic(), _busy_s()
             redis = redis_cpu() if redis_cpu else 0.0
-            replies = run_loop(_load(server, prompts[_WARM:], rng))
+            replies = _load(server, prompts[_WARM:], seed)
             wall_s = time.monotonic() - began
             used = cpu_seconds(server).since(before)
             own = time.process_time() - own

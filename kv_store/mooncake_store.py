@@ -53,7 +53,9 @@ class MooncakeStore(TellingStore):
         self._budget = ByteBudget(self.options.max_bytes_in_flight or BYTES_IN_FLIGHT)
         timeout_s = self.options.operation_timeout_s
         self._host = MooncakeHost((host, port), self.options.metadata_server, timeout_s, self.what, clock)
-        self._pool = ConnectionPool(self._connect, self.what)
+        self._pool = ConnectionPool(
+            lambda deadline: self._host.connect(deadline, self.options.connect_timeout_s), self.what
+        )
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         def operation(connection: ClientConnection) -> list[bool]:
@@ -112,7 +114,7 @@ class MooncakeStore(TellingStore):
 
         def operation(connection: ClientConnection) -> None:
             parts = list(_parts(sizes, self._budget.limit))
-            connection.reserve(max(_end(sizes[part.start : part.stop]) for part in parts))
+            connection.reserve(max(sum(_aligned(sizes[index]) for index in part) for part in parts))
             for part in parts:
                 starts = [0, *accumulate(_aligned(sizes[index]) for index in part[:-1])]
                 num_bytes = sum(sizes[index] for index in part)
@@ -153,9 +155,6 @@ class MooncakeStore(TellingStore):
             self._host.probe()  # raises where there is no new one
         raise StoreUnavailable(f"{self.what} does not answer as Mooncake's master does")
 
-    def _connect(self, deadline: Deadline) -> ClientConnection:
-        return self._host.connect(deadline, self.options.connect_timeout_s)
-
     def _check(self, code: int) -> int:
         """Check that a code is not an error. Raises StoreTimeout or StoreUnavailable."""
         if code >= 0:
@@ -178,10 +177,6 @@ def _parts(sizes: Sequence[int], limit: int) -> Iterator[range]:
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _end(sizes: Sequence[int]) -> int:
-    return sum(map(_aligned, sizes))
 
 
 def _copy(source: Buffer, out: Buffer, arrived: Callable[[int], None]) -> None:

@@ -22,7 +22,9 @@ class ServerStore(TellingStore):
         self.options = options or StoreOptions()
         self.clock = clock
         self._budget = ByteBudget(self.options.max_bytes_in_flight or BYTES_IN_FLIGHT)
-        self._pool = ConnectionPool(self._open, what)
+        self._pool = ConnectionPool(
+            lambda deadline: self.connect(min(self.options.connect_timeout_s, deadline.remaining())), what
+        )
 
     def close(self) -> None:
         self._pool.close()
@@ -58,6 +60,3 @@ class ServerStore(TellingStore):
             )
 
         self._pool.run(operation, deadline)
-
-    def _open(self, deadline: Deadline) -> Channel:
-        return self.connect(min(self.options.connect_timeout_s, deadline.remaining()))

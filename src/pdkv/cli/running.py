@@ -49,7 +49,7 @@ def find_launch(arguments: argparse.Namespace) -> RunInfo:
     found = [launch for launch in launches if arguments.run_name is not None and launch.is_called(arguments.run_name)]
     if len(found) == 1:
         return found[0]
-    known = "; ".join(map(_describe, launches))
+    known = "; ".join(f"port {each.url.rpartition(':')[2]} (pid {each.pid}, {each.shape})" for each in launches)
     if arguments.run_name is None:
         raise ConfigError(f"{len(launches)} launches are running: name one with --run PORT: {known}")
     raise ConfigError(f"--run: no launch is named {arguments.run_name!r}; running: {known}")
@@ -96,7 +96,3 @@ def add_drain_flag(parser: argparse.ArgumentParser) -> None:
         "--drain-s", type=float, metavar="SECONDS",
         help="how long requests may keep running before their engine is stopped (default: --drain-s of the launch)",
     )  # fmt: skip
-
-
-def _describe(launch: RunInfo) -> str:
-    return f"port {launch.url.rpartition(':')[2]} (pid {launch.pid}, {launch.shape})"
