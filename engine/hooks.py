@@ -3,17 +3,15 @@
 Hooks run on the step thread and never block.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
 from pdkv.engine.request import Request
 from pdkv.wire.messages import EngineToRouter, RouterToEngine
 
-
-class SendToRouter(Protocol):
-    """Sends messages to a router; they leave after the step."""
-
-    def __call__(self, router_id: str, message: EngineToRouter) -> None: ...
+SendToRouter = Callable[[str, EngineToRouter], None]
+"""Sends a message to the router of this id; it leaves after the step."""
 
 
 class PrefillHooks(Protocol):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,10 +34,8 @@ class Times(NamedTuple):
     step_s: float | None  # between two tokens while all decode; None: they never did
 
 
-class Ask(Protocol):
-    """Has prompts answered together."""
-
-    def __call__(self, prompts: Sequence[list[int]], num_tokens: int) -> Times: ...
+Ask = Callable[[Sequence[list[int]], int], Times]
+"""Has prompts answered together, with this many tokens."""
 
 
 def server(target: Target) -> Ask:

@@ -109,9 +109,6 @@ class BenchWorld(World):
             assert engine.is_idle, engine.describe_rest()
             engine.books = PATTERNS[pattern](self._shapes[engine.name].num_blocks, seed=number + 1)
 
-    def __enter__(self) -> "BenchWorld":
-        return self
-
     @property
     def writer(self) -> TimedEngine:
         """The engine that computes prompts."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.rig.engine import Engine
@@ -151,7 +151,7 @@ class World:
             self.kill_all()
             raise
 
-    def __enter__(self) -> "World":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
