@@ -8,12 +8,28 @@ from collections.abc import Mapping
 import msgspec
 
 from pdkv.connectors.base import KVConnector
-from pdkv.connectors.memory.base import MemoryMode
+from pdkv.connectors.memory.base import MemoryMode, MemoryOptions
 from pdkv.connectors.memory.pull import MemoryPullConnector
 from pdkv.connectors.memory.push import MemoryPushConnector
-from pdkv.connectors.memory.store import MemoryStoreConnector, MemoryStoreOptions
 from pdkv.connectors.plan import ConnectorPlan
+from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOptions
 from pdkv.errors import ConfigError
+from pdkv.kv_store.memory_store import MemoryStore
+
+
+class MemoryStoreOptions(StoreConnectorOptions, MemoryOptions):
+    """--connector-config of mode=store, including the options of every store connector."""
+
+    def open_store(self) -> KVStore:
+        return MemoryStore(self.fabric)
+
+
+class MemoryStoreConnector(StoreConnector):
+    """The connector in store mode: any engine of the process saves what it computed, and any finds it by content."""
+
+    declares = msgspec.structs.replace(StoreConnector.declares, one_process=True)
+    options_type = MemoryStoreOptions
+
 
 MODES: Mapping[str, type[KVConnector]] = {
     "pull": MemoryPullConnector,

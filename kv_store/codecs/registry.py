@@ -8,8 +8,8 @@ CODECS: Registry[Codec] = Registry(
     "pdkv.kv_codecs",
     {
         "raw": "pdkv.kv_store.codecs.raw:RawCodec",
-        "fp8": "pdkv.kv_store.codecs.fp8:Fp8Codec",
-        "int8": "pdkv.kv_store.codecs.int8:Int8Codec",
+        "fp8": "pdkv.kv_store.codecs.scaled:Fp8Codec",
+        "int8": "pdkv.kv_store.codecs.scaled:Int8Codec",
         "cachegen": "pdkv.kv_store.codecs.cachegen:CacheGenCodec",
     },
     "pdkv.kv_store.codecs.base:Codec",

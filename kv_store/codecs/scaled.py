@@ -1,7 +1,10 @@
-"""Codecs with one byte for each number: the number divided by a scale that several numbers share."""
+"""Codecs with one byte for each number: the number divided by a scale that several numbers share.
+
+`fp8`: E4M3 floats (OCP 8-bit floating point specification), scaled by head. `int8`: K is scaled by channel and V by
+token, according to where their outliers lie (KIVI, arXiv:2402.02750).
+"""
 
 import math
-from abc import abstractmethod
 from typing import ClassVar, Final
 
 import numpy as np
@@ -21,18 +24,12 @@ class ScaledCodec(Codec):
     """
 
     lossy: ClassVar[bool] = True
+    code: ClassVar[torch.dtype]
+    """The type of a code; invalid ones are NaN."""
     largest: ClassVar[float]
     """The largest value of a code; a scale is the largest of its numbers, divided by this."""
     shared: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]]
     """For K and for V: the dimensions along which numbers share a scale."""
-
-    @abstractmethod
-    def to_codes(self, ratios: torch.Tensor) -> torch.Tensor:
-        """Codes, one byte each, of float32 numbers between -`largest` and `largest`."""
-
-    @abstractmethod
-    def from_codes(self, codes: torch.Tensor) -> torch.Tensor:
-        """Float32 numbers of uint8 codes; NaN for an invalid code."""
 
     def max_bytes(self, shape: PartShape) -> int:
         return HEADER_BYTES + self._scale_bytes(shape) + shape.num_numbers
@@ -47,7 +44,8 @@ class ScaledCodec(Codec):
             if not bool((scale <= _HIGHEST).all()):  # nor where it is NaN
                 raise KVNotCodable(f"{self.identity}: there are NaN, infinities or numbers beyond {_HIGHEST}")
             ratios = (numbers[:, :, side] / scale.masked_fill(scale == 0, 1)).clamp_(-self.largest, self.largest)
-            codes[:, :, side] = self.to_codes(ratios).view(torch.uint8)
+            whole = ratios if self.code.is_floating_point else ratios.round_()
+            codes[:, :, side] = whole.to(self.code).view(torch.uint8)
             scales.append(scale.numpy())
         return self._with_header(shape, *scales, codes.numpy())
 
@@ -61,7 +59,7 @@ class ScaledCodec(Codec):
         if not bool(((scales >= 0) & (scales <= _HIGHEST)).all()):
             raise KVCorrupted(f"{self.identity}: a scale is not a number from 0 to {_HIGHEST}")
         dtype: torch.dtype = getattr(torch, shape.dtype)
-        numbers = self.from_codes(torch.from_numpy(_writable(body[offset:]))).view(shape.dimensions)
+        numbers = torch.from_numpy(_writable(body[offset:])).view(self.code).float().view(shape.dimensions)
         for side, sizes in enumerate(self._scale_shapes(shape)):
             scale, scales = scales[: math.prod(sizes)].view(sizes), scales[math.prod(sizes) :]
             numbers[:, :, side] *= scale
@@ -79,6 +77,26 @@ class ScaledCodec(Codec):
 
     def _scale_bytes(self, shape: PartShape) -> int:
         return 4 * sum(map(math.prod, self._scale_shapes(shape)))
+
+
+class Fp8Codec(ScaledCodec):
+    """A scale for each layer and head of K, and of V, over all tokens of the value."""
+
+    name: ClassVar[str] = "fp8"
+    number: ClassVar[int] = 1
+    code: ClassVar[torch.dtype] = torch.float8_e4m3fn
+    largest: ClassVar[float] = 448.0
+    shared: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]] = ((0, 3, 4), (0, 3, 4))
+
+
+class Int8Codec(ScaledCodec):
+    """Scales of K for each layer, head and channel, over all tokens of a value; of V for each layer, head and token."""
+
+    name: ClassVar[str] = "int8"
+    number: ClassVar[int] = 2
+    code: ClassVar[torch.dtype] = torch.int8
+    largest: ClassVar[float] = 127.0
+    shared: ClassVar[tuple[tuple[int, ...], tuple[int, ...]]] = ((0, 3), (4,))
 
 
 def _writable(data: Bytes) -> Bytes:

@@ -152,9 +152,7 @@ class EngineConfig(ModelFiles):
         "flashinfer if it is installed and passes a test at start, else triton",
         also={"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
     )
-    enforce_eager: bool = option(
-        False, "on a GPU, launch every kernel individually; do not use CUDA graphs"
-    )
+    enforce_eager: bool = option(False, "on a GPU, launch every kernel individually; do not use CUDA graphs")
     long_prefill_token_threshold: Natural = option(
         0,
         "maximum prompt tokens that one request may have in a step while other requests are running or waiting; 0: no "

@@ -23,8 +23,7 @@ from pdkv.connector_kit.bench.aged_pools import PATTERNS, AgedBooks, ContiguousB
 from pdkv.connector_kit.bench.bare import BARE_SIDE, BareSide, BareTransport, Bytes, bare_of
 from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
 from pdkv.connector_kit.bench.layouts import LAYOUTS, parse_layout
-from pdkv.connector_kit.bench.measure import Row, _row, measure, measure_in_turns
-from pdkv.connector_kit.bench.pieces import planned_pieces
+from pdkv.connector_kit.bench.measure import Row, _row, measure, measure_in_turns, planned_pieces
 from pdkv.connector_kit.bench.tail import measure_push_tail
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer, Timing
 from pdkv.connector_kit.bench.turns import Spread, take_turns

@@ -12,7 +12,7 @@ from pathlib import Path
 import store_servers
 from damage import MUTATIONS, KnownStore
 
-from pdkv.connectors.memory.store import MemoryStoreConnector
+from pdkv.connectors.memory.connector import MemoryStoreConnector
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.connectors.store.shared_storage import SharedStorageConnector
 from pdkv.connectors.store.url import StoreUrlConnector

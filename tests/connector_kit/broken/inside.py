@@ -24,10 +24,10 @@ from pdkv.connectors.base import (
     TransferResults,
 )
 from pdkv.connectors.block_table import BlockTable
+from pdkv.connectors.memory.connector import MemoryStoreConnector
 from pdkv.connectors.memory.fabric import Content
 from pdkv.connectors.memory.pull import MemoryPullConnector, MemoryPullScheduler, MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushConnector, MemoryPushWorker
-from pdkv.connectors.memory.store import MemoryStoreConnector
 from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata
 from pdkv.connectors.peer.push_scheduler import PushSend
 from pdkv.connectors.store.news import StoreNews

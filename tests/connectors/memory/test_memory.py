@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from pdkv.connectors.base import Built, ConnectorConfig
+from pdkv.connectors.memory.connector import MemoryStoreConnector
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.memory.pull import MemoryPullWorker
 from pdkv.connectors.memory.push import MemoryPushWorker
-from pdkv.connectors.memory.store import MemoryStoreConnector
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.connectors.store.base import StoreConnector
 from pdkv.connectors.store.worker import StoreWorker

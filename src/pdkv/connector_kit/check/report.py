@@ -25,7 +25,6 @@ CASE_MODULES = (
     "cases_content",
     "cases_ownership",
     "cases_failures",
-    "cases_integrity",
     "cases_groups",
     "cases_tiers",
     "cases_process",
