@@ -10,13 +10,14 @@ import torch
 
 from pdkv.models.config import ModelConfig
 from pdkv.models.heads import Heads, Rotation, StepRotation
+from pdkv.models.latent_heads import LatentHeads
 from pdkv.models.linear import Linear, PlainLinear
 from pdkv.models.parallel_layers import Embedding, WideNorms
 from pdkv.models.passes import RMSNorm, RowPass, silu_mul
 
-Attend = Callable[[int, torch.Tensor, Heads | None], torch.Tensor]
+Attend = Callable[[int, torch.Tensor, Heads | LatentHeads | None], torch.Tensor]
 """(layer, qkv (n, heads + 2 * kv_heads, head_size), heads) -> (rows, heads * head_size).
-Over latent rows, each of which is one KV head: (layer, (n, heads + 1, row), None) -> (rows, heads * rank).
+Over latent rows, each of which is one KV head: (layer, (n, heads + 1, row), heads) -> (rows, heads * value).
 
 Lets queries and keys go through `heads`, in place (None: they already have), writes K and V to the cache and attends.
 `rows` is n, and in the last layer the rows that the step needs.

@@ -1,8 +1,8 @@
 """Attention over latent KV (MLA, arXiv 2405.04434): of a token, all heads share one row, a normed latent followed by a
 rotated key.
 
-Keys and values are never made of latents: queries go through their heads' key weights instead, and what attention
-returns, sums of latents, through the value weights.
+For outputs, keys and values are never made of latents: queries go through their heads' key weights instead, and what
+attention returns, sums of latents, through the value weights. For prompts they are made where that is less work.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import torch
 
 from pdkv.models.decoder import Step
 from pdkv.models.latent_config import Latent
+from pdkv.models.latent_heads import LatentHeads
 from pdkv.models.linear import Linear, make_norm
 from pdkv.models.loader import Loader
 from pdkv.models.passes import RMSNorm, RowPass
@@ -41,27 +42,19 @@ class LatentAttention:
         self._rotation = rotation
 
     def __call__(self, layer: int, x: torch.Tensor, before: RowPass | None, step: Step) -> torch.Tensor:
-        rows = self._rows(x, before)
-        step.rotations[self._rotation].of(None, None).apply(rows[..., self._sizes.rank :])
-        values = self._weights.values
-        sums = step.attend(layer, rows, None).view(-1, len(values), self._sizes.rank)
-        return torch.bmm(sums.transpose(0, 1), values).transpose(0, 1).flatten(1)
-
-    def _rows(self, x: torch.Tensor, before: RowPass | None) -> torch.Tensor:
-        """Queries for latent rows, and behind them each token's own row, not rotated yet: (n, heads + 1, row)."""
         weights, sizes, heads = self._weights, self._sizes, len(self._weights.keys)
         projected = weights.inputs(x, before)
         queries, own = projected.tensor_split([projected.shape[1] - sizes.row], dim=1)
         if weights.query is not None:
             queries = weights.query(queries, weights.query_norm)
         queries = queries.reshape(len(x), heads, sizes.plain + sizes.turned)
-        rows = own.new_empty(len(x), heads + 1, sizes.row)
-        plain = queries[..., : sizes.plain].transpose(0, 1)
-        rows[:, :heads, : sizes.rank] = torch.bmm(plain, weights.keys).transpose(0, 1)
+        rows = own.new_empty(len(x), heads + 1, sizes.row)  # for latent rows, and behind them each token's own row
         rows[:, heads, : sizes.rank] = weights.norm(own[:, : sizes.rank])
         rows[:, :heads, sizes.rank :] = self._by_halves(queries[..., sizes.plain :])
         rows[:, heads, sizes.rank :] = self._by_halves(own[:, sizes.rank :])
-        return rows
+        step.rotations[self._rotation].of(None, None).apply(rows[..., sizes.rank :])
+        queries = torch.cat([queries[..., : sizes.plain], rows[:, :heads, sizes.rank :]], dim=-1)
+        return step.attend(layer, rows, LatentHeads(queries, weights.keys, weights.values))
 
     def _by_halves(self, x: torch.Tensor) -> torch.Tensor:
         """(..., turned) with the numbers that are rotated by one angle half of it apart."""

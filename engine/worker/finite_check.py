@@ -19,6 +19,7 @@ from pdkv.kernels.kv_copy import FP8, raw
 from pdkv.kernels.upload import to_tensor
 from pdkv.models.decoder import Attend
 from pdkv.models.heads import Heads
+from pdkv.models.latent_heads import LatentHeads
 from pdkv.wire.types import RequestKey
 
 _BLOCKS_AT_ONCE = 64
@@ -55,12 +56,16 @@ class FiniteCheck:
     def around(self, attend: Attend) -> Attend:
         """Wrap `attend` with a check of the layer's queries, keys and values."""
 
-        def attend_and_look(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
-            if heads is not None:
+        def attend_and_look(layer: int, qkv: torch.Tensor, heads: Heads | LatentHeads | None) -> torch.Tensor:
+            looked_at = qkv
+            if isinstance(heads, LatentHeads):
+                looked_at = torch.cat([heads.queries.flatten(1), qkv[:, -1]], dim=1)
+            elif heads is not None:
                 heads.apply(qkv)
-            finite = finite_rows(qkv[: self._num_rows].flatten(1))
+                heads = None
+            finite = finite_rows(looked_at[: self._num_rows].flatten(1))
             self._finite = finite if self._finite is None else self._finite & finite
-            return attend(layer, qkv, None)
+            return attend(layer, qkv, heads)
 
         return attend_and_look
 

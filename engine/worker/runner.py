@@ -32,6 +32,7 @@ from pdkv.kernels.streams import streams_of
 from pdkv.kernels.upload import to_tensor
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.heads import Heads
+from pdkv.models.latent_heads import LatentHeads
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.wire.kv import KVLayout
 from pdkv.wire.messages import TokenLogprob
@@ -218,7 +219,7 @@ class ModelRunner:
         if worker is None or meta is None or not meta.needs_layer_hooks:
             return attend
 
-        def attend_between_hooks(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
+        def attend_between_hooks(layer: int, qkv: torch.Tensor, heads: Heads | LatentHeads | None) -> torch.Tensor:
             worker.wait_for_layer_load(layer)
             out = attend(layer, qkv, heads)
             worker.save_kv_layer(layer, pool, meta)

@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
-from attention_case import MIXES, Case, Shape, layers_of
+from attention_case import MIXES, Case, Shape, latent_case, layers_of
 from kernel_inputs import attention_inputs, randn
 
+from pdkv.engine.worker.attention import cuda
 from pdkv.engine.worker.attention.cuda import CudaAttention
+from pdkv.engine.worker.attention.plain_latents import expand
 from pdkv.kernels.kv_copy import (
     FP8,
     write_kv_reference,
@@ -33,6 +35,21 @@ def test_the_backend_equals_attention_written_out(
         torch.testing.assert_close(case.run(backend, layer).double(), expected[layer], rtol=1e-5, atol=1e-5)
     some = case.run(backend, shape.layers - 1, last_only=True)
     torch.testing.assert_close(some.double(), expected[-1][case.last_rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("in_triton")
+@pytest.mark.parametrize("few", [False, True])
+def test_prompts_over_latent_rows_by_keys_and_values_of_their_own(
+    few: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind outputs; a short prompt beside a long context keeps all of a step at the latents."""
+    expanded = []
+    monkeypatch.setattr(cuda, "expand", lambda heads, rows: expanded.append(len(rows)) or expand(heads, rows))
+    case, heads, expected = latent_case([(37, 1), (15, 1), (0, 40), (90, 9) if few else (30, 40)])
+    backend = CudaAttention(case.to(device).pool, 6, case.layers)
+    found = case.run(backend, 0, heads._make(each.to(device) for each in heads))
+    torch.testing.assert_close(found.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+    assert expanded == ([] if few else [2 * 5])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's numpy remarks on what the neighbour computes

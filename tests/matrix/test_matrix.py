@@ -1,13 +1,14 @@
 """Any backend between any engines: the tokens are those of transformers; decode computes none of the prompt (F20)."""
 
-import itertools
 import os
+import random
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from deployments import launches
 from equality import (
     AMPLE_POOL_BLOCKS,
     CHUNKED,
@@ -24,20 +25,29 @@ from equality import (
 from kills import check_that_no_client_notices, right_answers
 from matrix_rows import (
     BACKENDS,
-    BLOCKS,
-    FAMILY_BACKENDS,
-    RANKS,
+    FAMILIES,
     Row,
     all_rows,
     cover,
+    family_rows,
     latent_rows,
     window_cover,
     window_rows,
 )
-from small_models import FEATURES, NEWER
+from oracle import check_departures
+from serving_checks import complete_all, serve_directory
+from small_models import FEATURES
+
+from pdkv.host.processor import emulates_bfloat16
 
 RESULTS = "MATRIX_RESULTS"
 """Names a file that each passed row is appended to. Not PDKV_…: a launcher refuses options that it does not know."""
+
+
+HOST_BLOCKS = 200
+"""Of host memory, fewer than the forty prompts have on the one side that they share."""
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 
 
 @pytest.fixture(scope="session")
@@ -101,35 +111,43 @@ def test_windows_over_every_backend(row: Row, windows: Workload, tmp_path: Path)
     check_row(row, windows, tmp_path)
 
 
-FAMILY_ROWS = [
-    (family, Row(backend, "1P1D", RANKS[i % 3], BLOCKS[0]))
-    for i, (family, backend) in enumerate(itertools.product(NEWER, FAMILY_BACKENDS))
-]
-"""Each family with each kind of connector, over ranks in turn."""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "row"), FAMILY_ROWS, ids=str)
-def test_families_over_each_kind_of_connector(
-    family: str, row: Row, hf_model: Callable[..., Path], tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("row", family_rows(), ids=str)
+def test_families_over_each_kind_of_connector(row: Row, hf_model: Callable[..., Path], tmp_path: Path) -> None:
     """With chunks of prompts."""
-    workload = greedy_workload(hf_model(family, initializer_range=0.2), tmp_path / "model")
+    workload = greedy_workload(hf_model(row.model, initializer_range=0.2), tmp_path / "model")
     check_row(row, workload, tmp_path, CHUNKED)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
 def test_families_in_pools_that_are_too_small_and_under_kills(
     family: str, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Preempted, found again in host memory, and moved amid streams."""
+    """Preempted, found again in host memory that evicts, and moved amid streams."""
     workload = greedy_workload(hf_model(family, initializer_range=0.2), tmp_path / "model")
-    memory = ("--kv-host-memory", "64MiB", "--connector-config", "store.lookup_timeout_s=20")
+    host = str(HOST_BLOCKS * workload.block_bytes)
+    memory = ("--kv-host-memory", host, "--connector-config", "store.lookup_timeout_s=20")
     with deployed(workload, *TOPOLOGIES["2P2D"], *PREEMPTING, *memory) as deployment:
         run_until_preempted(deployment, workload)
-        assert re.search(r"tier_hits_total{.*0-host.*} [1-9]", deployment.get("/metrics").text)
+        metrics = deployment.get("/metrics").text
+        assert re.search(r"tier_hits_total{.*0-host.*} [1-9]", metrics)
+        assert re.search(r"tier_evictions_total{.*0-host.*} [1-9]", metrics)
         check_that_no_client_notices(deployment, right_answers(deployment), "decode-0")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(emulates_bfloat16(), reason="the processor has no products of bfloat16")
+@pytest.mark.parametrize("family", [*DENSE, *FAMILIES, "deepseek_v3"])
+def test_bfloat16_departs_where_its_rounding_decides(
+    family: str, hf_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model, rng = hf_model(family, "bfloat16", initializer_range=0.2), random.Random(0)
+    prompts = [rng.choices(range(2, 384), k=length) for length in (300, 1, 17, 130, 64, 200, 33, 90)]
+    bodies = [{"prompt": prompt, "max_tokens": 40, "ignore_eos": True, "temperature": 0} for prompt in prompts]
+    with launches(serve_directory(model, tmp_path)) as launch:
+        replies = complete_all(launch("--dtype", "bfloat16", *TOPOLOGIES["1P1D"], *CHUNKED), bodies)
+    check_departures(model, prompts, [reply["choices"][0]["token_ids"] for reply in replies])
 
 
 @pytest.mark.slow

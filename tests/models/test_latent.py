@@ -14,7 +14,7 @@ from pdkv.engine.worker.kv_cache import make_layout
 from pdkv.errors import ModelError
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder
-from pdkv.models.heads import Heads
+from pdkv.models.latent_heads import LatentHeads
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.shard import Shard
@@ -95,13 +95,14 @@ def test_ranks_make_the_same_rows_and_the_logits_of_one_rank(hf_model: HFModel) 
     def run(parallel: TensorParallel) -> tuple[torch.Tensor, torch.Tensor]:
         model, rows = load(path, parallel), []
 
-        def attend(layer: int, qkv: torch.Tensor, heads: Heads | None) -> torch.Tensor:
+        def attend(layer: int, qkv: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
+            heads.absorb(qkv, slice(None))
             rows.append(qkv[:, -1].clone())
             q, row = qkv[:, :-1].transpose(0, 1), qkv[:, -1:].transpose(0, 1)
             scale = model.config.attention_scale
             expanded = row.expand(len(q), -1, -1)
             out = torch.nn.functional.scaled_dot_product_attention(q, expanded, expanded, is_causal=True, scale=scale)
-            return out[..., :32].transpose(0, 1).flatten(1)
+            return heads.results(out[..., :32].transpose(0, 1))
 
         with torch.inference_mode():
             logits = model.logits(model.forward(tokens, torch.arange(20), attend, None))

@@ -9,6 +9,7 @@ from pdkv.engine.plan import NewRequest, ScheduledRequest
 from pdkv.engine.worker.attention.backend import AttentionBackend, Layer
 from pdkv.engine.worker.attention.cpu import CpuAttention, TorchQueries
 from pdkv.engine.worker.batch import PersistentBatch, StepInputs
+from pdkv.models.latent_heads import LatentHeads
 from pdkv.sampling.params import SamplingParams
 
 MIXES = [
@@ -94,12 +95,14 @@ class Case:
         self.pool, self.qkv = self.pool.to(device), self.qkv.to(device)
         return self
 
-    def run(self, backend: AttentionBackend, layer: int, *, last_only: bool = False) -> torch.Tensor:
+    def run(
+        self, backend: AttentionBackend, layer: int, heads: LatentHeads | None = None, *, last_only: bool = False
+    ) -> torch.Tensor:
         """(tokens, heads * head_size) of the backend; its padding rows are NaN on the way in."""
         backend.prepare(self.inputs, self.batch.block_tables, self.last_rows if last_only else None)
         wanted = len(self.last_rows) if last_only else len(self.qkv)
         padding = self.qkv.new_full((backend.padded(len(self.qkv)) - len(self.qkv), *self.qkv.shape[1:]), float("nan"))
-        out = backend.attend(layer, torch.cat((self.qkv, padding)))
+        out = backend.attend(layer, torch.cat((self.qkv, padding)), heads)
         assert len(out) == backend.padded(wanted)
         return out[:wanted]
 
@@ -118,6 +121,26 @@ class Case:
             attended = torch.nn.functional.scaled_dot_product_attention(own[:heads], k, v, attn_mask=visible)
             out.append(attended.transpose(0, 1).flatten(1))
         return torch.cat(out)
+
+
+def latent_case(requests: Sequence[tuple[int, int]]) -> tuple[Case, LatentHeads, torch.Tensor]:
+    """A step over latent rows of 32 + 16 numbers, one layer's queries, and the result (tokens, heads * 20) in float64
+    where all of them are brought to the latents.
+    """
+    case = Case(requests, shape=Shape(6, 1, 48, layers=1))
+    case.pool, case.qkv = case.pool[:, :, :1].contiguous(), case.qkv[:, :7].contiguous()
+    case.layers = [Layer(0, 0, value_size=32)]
+    generator = torch.Generator().manual_seed(1)
+    queries, keys, values = (
+        torch.randn(shape, generator=generator) for shape in ((len(case.qkv), 6, 24), (6, 8, 32), (6, 32, 20))
+    )
+    case.qkv[:, :6, 32:] = queries[..., 8:]
+    exact = LatentHeads(queries.double(), keys.double(), values.double())
+    rows = case.qkv.double()
+    exact.absorb(rows, slice(None))
+    backend = without_compiled_kernel(case.pool.double(), 6, case.layers)
+    backend.prepare(case.inputs, case.batch.block_tables, None)
+    return case, LatentHeads(queries, keys, values), exact.results(backend.attend(0, rows)[: len(rows)].view(-1, 6, 32))
 
 
 def layers_of(windows: Sequence[int | None]) -> list[Layer]:

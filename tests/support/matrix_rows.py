@@ -5,8 +5,9 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from small_models import NEWER
 from store_servers import LMCacheServer, RedisServer, StoreServer
 
 TOPOLOGIES = ("1P1D", "2P2D")
@@ -65,7 +66,12 @@ BACKENDS: dict[str, Callable[..., Choice]] = {
 }
 """name -> (directory) -> the flags that choose it, while its server runs."""
 
+FAMILIES = (*NEWER, "deepseek_v2")
+"""Those with a row over each of FAMILY_BACKENDS; the others are the models of all rows and of the latent ones."""
+
 FAMILY_BACKENDS = ("shared_memory", "p2p", "nixl pull", "store redis")
+TWO_RANKS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3")
+"""Families with experts or latent KV, each over one backend with two ranks on either side."""
 
 HAVE_CONNECTIONS = ("p2p", "p2p tcp", "store redis", "store lmcache")
 """Engines have connections to each other, or to a server; others reach each other's memory, or files."""
@@ -78,8 +84,8 @@ class Row(NamedTuple):
     topology: str
     ranks: tuple[int, int]
     blocks: tuple[int, int]
-    model: Literal["", "windows", "latent"] = ""
-    """One with windows, so with several KV groups, or with latent KV, which all ranks of an engine have."""
+    model: str = ""
+    """A family; or "windows", one with several KV groups, or "latent", one whose KV all ranks of an engine have."""
 
     def __str__(self) -> str:
         model = f", {self.model}" if self.model else ""
@@ -128,3 +134,11 @@ def latent_rows() -> list[Row]:
     return [
         Row(backend, "1P1D", pair, BLOCKS[1], "latent") for backend, pair in itertools.product(backends, LATENT_RANKS)
     ]
+
+
+def family_rows() -> list[Row]:
+    """Each family with each kind of connector over ranks in turn, and those that two ranks on either side share out."""
+    each = itertools.product(FAMILIES, FAMILY_BACKENDS)
+    rows = [Row(backend, "1P1D", RANKS[i % 3], BLOCKS[0], family) for i, (family, backend) in enumerate(each)]
+    shared = zip(TWO_RANKS, itertools.cycle(FAMILY_BACKENDS), strict=False)
+    return rows + [Row(backend, "1P1D", (2, 2), BLOCKS[0], family) for family, backend in shared]

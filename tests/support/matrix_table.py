@@ -4,16 +4,30 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from matrix_rows import BACKENDS, BLOCKS, RANKS, TOPOLOGIES, WINDOW_RANKS, Row, all_rows, latent_rows, window_rows
+from matrix_rows import (
+    BACKENDS,
+    BLOCKS,
+    RANKS,
+    TOPOLOGIES,
+    Row,
+    all_rows,
+    family_rows,
+    latent_rows,
+    window_rows,
+)
 
 PASSED = ": passed in "
 CELL = len(TOPOLOGIES) * len(BLOCKS)
 """Rows of one backend and pair of ranks."""
 
 
+MODELS = {"windows": window_rows(), "latent": latent_rows(), "families": family_rows()}
+"""The columns of rows with models of their own."""
+
+
 def every_row() -> list[Row]:
     """Of all models."""
-    return [*all_rows(), *window_rows(), *latent_rows()]
+    return [row for rows in (all_rows(), *MODELS.values()) for row in rows]
 
 
 def passed_rows(lines: Iterable[str]) -> set[Row]:
@@ -26,16 +40,15 @@ def passed_rows(lines: Iterable[str]) -> set[Row]:
 
 
 def table(passed: set[Row]) -> list[str]:
-    """A markdown line per backend, a column per pair of ranks and one of windows: how many of its rows have passed."""
-    lines = [
-        "| backend | " + " | ".join(f"TP {prefill}, {decode}" for prefill, decode in RANKS) + " | windows |",
-        "|---|" + "---|" * (len(RANKS) + 1),
-    ]
+    """A markdown line per backend, a column per pair of ranks and some of other models: how many rows have passed."""
+    heads = ["backend", *(f"TP {prefill}, {decode}" for prefill, decode in RANKS), *MODELS]
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
     for backend in BACKENDS:
-        of_backend = [row for row in passed if row.backend == backend]
-        counts = [sum(row.ranks == ranks and not row.model for row in of_backend) for ranks in RANKS]
+        counts = [sum((row.backend, row.ranks, row.model) == (backend, each, "") for row in passed) for each in RANKS]
         cells = [f"{count} of {CELL}" for count in counts]
-        cells.append(f"{sum(row.model == 'windows' for row in of_backend)} of {len(WINDOW_RANKS)}")
+        for rows in MODELS.values():
+            own = {row for row in rows if row.backend == backend}
+            cells.append(f"{len(own & passed)} of {len(own)}" if own else "-")
         lines.append(f"| `{backend}` | " + " | ".join(cells) + " |")
     return lines
 

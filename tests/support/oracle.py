@@ -118,3 +118,31 @@ class Oracle:
 def oracle(model_dir: Path) -> Oracle:
     """The oracle of a directory, loaded once."""
     return Oracle(model_dir)
+
+
+def check_departures(
+    model_dir: Path, prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], *, most: float = 0.2
+) -> None:
+    """Check greedy outputs in bfloat16 by the rule of divergence: each token is float32's best one behind the tokens
+    before it, or its logit is less below than twice what bfloat16 changes in transformers' logits of these tokens.
+
+    `most`: the share of the tokens that may be others.
+    """
+    import transformers
+
+    exact = oracle(model_dir).model
+    rounded = transformers.AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    changed, gaps = 0.0, []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        tokens = torch.tensor([[*prompt, *output]])
+        with torch.inference_mode():
+            logits = exact(tokens).logits[0]
+            changed = max(changed, float((rounded(tokens).logits[0].float() - logits).abs().max()))
+        rows = logits[len(prompt) - 1 : -1]
+        gaps.append(rows.amax(-1) - rows.gather(1, torch.tensor(output)[:, None])[:, 0])
+    gap = torch.cat(gaps)
+    departed = float((gap > 0).float().mean())
+    assert float(gap.max()) < 2 * changed, (gap.max(), changed)
+    assert departed < most, (departed, gap.max(), changed)

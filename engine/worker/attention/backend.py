@@ -9,6 +9,7 @@ import torch
 from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.kernels.paged_attention import FEW_QUERIES
 from pdkv.models.heads import Heads
+from pdkv.models.latent_heads import LatentHeads
 
 
 class Layer(NamedTuple):
@@ -84,10 +85,11 @@ class AttentionBackend(ABC):
         return False
 
     @abstractmethod
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | LatentHeads | None = None) -> torch.Tensor:
         """Attention of (n, heads + 2 * kv_heads, head_size) -> (n or len(rows), heads * head_size), both padded.
 
-        Over latent rows: (n, heads + 1, row) -> (n or len(rows), heads * value_size).
+        Over latent rows: (n, heads + 1, row) -> (n or len(rows), heads * value), the queries' parts for the latents not
+        filled in; without `heads`, with them, -> (n or len(rows), heads * value_size).
 
         `heads`: applied to queries and keys first, in place; None: it already has been.
         """

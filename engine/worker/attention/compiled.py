@@ -27,9 +27,9 @@ class _Taken(NamedTuple):
 class _Queries(ABC, Generic[Work, Args]):
     """Attention over one pool. Call `prepare` once per step, then `attend` per layer."""
 
-    def __init__(self, kv_pool: torch.Tensor, num_heads: int, scores: Scores) -> None:
+    def __init__(self, kv_pool: torch.Tensor, num_heads: int, scores: Scores, row_heads: int | None = None) -> None:
         """`kv_pool` as in `KVLayout.pool_shape`, contiguous, of a dtype that the kernel supports. Latent rows are keys
-        and values.
+        and values. `row_heads`: of a row of `qkv`; None: queries, keys and values.
         """
         self._pool = kv_pool
         _, num_layers, self._sides, kv_heads, block_size, head_size = kv_pool.shape
@@ -43,7 +43,7 @@ class _Queries(ABC, Generic[Work, Args]):
             head_size=head_size,
             block_size=block_size,
             block_stride=num_layers * self._sides * side,
-            row_stride=(num_heads + self._sides * kv_heads) * head_size,
+            row_stride=(row_heads or num_heads + self._sides * kv_heads) * head_size,
             dtype=host.DTYPES[_name(kv_pool.dtype)],
         )
         self._args.scale, self._args.softcap = scores.scale_of(head_size), scores.softcap
@@ -129,10 +129,13 @@ class PromptQueries(_Queries[Prompts, prompts.PromptArgs]):
     """Attention for tokens of prompts."""
 
     @classmethod
-    def of(cls, kv_pool: torch.Tensor, num_heads: int, scores: Scores = USUAL) -> "PromptQueries | None":
+    def of(
+        cls, kv_pool: torch.Tensor, num_heads: int, scores: Scores = USUAL, *, row_heads: int | None = None
+    ) -> "PromptQueries | None":
         """The backend for a pool; None if the kernel is missing or does not support the dtype or the sizes."""
         kv_heads, _, head_size = kv_pool.shape[3:]
-        return cls(kv_pool, num_heads, scores) if prompts.takes(kv_pool.dtype, num_heads, kv_heads, head_size) else None
+        fits = prompts.takes(kv_pool.dtype, num_heads, kv_heads, head_size)
+        return cls(kv_pool, num_heads, scores, row_heads) if fits else None
 
     def _make_args(self, **fields: int) -> prompts.PromptArgs:
         return prompts.PromptArgs(**fields)

@@ -15,11 +15,22 @@ import torch
 
 from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Padding, Scores, pad
 from pdkv.engine.worker.attention.compiled import PromptQueries, SingleQueries
+from pdkv.engine.worker.attention.plain_latents import PlainPrompts, expand, rows_of, worth_plain
 from pdkv.engine.worker.attention.runs import Prompts, RunPlan, Singles, plan_runs
 from pdkv.engine.worker.attention.shapes import round_rows
 from pdkv.engine.worker.batch import IntArray, StepInputs
 from pdkv.kernels.paged_attention import paged_attention_reference
 from pdkv.models.heads import Heads, KVSlots
+from pdkv.models.latent_heads import LatentHeads
+
+
+class _Divided(NamedTuple):
+    """A step's queries over latent rows."""
+
+    absorbed: RunPlan
+    ins: torch.Tensor  # (m,) rows of the queries that are brought to the latents
+    outs: torch.Tensor  # (m,) rows of their results
+    plain: PlainPrompts | None
 
 
 class CpuAttention(AttentionBackend):
@@ -33,6 +44,9 @@ class CpuAttention(AttentionBackend):
         ]  # (num_blocks, block_size, sides * kv_heads, head_size) each
         self._block_ids: list[torch.Tensor] = []  # by group, the blocks of a step's tokens
         self._offsets = torch.empty(0, dtype=torch.int64)  # and the places within them
+        self._pool, self._scores = kv_pool, Scores(scores.scale_of(kv_pool.shape[5]), scores.softcap)
+        self._tables: IntArray = np.empty((0, 0), dtype=np.int64)  # of a step, (slots of all groups, max_blocks)
+        self._divided: dict[int, _Divided] = {}  # of this step, by the identity of the plan
         by_torch = TorchQueries(kv_pool, num_heads, scores)
         self._singles = SingleQueries.of(kv_pool, num_heads, scores) or by_torch
         self._prompts = PromptQueries.of(kv_pool, num_heads, scores) or by_torch
@@ -47,6 +61,8 @@ class CpuAttention(AttentionBackend):
             raise IndexError(f"a step names a block that is not in [0, {self._num_blocks}), the pool")
         self._offsets = torch.from_numpy(np.ascontiguousarray(inputs.offsets))
         self._block_ids = list(torch.from_numpy(np.ascontiguousarray(inputs.block_ids)))
+        self._tables = block_tables.reshape(-1, block_tables.shape[2])
+        self._divided.clear()
         self._singles.prepare(block_tables)
         self._prompts.prepare(block_tables)
         longest = int(inputs.seq_lens.max())  # a window that hides nothing in this step is ignored
@@ -68,13 +84,18 @@ class CpuAttention(AttentionBackend):
     def padded(self, num_rows: int) -> int:
         return round_rows(num_rows)
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | LatentHeads | None = None) -> torch.Tensor:
         plan, place = self._plans[layer], self._layers[layer]
         slots = KVSlots(self._token_kv[layer], self._block_ids[place.group], self._offsets)
-        if heads is None:
+        if heads is None or isinstance(heads, LatentHeads):
             slots.put(qkv[:, self._num_heads :])
         else:
             heads.apply_and_write(qkv, slots)
+        if isinstance(heads, LatentHeads):
+            return self._attend_latents(place, qkv, heads, plan)
+        return self._attend(place, qkv, plan)
+
+    def _attend(self, place: Layer, qkv: torch.Tensor, plan: RunPlan) -> torch.Tensor:
         result = torch.empty(self.padded(plan.num_rows), self._num_heads * qkv.shape[2], dtype=qkv.dtype)
         result[plan.num_rows :].zero_()  # padding; everything before it is written
         if len(plan.singles.slots):
@@ -84,6 +105,40 @@ class CpuAttention(AttentionBackend):
         if place.value_size is None:
             return result
         return result.view(len(result), self._num_heads, qkv.shape[2])[..., : place.value_size].flatten(1)
+
+    def _attend_latents(self, place: Layer, rows: torch.Tensor, heads: LatentHeads, plan: RunPlan) -> torch.Tensor:
+        """Of queries that are brought to the latents, and of prompts for which keys and values are made."""
+        if id(plan) not in self._divided:
+            self._divided[id(plan)] = self._divide(plan, heads)
+        absorbed, ins, outs, plain = self._divided[id(plan)]
+        out = rows.new_zeros(self.padded(plan.num_rows), self._num_heads * heads.values.shape[2])
+        if len(ins):
+            heads.absorb(rows, ins)
+            sums = self._attend(place, rows, absorbed)[outs]
+            out[outs] = heads.results(sums.view(len(outs), self._num_heads, -1))
+        if plain is not None:
+            pool = expand(heads, self._pool[plain.blocks, place.layer, 0, 0])
+            by_torch = TorchQueries(pool, self._num_heads, self._scores)
+            queries = PromptQueries.of(pool, self._num_heads, self._scores, row_heads=self._num_heads) or by_torch
+            queries.prepare(plain.tables)
+            found = out.new_empty(len(out), *heads.queries.shape[1:])
+            queries.attend(0, heads.queries, plain.prompts, found.view(len(out), -1))
+            out[plain.outs] = found[plain.outs, :, : heads.values.shape[2]].flatten(1)
+        return out
+
+    def _divide(self, plan: RunPlan, heads: LatentHeads) -> _Divided:
+        prompts = plan.prompts
+        is_plain = worth_plain(heads, prompts.counts, prompts.positions + prompts.counts)
+        rest = prompts.only(~is_plain)
+        ins, outs = (
+            torch.from_numpy(np.concatenate([rows_of(of_rest, rest.counts), of_singles]))
+            for of_rest, of_singles in (
+                (rest.qkv_rows, plan.singles.qkv_rows),
+                (rest.out_rows, plan.singles.out_rows),
+            )
+        )
+        plain = PlainPrompts.of(prompts.only(is_plain), self._tables, self._block_size) if is_plain.any() else None
+        return _Divided(plan._replace(prompts=rest), ins, outs, plain)
 
     def _plan(
         self, inputs: StepInputs, rows: IntArray | None, block_tables: IntArray, group: int, window: int | None

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdkv.engine.worker.batch import IntArray, StepInputs
 
@@ -16,6 +17,10 @@ class Prompts(NamedTuple):
     positions: IntArray  # its position
     counts: IntArray  # number of queries
     window: int  # number of keys that each query sees, including its own; 0: all up to its own
+
+    def only(self, which: NDArray[np.bool_]) -> "Prompts":
+        """Some of the runs."""
+        return Prompts(*(vector[which] for vector in self[:-1]), self.window)
 
 
 class Singles(NamedTuple):

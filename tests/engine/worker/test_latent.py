@@ -5,10 +5,12 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from attention_case import MIXES, Case, Shape, without_compiled_kernel
+from attention_case import MIXES, Case, Shape, latent_case, without_compiled_kernel
 
+from pdkv.engine.worker.attention import cpu
 from pdkv.engine.worker.attention.backend import Layer
 from pdkv.engine.worker.attention.cpu import CpuAttention
+from pdkv.engine.worker.attention.plain_latents import expand
 from tests.conftest import HFModel
 from tests.engine.worker.step_driver import StepDriver
 from tests.engine.worker.transformers_oracle import draw_prompts, logprobs
@@ -76,3 +78,17 @@ def test_compiled_attention_over_rows_of_the_published_size(dtype: torch.dtype) 
     assert found.shape == (len(case.qkv), 16 * 512)
     close = 1e-5 if dtype == torch.float32 else 0.03
     torch.testing.assert_close(found.double(), expected, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("last_only", [False, True])
+def test_prompts_by_keys_and_values_of_their_own_equal_those_by_latents(
+    last_only: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts with and without context, beside outputs and a last token of a prompt, which go to the latents."""
+    expanded = []
+    monkeypatch.setattr(cpu, "expand", lambda heads, rows: expanded.append(len(rows)) or expand(heads, rows))
+    case, heads, expected = latent_case([(0, 40), (37, 1), (0, 3), (30, 20), (90, 2), (15, 1)])
+    found = case.run(CpuAttention(case.pool, 6, case.layers), 0, heads, last_only=last_only)
+    expected = expected[case.last_rows] if last_only else expected
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    assert expanded == ([] if last_only else [3 + 1 + 4])
