@@ -25,6 +25,12 @@ SIZES: dict[str, dict[str, int]] = {
     "large": dict(zip(_SHAPE, (2048, 5632, 20, 16, 8), strict=True)),
     "8b": {**dict(zip(_SHAPE, (4096, 14336, 32, 32, 8), strict=True)), "vocab_size": 128_256},  # Llama 3.1 8B's
 }
+MOE = {
+    "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Of the size "moe", a Qwen3-MoE."""
 _SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 _EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -71,7 +77,8 @@ def find_family(folder: Path, family: str) -> Path:
 
 def make_model(path: Path, size: str, device: str = "cpu") -> None:
     """Write config, weights and tokenizer; all or nothing."""
-    _make(path, "llama", SIZES[size], device, "bfloat16")  # never as float32: the large one would take 4 GB
+    family, fields = ("qwen3_moe", MOE) if size == "moe" else ("llama", SIZES[size])
+    _make(path, family, fields, device, "bfloat16")  # never as float32: the large one would take 4 GB
 
 
 def _make(path: Path, family: str, fields: Mapping[str, Any], device: str, dtype: str) -> None:
@@ -123,7 +130,7 @@ def _make_tokenizer() -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("size", choices=SIZES)
+    parser.add_argument("size", choices=[*SIZES, "moe"])
     parser.add_argument("folder", type=Path, help="the model goes to FOLDER/SIZE")
     options = parser.parse_args(arguments)
     print(find_model(options.folder, options.size))

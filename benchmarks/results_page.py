@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 SUPERSEDED = {"structured": "2026-11-23", "shapes": "2026-11-23", "dtypes": "2026-11-22", "swap": "2026-11-26"}
 SUPERSEDED |= dict.fromkeys(("identity_mid", "identity_large", "many"), "2026-11-22")
 """The day up to which a benchmark's figures, or a report, are of replaced code or of a benchmark that is gone."""
-NEEDS_VLLM = ("engine_tiny", "engine_mid", "pd_tiny", "kv_inside_vllm")
+NEEDS_VLLM = ("engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm")
 PARTS = re.compile(r"(?P<kind>[a-z-]*?)-?(?P<day>\d{4}-\d\d-\d\d)(?:-\w+)?")
 HEAD = """# Results
 

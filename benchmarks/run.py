@@ -19,6 +19,7 @@ import torch
 from benchmarks import (
     busy_steps,
     connectors,
+    experts,
     fleet,
     front,
     host_gap,
@@ -59,6 +60,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "ttft_digests": ttft.run_digests,
     "engine_tiny": _of(versus.run_engine, "tiny"),
     "engine_mid": _of(versus.run_engine, "mid"),
+    "engine_moe": _of(versus.run_engine, "moe"),
     "pd_tiny": _of(versus.run_pd, "tiny"),
     "balance_tiny": _of(pd_balance.run, "tiny"),
     "balance_mid": _of(pd_balance.run, "mid"),
@@ -77,10 +79,11 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kv_inside_vllm": inside_vllm.run,
     "sampler": sampler.run,
     "linears": linears.run,
+    "experts": experts.run,
     "kv_codecs": kv_codecs.run,
     "speculation": speculation.run,
 }
-NEEDS_PEER = ("engine_tiny", "engine_mid", "pd_tiny", "kv_inside_vllm")
+NEEDS_PEER = ("engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -20,7 +20,7 @@ from pdkv.host.processor import emulates_bfloat16, instruction_set
 INPUT_LEN = 512
 OUTPUT_LEN = 64
 
-LIMITS = {"tiny": {1: 1.5, 8: 1.5, 32: 1.4}, "mid": {1: 1.5, 8: 1.8, 32: 2.2}}
+LIMITS = {"tiny": {1: 1.5, 8: 1.5, 32: 1.4}, "mid": {1: 1.5, 8: 1.8, 32: 2.2}, "moe": {1: 1.0, 8: 1.0}}
 """By model and concurrency, where both compute in bfloat16 with the processor's instructions for it."""
 
 LIMITS_IN_FLOAT32 = LIMITS | {"mid": {1: 1.2, 8: 1.5, 32: 1.5}}

@@ -13,6 +13,7 @@ from nixl_rig import needs_nixl
 from benchmarks import (
     busy_steps,
     connectors,
+    experts,
     fleet,
     front,
     host_gap,
@@ -51,6 +52,13 @@ def test_the_step_thread_is_measured_under_each_connector(tmp_path: Path) -> Non
     check(claims)
     assert len(claims) >= len([name for name in step_thread.CONNECTORS if "nixl" not in name])
     assert all(ms > 0 for ms in claims[-1].figures.values())
+
+
+@pytest.mark.slow
+def test_experts_are_measured_and_latent_kv_is_handed_off_to_the_byte(tmp_path: Path) -> None:
+    claims = experts.run(Context(tmp_path, None, quick=True))
+    check(claims)
+    assert claims[-1].ratio == 1.0
 
 
 def test_decisions_starts_and_deaths_in_a_fleet_are_measured(tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import model_directories
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from pdkv.config import EngineConfig
-from pdkv.errors import ModelError
+from pdkv.errors import InvalidRequest, ModelError
 from pdkv.models.config import load_model_config
 from pdkv.models.directory import ModelDirectory
 from pdkv.models.identity import model_identity
@@ -82,6 +83,26 @@ def test_ids_texts_and_chat_ids_are_those_of_transformers(published: Any, name: 
             assert ours.render_chat(CHAT, tools=tools) == wanted
             ids = theirs.encode(wanted, add_special_tokens=False)
             assert ours.encode(ours.render_chat(CHAT, tools=tools), add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize("family", model_directories.CHATS)
+def test_chat_ids_of_each_family_are_those_of_transformers(tmp_path: Path, family: str) -> None:
+    import transformers
+
+    path = model_directories.write_chat(tmp_path, family)
+    ours, theirs = Tokenizer.from_dir(path), transformers.PreTrainedTokenizerFast.from_pretrained(path)
+    system = {"role": "system", "content": "the fox\n"}
+    for messages in (CHAT, CHAT[:2], [system, *CHAT[:1]]):
+        for prompt in (True, False):
+            try:
+                text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+            except jinja2.TemplateError:
+                with pytest.raises(InvalidRequest):
+                    ours.render_chat(messages, add_generation_prompt=prompt)
+                continue
+            found = ours.render_chat(messages, add_generation_prompt=prompt)
+            assert found == text
+            assert ours.encode(found, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
 
 
 @pytest.mark.parametrize(

@@ -413,3 +413,94 @@ def directories() -> dict[str, Published]:
             {**_L3_CONFIG, "pad_token": "<|finetune_right_pad_id|>", "padding_side": "left"},
         ),
     }  # fmt: skip
+
+
+def _turns(user: str, assistant: str, *, first: str = "{{ bos_token }}", system: str = "", prompt: str) -> str:
+    """A template of one turn after the other."""
+    branches = "".join(
+        f"{{% elif m['role'] == '{role}' %}}{said}"
+        for role, said in (("system", system), ("assistant", assistant))
+        if said
+    )
+    loop = f"{{% for m in messages %}}{{% if m['role'] == 'user' %}}{user}{branches}{{% endif %}}{{% endfor %}}"
+    return first + loop + "{% if add_generation_prompt %}" + prompt + "{% endif %}"
+
+
+_ALTERNATE = (
+    "{% for message in loop_messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception("
+    "'Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}{% if (message['role'] == "
+    "'assistant') %}{% set role = 'model' %}{% else %}{% set role = message['role'] %}{% endif %}"
+)
+_GEMMA_PROMPT = "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
+GEMMA2 = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% set loop_messages = messages %}"
+    + _ALTERNATE
+    + "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + "
+    "'<end_of_turn>\n' }}{% endfor %}" + _GEMMA_PROMPT
+)
+GEMMA3 = (
+    "{{ bos_token }}\n{%- if messages[0]['role'] == 'system' -%}\n    {%- if messages[0]['content'] is string -%}\n        "
+    "{%- set first_user_prefix = messages[0]['content'] + '\n\n' -%}\n    {%- else -%}\n        {%- set first_user_prefix "
+    "= messages[0]['content'][0]['text'] + '\n\n' -%}\n    {%- endif -%}\n    {%- set loop_messages = messages[1:] -%}\n"
+    "{%- else -%}\n    {%- set first_user_prefix = '' -%}\n    {%- set loop_messages = messages -%}\n{%- endif -%}\n"
+    + _ALTERNATE
+    + "{{ '<start_of_turn>' + role + '\n' + (first_user_prefix if loop.first else '') }}{%- if "
+    "message['content'] is string -%}{{ message['content'] | trim }}{%- elif message['content'] is iterable -%}{%- for item "
+    "in message['content'] -%}{{ item['text'] | trim }}{%- endfor -%}{%- endif -%}{{ '<end_of_turn>\n' }}{%- endfor -%}"
+    + _GEMMA_PROMPT
+)
+GRANITE = (
+    "{%- if messages[0]['role'] == 'system' %}{%- set system_message = messages[0]['content'] %}{%- set loop_messages = "
+    "messages[1:] %}{%- else %}{%- set system_message = 'Today\\'s Date: ' + strftime_now('%B %Y') + '.\nYou are Granite, "
+    "developed by IBM.' %}{%- set loop_messages = messages %}{%- endif %}{{- '<|start_of_role|>system<|end_of_role|>' + "
+    "system_message + '<|end_of_text|>\n' }}{%- for message in loop_messages %}{{- '<|start_of_role|>' + message['role'] + "
+    "'<|end_of_role|>' + message['content'] + '<|end_of_text|>\n' }}{%- if loop.last and add_generation_prompt %}{{- "
+    "'<|start_of_role|>assistant<|end_of_role|>' }}{%- endif %}{%- endfor %}"
+)
+SMOLLM3 = (
+    "{%- if messages[0].role == 'system' -%}{%- set said = messages[0].content | trim -%}{%- else -%}{%- set said = '' -%}"
+    "{%- endif -%}{%- set mode = '/no_think' if enable_thinking is defined and not enable_thinking else '/think' -%}{{- "
+    "'<|im_start|>system\n## Metadata\n\n' -}}{{- 'Reasoning Mode: ' + mode + '\n\n' + said + '<|im_end|>\n' -}}{%- for m "
+    "in messages -%}{%- if m.role == 'user' -%}{{ '<|im_start|>user\n' + m.content + '<|im_end|>\n' }}{%- elif m.role == "
+    "'assistant' -%}{% generation %}{{ '<|im_start|>assistant\n' + m.content.lstrip('\n') + '<|im_end|>\n' }}"
+    "{% endgeneration %}{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
+)
+CHATS: dict[str, tuple[Any, str, list[str]]] = {
+    "qwen3_moe": (
+        QWEN_SPLIT,
+        CHATML + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}",
+        _IM,
+    ),
+    "mixtral": (None, _turns("{{ ' [INST] ' + m['content'] + ' [/INST]' }}", "{{ ' ' + m['content'] + eos_token }}", prompt=""), []),
+    "glm4_moe": (LLAMA3_SPLIT, _turns("<|user|>\n{{ m.content }}", "<|assistant|>\n{{ m.content }}", first="[gMASK]<sop>",
+                                      system="<|system|>\n{{ m.content }}", prompt="<|assistant|>"),
+                 ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]),
+    "gemma2": (None, GEMMA2, ["<start_of_turn>", "<end_of_turn>"]),
+    "gemma3_text": (None, GEMMA3, ["<start_of_turn>", "<end_of_turn>"]),
+    "olmo2": (LLAMA3_SPLIT, _turns("{{ '<|user|>\n' + m['content'] + '\n' }}", "{{ '<|assistant|>\n' + m['content'] + eos_token }}"
+                                   "{% if not loop.last %}{{ '\n' }}{% endif %}",
+                                   system="{{ '<|system|>\n' + m['content'] + '\n' }}", prompt="{{ '<|assistant|>\n' }}"),
+              ["<|endoftext|>"]),
+    "granite": (None, GRANITE, ["<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>"]),
+    "smollm3": (LLAMA3_SPLIT, SMOLLM3, _IM),
+    "deepseek_v2": (LLAMA3_SPLIT, _turns("{{ 'User: ' + m['content'] + '\n\n' }}", "{{ 'Assistant: ' + m['content'] + eos_token }}",
+                                         system="{{ m['content'] + '\n\n' }}", prompt="{{ 'Assistant:' }}"), _DS),
+    "deepseek_v3": (LLAMA3_SPLIT, DEEPSEEK, _DS),
+}  # fmt: skip
+"""By family: how text is split (None: into SentencePiece's pieces), the form of its published template, special tokens."""
+
+
+def write_chat(path: Path, family: str) -> Path:
+    """A directory with a family's tokenizer and template, without weights."""
+    split, template, special = CHATS[family]
+    backend = by_pieces(special) if split is None else by_bytes(special, split, bos=special[0])
+    ends = (
+        {"bos_token": "<s>", "eos_token": "</s>"}
+        if split is None
+        else {"bos_token": special[0], "eos_token": special[-1]}
+    )
+    backend.save(str(path / "tokenizer.json"))
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "add_bos_token": True, **ends}
+    (path / "tokenizer_config.json").write_text(json.dumps(said))
+    return path
