@@ -26,7 +26,7 @@ class MaskMaker(Protocol):
 
     def go_on(self, steps: Sequence[tuple[RequestKey, list[int], list[int]]]) -> None: ...
 
-    def masks(self, keys: Sequence[RequestKey], *, alone: bool) -> list[Words | None]: ...
+    def masks(self, keys: Sequence[RequestKey]) -> list[Words | None]: ...
 
     def end(self, key: RequestKey) -> None: ...
 
@@ -120,8 +120,7 @@ class GrammarMasks:
         assert self._maker is not None
         shares = [(i, self._answers.get(slot), start, stop) for i, (slot, start, stop) in enumerate(drawn.shares())]
         wanted = [(i, answer, start, stop) for i, answer, start, stop in shares if answer and not answer.is_over]
-        alone = all(answer for _, answer, _, _ in shares)
-        found = self._maker.masks([answer.key for _, answer, _, _ in wanted if not answer.is_held], alone=alone)
+        found = self._maker.masks([answer.key for _, answer, _, _ in wanted if not answer.is_held])
         taken = iter(found)
         rows, bits, late = list[int](), list[Words](), list[int]()
         for i, answer, start, stop in wanted:

@@ -25,15 +25,8 @@ from pdkv.wire.types import RequestKey
 
 Words = NDArray[np.int32]
 
-PATIENCE_S = 0.1
-"""Seconds that steps may wait for the masks of one worker, if only its answers draw; beyond that, those without masks
-are left out."""
-
-PATIENCE_PER_S = 0.05
-"""Seconds per second that a worker regains of it."""
-
-FREE_S = 0.002
-"""Seconds that each step may wait in any case."""
+PATIENCE_S = 0.002
+"""Seconds that a step may wait for masks: what draws beside them waits with it. Rows without masks are left out."""
 
 _NUMBERS_PER_ANSWER = 1 << 32
 
@@ -163,10 +156,8 @@ class GrammarHost:
             row.worker.free.append(row.place)
             self._workers.send(row.worker, Close(row.place))
 
-    def masks(self, keys: Sequence[RequestKey], *, alone: bool = True) -> list[Words | None]:
+    def masks(self, keys: Sequence[RequestKey]) -> list[Words | None]:
         """Masks (count, num_words) of each answer: after its tokens, and then after each draft that its grammar allows.
-
-        `alone`: no other request draws in this step. Requests of other tenants wait for no late mask.
 
         None: not ready in time. `is_in` says when they are, and `notify` announces it.
         """
@@ -174,7 +165,7 @@ class GrammarHost:
         if slab is None:  # closed
             return [None] * len(keys)
         if not all(map(self._is_in, rows)):
-            self._wait(rows, slab, is_patient=alone and len({row.worker for row in rows}) == 1)
+            self._wait(rows, slab)
         found = [None if row.has_failed else slab.copy(row.place, row.number) for row in rows]
         with self._lock:
             for worker in {row.worker for row, words in zip(rows, found, strict=True) if words is None}:
@@ -186,25 +177,14 @@ class GrammarHost:
         slab = self._workers.slab
         return slab is not None and bool(slab.numbers[row.place] == row.number)
 
-    def _wait(self, rows: Sequence[Row], slab: Slab, *, is_patient: bool) -> None:
-        """Wait for masks, as far as their workers' patience goes, which is a time-out of `poll`."""
+    def _wait(self, rows: Sequence[Row], slab: Slab) -> None:
+        """Wait for masks until PATIENCE_S have passed."""
         event_fd = self._workers.event_fd
         poll = select.poll()
         poll.register(event_fd, select.POLLIN)
-        began = now = MONOTONIC.now()
-        deadlines = dict[WorkerState, float]()
-        for worker in {row.worker for row in rows}:
-            worker.patience_s = min(worker.patience_s + PATIENCE_PER_S * (began - worker.seen_at), PATIENCE_S)
-            worker.seen_at = began
-            deadlines[worker] = began + FREE_S + (worker.patience_s if is_patient else 0.0)
+        deadline = MONOTONIC.now() + PATIENCE_S
         slab.expect(True)
-        while late := {row.worker for row in rows if not (row.has_failed or self._is_in(row))}:
-            left_s = [deadlines[worker] - now for worker in late if deadlines[worker] > now]
-            if not left_s:
-                break
-            if poll.poll(math.ceil(1000 * min(left_s))):
+        while (left_s := deadline - MONOTONIC.now()) > 0.0 and not all(r.has_failed or self._is_in(r) for r in rows):
+            if poll.poll(math.ceil(1000 * left_s)):
                 os.eventfd_read(event_fd)
-            now = MONOTONIC.now()
-            for worker in late if is_patient else ():
-                worker.patience_s = max(0.0, deadlines[worker] - max(now, began + FREE_S))
         slab.expect(False)

@@ -69,8 +69,6 @@ class WorkerState:
         self.num_calls = 0  # of the library, when it was looked at last
         self.is_killed = False
         self.num_ends = 0  # since it said anything
-        self.patience_s = 0.0  # see PATIENCE_S
-        self.seen_at = float("-inf")
         self._frames = Frames()
 
     @property

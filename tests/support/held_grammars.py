@@ -29,7 +29,6 @@ class HeldStore:
         self.tenants: list[str] = []
         self.failed: dict[RequestKey, PdkvError] = {}
         self.missing: list[RequestKey] = []
-        self.alone: list[bool] = []  # what each call of `masks` said
         self.answers: dict[RequestKey, list[int]] = {}
         self._drafts: dict[RequestKey, int] = {}
         self._num_words = num_words
@@ -90,8 +89,7 @@ class HeldStore:
             self.answers[key] += token_ids
             self._drafts[key] = len(drafts)
 
-    def masks(self, keys: Sequence[RequestKey], *, alone: bool) -> list[Words | None]:
-        self.alone.append(alone)
+    def masks(self, keys: Sequence[RequestKey]) -> list[Words | None]:
         for key in keys:
             assert key not in self.missing, "it is held"
             if self._is_late():

@@ -133,7 +133,7 @@ class StandInExecutor(Executor):
         if key in self._held:
             return True
         has_grammar = self._requests[key].grammar is not None and self.grammars is not None
-        return has_grammar and self.grammars.masks([key], alone=True)[0] is None
+        return has_grammar and self.grammars.masks([key])[0] is None
 
     def take_finished(self) -> Ended:
         return Ended(self.worker.get_finished()) if self.worker is not None else NOTHING_ENDED

@@ -77,15 +77,6 @@ def test_rows_without_a_grammar_have_no_mask() -> None:
     assert batch.take() == ([1], [])
 
 
-def test_a_step_in_which_others_draw_has_little_time_for_late_masks() -> None:
-    batch = Batch()
-    batch.add()
-    batch.take()
-    batch.add(grammar=None)
-    batch.take()
-    assert batch.store.alone == [True, False]
-
-
 def test_an_answer_is_followed_to_its_end() -> None:
     """What is drawn behind that is thrown away."""
     batch = Batch()

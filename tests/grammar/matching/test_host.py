@@ -17,7 +17,7 @@ from traffic import wait_until_true
 from pdkv.config import DEFAULT_MODEL
 from pdkv.errors import GrammarGivenUp, InvalidRequest
 from pdkv.grammar.matching import workers
-from pdkv.grammar.matching.host import PATIENCE_S, GrammarHost
+from pdkv.grammar.matching.host import GrammarHost
 from pdkv.grammar.matching.state import Known
 from pdkv.models.config import load_model_config
 from pdkv.sampling.shape import Grammar
@@ -141,19 +141,6 @@ def test_a_worker_that_is_stopped_is_replaced(host: Host) -> None:
 
     wait_until_true(is_replaced, "it is replaced")
     assert host.allowed(A) == [both]
-
-
-def test_a_step_in_which_others_draw_uses_up_no_patience(host: Host) -> None:
-    host.open(A, BITS)
-    [both] = host.allowed(A)
-    os.kill(host.pids[0], signal.SIGSTOP)
-    host.host.go_on([(A, [min(both)], [])])
-    worker = host.host._workers.worker_of("")
-    worker.patience_s = PATIENCE_S
-    assert host.host.masks([A], alone=False) == [None]
-    assert worker.patience_s == PATIENCE_S
-    assert host.host.masks([A]) == [None]
-    assert worker.patience_s == 0.0
 
 
 COSTLY = lark("start: " + "|".join(f"r{i}" for i in range(20_000)) + "".join(f'\nr{i}: "x{i}"' for i in range(20_000)))
