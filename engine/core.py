@@ -173,6 +173,14 @@ class EngineCore:
         self.watch.begin(plan.num_tokens, now)
         return plan
 
+    def plan_loads(self, now: float) -> StepPlan | None:
+        """A step that computes nothing and begins loads, behind any number of steps; None: none can begin."""
+        plan = self.scheduler.schedule_loads(now)
+        self._book.fail_rejected()
+        if plan is not None:
+            self.watch.begin(0, now)
+        return plan
+
     def _note_preemption(self, now: float) -> None:
         """Log now and then which requests lost their KV blocks: the pool is too small for the running requests."""
         request, count = self.scheduler.last_preempted, self.scheduler.num_preemptions

@@ -6,7 +6,7 @@ update may lag behind: results for tokens that a request has lost since are reco
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
+from itertools import chain, takewhile
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -122,7 +122,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan:
         """Plan the next step. Takes blocks, advances `num_computed`, may preempt; never blocks or raises."""
-        step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
+        step_id = self._next_step_id
         self.loads.start_known()
         if self.trials.active:
             self.trials.advance(is_idle=not any(self._in_flight.values()))
@@ -132,6 +132,26 @@ class Scheduler:
         drafts = self._add_drafts(batch, budget) if self.limits.num_draft_tokens else _NO_DRAFTS
         if self.num_preemptions == num_preempted:
             self._schedule_waiting(budget - sum(drafts.values()), batch, step_id, now)
+        return self._make_plan(step_id, batch, drafts)
+
+    def schedule_loads(self, now: float) -> StepPlan | None:
+        """Plan a step that begins loads of hand-offs and computes nothing, beside steps in flight; None: none can
+        begin. It looks only at waiting requests before the first one that is to be computed here.
+        """
+        step_id, num_loads = self._next_step_id, len(self.external.loads) - len(self.external.unstarted)
+        self.loads.start_known()
+        for request in takewhile(_is_handed_over, self.waiting.first(self.limits.max_num_seqs)):
+            if not self.queues.has_place or self._admit(request, 0, (), step_id, now)[0] != "admitted":
+                break
+            self.waiting.remove(request)
+        has_begun = len(self.external.loads) - len(self.external.unstarted) > num_loads
+        return self._make_plan(step_id, [], _NO_DRAFTS) if has_begun else None
+
+    def _make_plan(
+        self, step_id: int, batch: Sequence[tuple[Request, int]], drafts: Mapping[RequestKey, int]
+    ) -> StepPlan:
+        """The plan that computes this batch, with what the connector has to do."""
+        self._next_step_id = step_id + 1
         ranges = self.external.show_scheduled(step_id, self._select_certain(batch))
         if self.trials.active:
             self._look_after_trial(batch)
@@ -452,7 +472,7 @@ class Scheduler:
         if from_peer and request.num_wanted > num_local and not (matched.num_tokens or awaits_source):
             self.loads.fail_waiting(request)
             return "skipped", 0
-        at_once = matched.mode == "layerwise" and matched.num_tokens and request.output_token_ids
+        at_once = budget and matched.mode == "layerwise" and matched.num_tokens and request.output_token_ids
         if (from_peer and not at_once) or (matched.num_tokens and matched.mode == "async"):
             stop = request.num_wanted if awaits_source else num_local + matched.num_tokens
             reserved = self.loads.reserve(request, hit, stop, now, source_known=not awaits_source)
@@ -522,6 +542,11 @@ class Scheduler:
         self._in_flight[step_id] = shares
         self.kv.begin_step(step_id)
         return new, scheduled
+
+
+def _is_handed_over(request: Request) -> bool:
+    """Whether it waits for KV of which another engine has said where it is."""
+    return request.kv == "await_peer" and request.handoff is not None
 
 
 def _decodes(request: Request) -> bool:

@@ -89,8 +89,9 @@ class Ahead(StepLoop):
 
     @property
     def is_full(self) -> bool:
-        """Whether a step in progress must end before another one is planned."""
-        return self._core.watch.num_under_way >= self._most
+        """Whether a step in progress must end before another one is planned that computes something."""
+        watch = self._core.watch
+        return watch.num_computing >= self._most or watch.num_under_way > self._most
 
     def wake(self) -> None:
         if self._take_over():
@@ -106,6 +107,13 @@ class Ahead(StepLoop):
         while not self.is_full and self._is_step_due(now := self._clock.now()):
             if self.plan(now):
                 return  # its results leave before the next one begins
+        if self.is_full and self._core.has_work:
+            self.begin_loads(self._clock.now())
+
+    def begin_loads(self, now: float) -> None:
+        """Behind all steps that may be in progress, begin loads, once: these write blocks that no step names."""
+        if self._core.watch.num_under_way == self._most and (plan := self._core.plan_loads(now)) is not None:
+            self._orders.submit(plan)
 
     def wait_s(self) -> float | None:
         return None if self.is_full else super().wait_s()

@@ -3,11 +3,15 @@
 from abc import ABC, abstractmethod
 from typing import Final
 
+import msgspec
+
 from pdkv.connectors.base import NO_TRANSFERS, TransferResults
 from pdkv.engine.plan import StepOutput
 
-MAX_PENDING: Final = 1
-"""Steps that may be unfinished while another one is launched: with one, an H100 does not wait for its host."""
+MAX_PENDING: Final = 2
+"""Steps that may be unfinished while another one is launched. With one, an H100 does not wait for its host; with as many
+as are planned ahead, every plan's loads begin at once.
+"""
 
 
 class PendingStep(ABC):
@@ -44,11 +48,22 @@ class DoneStep(PendingStep):
     """A step with its output already known: everything its launch called is done."""
 
     def __init__(self, output: StepOutput) -> None:
-        self._output = output
+        self._rest = output
 
     @property
     def is_done(self) -> bool:
         return True
 
+    @property
+    def has_sends(self) -> bool:
+        return self._rest.transfers.has_sends
+
+    def take_loads(self) -> TransferResults:
+        sent, sent_badly, loaded, loaded_badly = self._rest.transfers
+        if not (loaded or loaded_badly):
+            return NO_TRANSFERS
+        self._rest = msgspec.structs.replace(self._rest, transfers=TransferResults(sent, sent_badly, {}, {}))
+        return TransferResults({}, {}, loaded, loaded_badly)
+
     def finish(self) -> StepOutput:
-        return self._output
+        return self._rest

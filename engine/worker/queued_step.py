@@ -13,12 +13,11 @@ import torch
 from numpy.typing import NDArray
 
 from pdkv.base.clock import Clock
-from pdkv.connectors.base import NO_TRANSFERS, TransferResults
 from pdkv.engine.plan import DraftResult, NewRequest, SampledTokens, StepFailure, StepOutput
 from pdkv.engine.worker.batch import IntArray, PersistentBatch
 from pdkv.engine.worker.device_tokens import DeviceTokens
 from pdkv.engine.worker.drafts import DrawRows
-from pdkv.engine.worker.pending import PendingStep
+from pdkv.engine.worker.pending import DoneStep
 from pdkv.engine.worker.readback import Readback, Results
 from pdkv.engine.worker.sampling.logprobs import QueuedLogprobs
 from pdkv.errors import InvalidRequest
@@ -76,12 +75,12 @@ class Draws(NamedTuple):
     results: Results  # the tokens (m,), and those of `logprobs`
 
 
-class QueuedStep(PendingStep):
+class QueuedStep(DoneStep):
     """A launched step; `finish` brings its tokens to the host."""
 
     def __init__(self, rest: StepOutput, draws: Draws, batch: PersistentBatch) -> None:
         """`rest`: the output except for the draws. `batch`: gets the tokens of the requests that are still in it."""
-        self._rest = rest
+        super().__init__(rest)
         self._draws = draws
         self._batch = batch
         self._output: StepOutput | None = None
@@ -89,17 +88,6 @@ class QueuedStep(PendingStep):
     @property
     def is_done(self) -> bool:
         return self._output is not None or self._draws.results.are_there
-
-    @property
-    def has_sends(self) -> bool:
-        return self._rest.transfers.has_sends
-
-    def take_loads(self) -> TransferResults:
-        sent, sent_badly, loaded, loaded_badly = self._rest.transfers
-        if not (loaded or loaded_badly):
-            return NO_TRANSFERS
-        self._rest = msgspec.structs.replace(self._rest, transfers=TransferResults(sent, sent_badly, {}, {}))
-        return TransferResults({}, {}, loaded, loaded_badly)
 
     def finish(self) -> StepOutput:
         if self._output is None:

@@ -54,6 +54,7 @@ class _UnderWay(NamedTuple):
 
     step: PendingStep
     behind: list[Result | None]
+    computes: bool  # otherwise it consists of the connector's calls, which are done
 
 
 class StepQueue:
@@ -198,23 +199,25 @@ class StepQueue:
     @property
     def _has_sends(self) -> bool:
         """Whether the end of a send waits for its turn: its step's output says that there is something to send."""
-        behind = (result for _, results in self._under_way for result in results)
+        behind = (result for each in self._under_way for result in each.behind)
         told_later = any(isinstance(result, Ended) and result.transfers.has_sends for result in behind)
-        return told_later or any(step.has_sends for step, _ in self._under_way)
+        return told_later or any(each.step.has_sends for each in self._under_way)
 
     def _launch(self, plan: StepPlan) -> None:
-        """Launch a step, and finish those that have ended or are too many. Results of earlier steps are always
-        delivered first.
+        """Launch a step behind at most MAX_PENDING others, or one that computes nothing behind any number, and finish
+        those that have ended. Results of earlier steps are always delivered first.
         """
+        while plan.scheduled and sum(each.computes for each in self._under_way) > MAX_PENDING:
+            self._finish_first()
         try:
             step = self._executor.launch(plan)
         except BaseException:
             self._finish_all()
             raise
-        self._under_way.append(_UnderWay(step, []))
+        self._under_way.append(_UnderWay(step, [], bool(plan.scheduled)))
         if not self._has_sends:
             self._tell_loads(step.take_loads())
-        while self._under_way and (len(self._under_way) > MAX_PENDING or self._under_way[0].step.is_done):
+        while self._under_way and self._under_way[0].step.is_done:
             self._finish_first()
 
     def _finish_all(self) -> None:
@@ -223,7 +226,7 @@ class StepQueue:
 
     def _finish_first(self) -> None:
         """Wait for the first step in progress; deliver its results and those of the orders after it."""
-        step, behind = self._under_way.popleft()
+        step, behind, _ = self._under_way.popleft()
         self._deliver(step.finish())
         for result in behind:
             self._deliver(result)

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from pdkv.connectors.base import TransferKey, TransferOutcome, TransferResults
+from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.step_loop import Ahead, InTurn, make_step_loop
@@ -15,10 +16,10 @@ from pdkv.engine.worker.executor import Ended
 from pdkv.engine.worker.step_queue import StepQueue
 from pdkv.errors import PeerGone, RankGone
 from pdkv.sampling.params import SamplingParams
-from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, submit
+from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import StandInExecutor, expected_tokens
 from pdkv.wire.kv import EngineCard
-from pdkv.wire.messages import Abort, EngineToRouter, Finished, Peers, Tokens, Trial
+from pdkv.wire.messages import Abort, EngineToRouter, Finished, HandedOff, Peers, Tokens, Trial
 
 PROMPT = list(range(100, 110))
 WAIT_S = 60.0
@@ -290,3 +291,39 @@ def test_a_trial_that_is_given_up_is_over_when_its_step_has_ended() -> None:
 
 def test_no_steps_ahead_is_strictly_in_turn() -> None:
     assert isinstance(make_step_loop(make_core(), 0, lambda: None), InTurn)
+
+
+def test_a_load_begins_beside_as_many_steps_as_may_be_under_way_and_each_of_them_only_once() -> None:
+    fabric, now = MemoryFabric(manual=True), time.monotonic()
+    MemoryFabric.bind("loop", fabric)
+    fields = {"connector": "memory", "options": {"fabric": "loop", "mode": "pull"}, "num_blocks": 32}
+    source, core = (make_core(name=name, **fields) for name in "sd")  # type: ignore[arg-type]
+    for each in (source, core):
+        each.handle("r", Peers([source.card, core.card]), now)
+        run(each, now)
+    engine = Stepped(core, 2)
+    core.handle("r", submit(PROMPT[:4], request_id="b", max_tokens=12), now)
+    engine.turn()
+    for request_id in ("a", "c"):
+        source.handle("r", submit(PROMPT, request_id=request_id, until="first_token", kv="handoff"), now)
+        sent = run(source, now)
+        (handed,) = of_type(sent, HandedOff)
+        output = output_of(sent, request_id)
+        asked = submit(PROMPT, request_id=request_id, kv="await_peer", output_token_ids=output, handoff=handed.handoff)
+        core.handle("r", asked, now)
+        engine.turn()
+    assert engine.planned == [4, 1, 1]  # all that may be planned to be computed
+    assert engine.orders.num_orders == 4  # and one that begins the first load
+    assert [load.started for load in core.external.loads.values()] == [True]
+    messages = list[EngineToRouter]()
+    while not core.external.is_idle or engine.orders.num_orders:
+        engine.orders.run_next()
+        messages += engine.turn()
+        while fabric.under_way:
+            fabric.deliver(0)
+            engine.steps.wake()
+    messages += engine.run()
+    assert output_of(messages, "a") == output_of(messages, "c") == expected_tokens(PROMPT, 4)[1:]
+    assert output_of(messages, "b") == expected_tokens(PROMPT[:4], 12)
+    assert at_rest(core)
+    MemoryFabric.unbind("loop")

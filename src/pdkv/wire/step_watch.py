@@ -88,6 +88,11 @@ class StepWatch:
         """Number of steps in progress."""
         return len(self._steps)
 
+    @property
+    def num_computing(self) -> int:
+        """Number of those that compute tokens."""
+        return sum(num_tokens > 0 for _, num_tokens in self._steps)
+
     def wake(self) -> None:
         """Note that the loop begins to work."""
         self._turn = Work(self.clock.now(), OTHER_WORK_S)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults
-from pdkv.engine.plan import StepOutput, StepPlan
+from pdkv.engine.plan import ScheduledRequest, StepOutput, StepPlan
 from pdkv.engine.worker.executor import Ended, Executor
 from pdkv.engine.worker.pending import PendingStep
 from pdkv.engine.worker.step_queue import StepQueue
@@ -83,7 +83,7 @@ class Device(Executor):
 
 
 def plan(number: int) -> StepPlan:
-    return StepPlan(number, [], [], [])
+    return StepPlan(number, [], [ScheduledRequest(("r", 0), 0, 1, [], samples=True)], [])
 
 
 def kinds(orders: StepQueue) -> list[int | str]:
@@ -103,17 +103,31 @@ def orders(device: Device) -> StepQueue:
 def test_a_step_that_is_ordered_is_launched_before_the_one_before_it_is_finished(
     device: Device, orders: StepQueue
 ) -> None:
-    for number in range(3):
+    for number in range(5):
         orders.submit(plan(number))
-    for _ in range(3):
+    for _ in range(5):
         assert orders.run_next()
-    assert device.log == ["launch 0", "launch 1", "finish 0", "launch 2", "finish 1"]
+    assert device.log == [f"launch {i}" for i in range(3)] + ["finish 0", "launch 3", "finish 1", "launch 4"]
     assert kinds(orders) == [0, 1]
     assert not orders.is_done
-    device.computed.add(2)
-    assert orders.run_next()
-    assert kinds(orders) == [2]
+    device.computed |= {2, 3, 4}
+    assert all(orders.run_next() for _ in range(3))
+    assert kinds(orders) == [2, 3, 4]
     assert orders.is_done
+
+
+def test_a_plan_that_computes_nothing_waits_for_no_step_and_is_told_behind_all_of_them(
+    device: Device, orders: StepQueue
+) -> None:
+    for number in range(3):
+        orders.submit(plan(number))
+    orders.submit(StepPlan(3, [], [], []))
+    for _ in range(4):
+        assert orders.run_next()
+    assert device.log == [f"launch {i}" for i in range(4)]
+    device.computed |= {0, 1, 2, 3}
+    assert all(orders.run_next() for _ in range(4))
+    assert kinds(orders) == [0, 1, 2, 3]
 
 
 def test_a_step_that_its_launch_has_computed_is_finished_at_once(device: Device, orders: StepQueue) -> None:
@@ -145,7 +159,7 @@ def test_an_order_that_comes_while_the_device_computes_is_not_kept_waiting_for_i
     orders.submit(plan(1))
     assert looked.wait(WAIT_S)
     thread.join()
-    assert device.log == ["launch 0", "launch 1", "finish 0"]
+    assert device.log == ["launch 0", "launch 1"]
 
 
 def test_the_end_of_a_step_is_found_without_another_order(device: Device, orders: StepQueue) -> None:
@@ -184,8 +198,10 @@ def test_what_the_connector_says_between_two_steps_is_asked_at_once_and_sends_ar
     orders.ask_finished()
     orders.update_peers([], [])
     orders.submit(plan(1))
-    for _ in range(4):
+    for _ in range(3):
         orders.run_next()
+    device.computed.add(0)
+    orders.run_next()
     assert device.log == ["launch 0", "ask", "peers", "launch 1", "finish 0"]
     assert told(orders) == expected
     device.computed.add(1)
@@ -206,8 +222,9 @@ def test_loads_that_a_launch_finds_ended_do_not_wait_for_its_step(
     for number in range(2):
         orders.submit(plan(number))
         orders.run_next()
-    device.computed.add(1)
-    orders.run_next()
+    device.computed |= {0, 1}
+    for _ in range(2):
+        orders.run_next()
     assert told(orders) == expected
 
 
@@ -242,6 +259,7 @@ def test_the_first_failure_is_the_one_that_is_told(device: Device, orders: StepQ
     orders.submit(plan(0))
     orders.submit(plan(1))
     assert orders.run_next()
+    device.computed.add(0)
     assert not orders.run_next()
     with pytest.raises(RankTimeout, match="step 0 did not end"):
         orders.collect()

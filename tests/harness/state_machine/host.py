@@ -309,6 +309,8 @@ class World:
                 steps.take_in(self.now)
             if not steps.is_full:
                 steps.plan(self.now)
+            else:
+                steps.begin_loads(self.now)
             self.most_ahead = max(self.most_ahead, core.watch.num_under_way - 1)
         self.check_books(engine)
 
