@@ -399,6 +399,15 @@ class SchedulerConnector(ABC):
         """Note that a request has ended; for kv="handoff" the answer says where its KV can be read."""
         return FinishDecision(hold_blocks=False)
 
+    def name_confirmed(self, request: RequestView, block_tables: BlockTables, num_tokens: int) -> bytes | None:
+        """The payload of a hand-off of the first `num_tokens` tokens, which are whole blocks, while the rest of a
+        prompt is computed. None: nothing is read before the end.
+
+        A reader whose connector answers so gets one hand-off after the other, all but the last one with `more`: each
+        comes with another `update_state_after_alloc` for the same load.
+        """
+        return None
+
     def resolve_results(self, results: TransferResults) -> TransferResults:
         """The results that the engine should act on, given the reports of all ranks. Called with the results of every
         step, including empty ones.

@@ -41,18 +41,19 @@ class DecodeRole(DecodeHooks):
         self._local_prefill_tokens = local_prefill_tokens
 
     def may_load(self, request: Request, num_blocks: int, num_others: int) -> bool:
-        """Whether one block per running or loading request stays free, and prefills that have not started hold at most
+        """Whether one block per running or loading request stays free, and prefills that have not ended hold at most
         half of the pool.
         """
         if self._pool.num_available - num_blocks < num_others:
             return False
-        if request.kv == "await_peer" and request.handoff is None:
+        if request.kv == "await_peer" and (request.handoff is None or request.awaits_rest):
             reserved = sum(
                 len(load.request.held_blocks())
                 for load in self._external.loads.values()
                 if load.request.kv == "await_peer" and not load.request.output_token_ids
             )
-            return reserved == 0 or reserved + num_blocks <= self._pool.num_blocks // 2
+            may_have_all = reserved == 0 and not request.awaits_rest  # which need not begin before its prompt's end
+            return may_have_all or reserved + num_blocks <= self._pool.num_blocks // 2
         return True
 
     def declines(self, request: Request, num_missing: int) -> bool:

@@ -197,6 +197,8 @@ class EngineCore:
         result = self.scheduler.update(output)
         for drawn in result.drawn:
             self._book.advance(drawn, output, now)
+        for request in result.chunks:
+            self.prefill.computed(request)
         for request in result.late:
             self.grammars.left_out(request)
         for request, failure in result.failed:
@@ -301,11 +303,9 @@ class EngineCore:
             case Resync():
                 self.reports.resync(router_id)
             case Continue() | KVTicket() | KVHandoff() | KVReady() | Release():
-                request = (
-                    None if isinstance(message, Release) else self.requests.get((message.request_id, message.attempt))
-                )
+                request = None if isinstance(message, Release) else self._book.receiver(message)
                 if request is not None and request.router_id == router_id:
-                    self._deliver(request, message)
+                    self._deliver(request, message, now)
                 elif not self.prefill.handle(router_id, message):
                     self.counters.dropped_messages += 1
                 else:
@@ -319,7 +319,7 @@ class EngineCore:
             case _:
                 self.counters.dropped_messages += 1
 
-    def _deliver(self, request: Request, message: RouterToEngine) -> None:
+    def _deliver(self, request: Request, message: RouterToEngine, now: float) -> None:
         """Pass a message to its live request."""
         match message:
             case Continue(token_ids=token_ids):
@@ -331,7 +331,7 @@ class EngineCore:
                 self.external.report_confirmed(request, again=True)
             case KVHandoff() if message.transfer_id == request.submit.transfer_id and not message.lent:
                 if request.kv == "await_peer":
-                    request.handoff = message
+                    self.scheduler.loads.handed_off(request, message, now)
             case KVReady() if request.kv == "handoff" and not request.borrows:
                 pass  # its loan is over, which does not affect what it loads
             case KVReady(ok=ok, code=code):

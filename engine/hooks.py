@@ -25,6 +25,10 @@ class PrefillHooks(Protocol):
         """Whether this many cached blocks may be leased to another engine now."""
         ...
 
+    def computed(self, request: Request) -> None:
+        """Note that more of a prompt is confirmed, which will be handed off when the rest is computed."""
+        ...
+
     def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
         """Take over a finished request with kv="handoff" and its blocks, which are still held."""
         ...

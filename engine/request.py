@@ -26,7 +26,7 @@ class Request:
         *("grammar", "handoff", "hash_keys", "hash_root", "in_worker", "key", "kv", "kv_ready", "last_step_id"),
         *("load_failed", "num_committed_blocks", "num_computed", "num_confirmed", "num_drafts", "num_external"),
         *("num_accepted", "num_full_blocks", "num_given_up", "num_guesses", "num_handed_over", "num_in_flight"),
-        *("num_local_hit", "num_rejected", "num_reported"),
+        *("num_local_hit", "num_named", "num_rejected", "num_reported"),
         *("num_worker_blocks", "output_token_ids", "preempted", "prompt_token_ids", "restarts", "router_id"),
         *("source_is_peer", "started", "submit", "ticket", "ticket_number", "transfer_key", "trial_tokens"),
     )
@@ -48,6 +48,7 @@ class Request:
         self.kv = submit.kv  # becomes "local" with `compute_here`
         self.handoff = submit.handoff
         self.num_handed_over = 0  # tokens that another engine has computed
+        self.num_named = 0  # tokens of the prompt that its reader was told of while the rest was computed
         self.ticket = submit.ticket
         self.ticket_number = 0
         self.grammar: int | None = None  # the number by which its grammar is known
@@ -118,6 +119,11 @@ class Request:
         off.
         """
         return self.handoff is not None and self.kv == "handoff"
+
+    @property
+    def awaits_rest(self) -> bool:
+        """Whether its hand-off names only the first part of its KV: the rest is still being computed elsewhere."""
+        return self.kv == "await_peer" and self.handoff is not None and self.handoff.more
 
     def go_without_loan(self) -> None:
         """Continue without the loan: as many tokens were found elsewhere, which depend on neither the lender nor the

@@ -20,12 +20,15 @@ from pdkv.engine.scheduler import Drawn, Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.errors import GrammarGivenUp, InvalidRequest, KVNotFound, PdkvError, RequestTimeout, ServerBusy
 from pdkv.wire.frames import key_of
-from pdkv.wire.kv import EngineCard
+from pdkv.wire.kv import EngineCard, KVHandoff
 from pdkv.wire.messages import (
     MAX_ERROR_CHARS,
     PROBE_SALT,
+    Continue,
     Failed,
     Finished,
+    KVReady,
+    KVTicket,
     PromptLogprobs,
     RouterToEngine,
     Submit,
@@ -148,6 +151,12 @@ class RequestBook:
         if submit.handoff is not None and submit.handoff.attempt > submit.attempt:
             text = f"the hand-off is of attempt {submit.handoff.attempt}, which is later than attempt {submit.attempt}"
             raise InvalidRequest(text, param="handoff")
+
+    def receiver(self, message: Continue | KVTicket | KVHandoff | KVReady) -> Request | None:
+        """The live request that a message is for. A hand-off, which keeps its attempt, is for any later one, too."""
+        live = self._attempts.get(message.request_id, -1)
+        is_for_live = live == message.attempt or (isinstance(message, KVHandoff) and live > message.attempt)
+        return self.live[message.request_id, live] if live >= 0 and is_for_live else None
 
     def go_on(self, request: Request, token_ids: Sequence[int]) -> None:
         """Continue after the first token, which is known now; later tokens are drawn here."""

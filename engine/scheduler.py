@@ -72,6 +72,7 @@ class StepResult(NamedTuple):
     drawn: list[Drawn]
     failed: list[tuple[Request, StepFailure]]  # nothing of their step counts
     late: list[Request]  # they drew nothing, and are left out until they can
+    chunks: list[Request]  # more of their prompts is there, which are handed off when all of it is
     sends: list[EndedSend]
     computed: bool  # the step had requests
     num_rows: int  # if all of them decoded: their tokens and guesses; else 0
@@ -144,7 +145,7 @@ class Scheduler:
             if not self.queues.has_place or self._admit(request, 0, (), step_id, now)[0] != "admitted":
                 break
             self.waiting.remove(request)
-        has_begun = len(self.external.loads) - len(self.external.unstarted) > num_loads
+        has_begun = len(self.external.loads) - len(self.external.unstarted) > num_loads or self.external.has_orders
         return self._make_plan(step_id, [], _NO_DRAFTS) if has_begun else None
 
     def _make_plan(
@@ -181,7 +182,7 @@ class Scheduler:
         sends = self.settle(output.transfers)
         self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())
-        result = StepResult([], [], [], sends, bool(shares), self._num_rows(shares, output))
+        result = StepResult([], [], [], [], sends, bool(shares), self._num_rows(shares, output))
         for share in shares:
             request, stop = share.request, share.stop
             if share.restarts != request.restarts:
@@ -197,6 +198,8 @@ class Scheduler:
             elif share.num_drawn:
                 result.drawn.append(self._take_drawn(request, output.sampled[request.key], share.num_drawn))
                 stop = request.num_tokens - 1
+            elif request.kv == "handoff":
+                result.chunks.append(request)
             if stop > request.num_confirmed:
                 request.num_confirmed = stop
             if request.num_confirmed >= request.due_at:
@@ -469,6 +472,8 @@ class Scheduler:
             self.loads.asks(request, now)
             return "skipped", 0
         self.loads.answered(request)
+        if request.awaits_rest and not matched.num_tokens:
+            return "skipped", 0  # nothing of it can be loaded yet
         if from_peer and request.num_wanted > num_local and not (matched.num_tokens or awaits_source):
             self.loads.fail_waiting(request)
             return "skipped", 0
@@ -476,7 +481,7 @@ class Scheduler:
         if (from_peer and not at_once) or (matched.num_tokens and matched.mode == "async"):
             stop = request.num_wanted if awaits_source else num_local + matched.num_tokens
             reserved = self.loads.reserve(request, hit, stop, now, source_known=not awaits_source)
-            return ("admitted" if reserved else "blocked"), 0
+            return ("admitted" if reserved else "skipped" if request.awaits_rest else "blocked"), 0
         return self._admit_now(request, hit, matched, budget, step_id, now)
 
     def _may_load_beside(self, batch: Sequence[tuple[Request, int]]) -> bool:

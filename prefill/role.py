@@ -55,7 +55,7 @@ class PrefillRole(PrefillHooks):
         """Whether the pool may take another prompt that will be handed off. The limit does not apply if a receiver is
         already waiting.
         """
-        if request.kv != "handoff" or request.ticket is not None:
+        if request.kv != "handoff" or request.ticket is not None or request.num_named:
             return True
         return self._num_taken() == 0 or self.may_lend(num_blocks)
 
@@ -67,6 +67,13 @@ class PrefillRole(PrefillHooks):
         """Blocks that are leased, or will be."""
         return self.leases.num_blocks + self._num_promised_blocks()
 
+    def computed(self, request: Request) -> None:
+        """Say where the prompt's whole blocks are, if the connector lets them be read while the rest is computed."""
+        num_tokens = self._external.num_in_blocks(request.num_confirmed)
+        if num_tokens > request.num_named and (payload := self._external.name_confirmed(request, num_tokens)):
+            request.num_named = num_tokens
+            self._send(request.router_id, self._handoff(request, num_tokens, payload, more=True))
+
     def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
         """Lease the blocks and send the hand-off. A loan is leased no longer than its Submit says."""
         submit = request.submit
@@ -74,21 +81,26 @@ class PrefillRole(PrefillHooks):
         expires_at = now + self._lease_timeout_s
         expires_at = min(expires_at, request.deadline) if request.transfer_key.lent else expires_at
         self.leases.grant(request, leased, expires_at, until_release=decision.until_release)
-        handoff = KVHandoff(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            transfer_id=submit.transfer_id,
-            engine=self._engine,
-            epoch=self._epoch,
-            num_tokens=request.num_confirmed,
-            payload=decision.payload or b"",
-            lent=request.transfer_key.lent,
-        )
+        handoff = self._handoff(request, request.num_confirmed, decision.payload or b"")
         message = HandedOff(submit.request_id, submit.attempt, request.sources(), handoff, *request.times(now))
         self._send(request.router_id, message)
         failed = self._failed_early.pop(request.transfer_key, None)
         if failed is not None:
             self.sending_ended(request.transfer_key, False, failed)
+
+    def _handoff(self, request: Request, num_tokens: int, payload: bytes, *, more: bool = False) -> KVHandoff:
+        submit = request.submit
+        return KVHandoff(
+            request_id=submit.request_id,
+            attempt=submit.attempt,
+            transfer_id=submit.transfer_id,
+            engine=self._engine,
+            epoch=self._epoch,
+            num_tokens=num_tokens,
+            payload=payload,
+            lent=request.transfer_key.lent,
+            more=more,
+        )
 
     def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:
         """Note that a transfer to a reader ended, delivered or not: tell the reader, and end the lease."""

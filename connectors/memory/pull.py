@@ -1,6 +1,7 @@
 """Pull mode of the `memory` connector: decode reads the blocks that prefill keeps under lease."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pdkv.connectors.base import Direction, KVConnectorMetadata, TransferKey
 from pdkv.connectors.block_table import BlockTable
@@ -23,36 +24,58 @@ class MemoryPullScheduler(MemoryScheduler, PullScheduler):
         return self.block_size if self.epochs.get(engine) == epoch else None
 
 
+@dataclass(slots=True)
+class _Parts:
+    """The parts of a load that have begun."""
+
+    under_way: list[BlockLoad]
+    more: bool  # others follow
+    num_blocks: int  # that have landed
+
+
 class MemoryPullWorker(MemoryWorker):
     """Worker side of pull: reads land in private blocks and count only if the generations are unchanged."""
 
     def __init__(self, connector: MemoryMode) -> None:
         super().__init__(connector)
-        self._active: dict[TransferKey, BlockLoad] = {}
+        self._active: dict[TransferKey, _Parts] = {}
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         assert isinstance(meta, PullMetadata)
         for load in meta.loads:
-            self._active[load.key] = load
+            if load.continues and load.key not in self._active:
+                continue  # an earlier part has failed
+            parts = self._active.setdefault(load.key, _Parts([], True, 0))
+            parts.under_way.append(load)
+            parts.more = load.more
             self.fabric.post(Read(self, load))
 
     def is_active(self, load: BlockLoad) -> bool:
         """Whether the transfer still waits for this read; data that lands later is refused."""
-        return self._active.get(load.key) is load
+        parts = self._active.get(load.key)
+        return parts is not None and any(each is load for each in parts.under_way)
 
     def end(self, load: BlockLoad, error: TransferError | None) -> None:
         """End the read."""
-        if self._active.get(load.key) is load:
+        if not self.is_active(load):
+            return
+        if error is not None:
+            self._fail(load.key, error)
+            return
+        parts = self._active[load.key]
+        parts.under_way.remove(load)
+        parts.num_blocks += len(load.block_ids)
+        if not (parts.under_way or parts.more):
             del self._active[load.key]
-            if error is None:
-                self.received(load.key, len(load.block_ids))
-            else:
-                self.receive_failed(load.key, error.code)
+            self.received(load.key, parts.num_blocks)
 
     def stop(self, key: TransferKey, direction: Direction) -> None:
-        load = self._active.get(key)
-        if load is not None and direction == "receive":
-            self.end(load, TransferCancelled("cancelled"))
+        if key in self._active and direction == "receive":
+            self._fail(key, TransferCancelled("cancelled"))
+
+    def _fail(self, key: TransferKey, error: TransferError) -> None:
+        del self._active[key]
+        self.receive_failed(key, error.code)
 
     def check_generations(self, table: BlockTable, load: BlockLoad) -> None:
         """Compare generations, read again after the data.

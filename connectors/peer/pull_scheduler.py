@@ -57,6 +57,8 @@ class BlockLoad(msgspec.Struct, frozen=True):
     is_handoff: bool = True  # otherwise it was found by its content
     own_generations: IdBytes = b""  # the last step that used `block_ids`
     filled: Sequence[int] = ()  # with KV groups, the number of first tokens of each pair that are meant
+    continues: bool = False  # there was an earlier part of this load, without which it is dropped
+    more: bool = False  # another part follows
 
 
 class PullMetadata(KVConnectorMetadata, kw_only=True):
@@ -101,7 +103,8 @@ class PullScheduler(SchedulerConnector):
         self._named: dict[
             TransferKey, tuple[bytes, list[NamedGroup] | None]
         ] = {}  # unpacked payloads, as long as they are needed
-        self._queued: dict[TransferKey, BlockLoad] = {}  # for the next metadata
+        self._queued: list[BlockLoad] = []  # for the next metadata
+        self._begun: dict[TransferKey, int] = {}  # loads that wait for a hand-off of the rest: where that begins
         self._loading: set[TransferKey] = set()  # queued or with the worker
 
     # --- what a subclass may override -----------------------------------------------------------------------------
@@ -120,6 +123,8 @@ class PullScheduler(SchedulerConnector):
         self._found.pop(request.transfer_key, None)
         if request.handoff is not None:
             match = self._match_handoff(request, request.handoff, num_computed_tokens, request.num_wanted)
+            if match is not None and request.handoff.more:
+                match = match._replace(stop=request.num_wanted)
         elif request.kv == "await_peer":
             return NO_MATCH if request.kv_ready is False else ASK_AGAIN
         else:
@@ -134,16 +139,21 @@ class PullScheduler(SchedulerConnector):
     ) -> bytes | None:
         """Queue the load. Every queued load is answered, by success or failure."""
         key = request.transfer_key
-        match = self._found.pop(key, None)
-        if num_external_tokens <= 0 or key in self._loading:
+        match, begun, more = self._found.pop(key, None), self._begun.pop(key, None), False
+        if num_external_tokens <= 0 or (key in self._loading and begun is None):
             return None
-        start = request.num_local_hit
+        end = request.num_local_hit + num_external_tokens
+        start = request.num_local_hit if begun is None else begun
         if request.handoff is not None:
-            match = self._match_handoff(request, request.handoff, start, start + num_external_tokens)
+            match, more = self._match_handoff(request, request.handoff, start, end), request.handoff.more
         self._named.pop(key, None)
+        if more and (match is not None or begun is not None):
+            self._begun[key] = start if match is None else match.stop
+            if match is None:
+                return None  # no more than is loaded already
         if match is None:  # nothing was found: a load without a source fails with a reason
-            match = Match("", "", start, start + num_external_tokens, self.block_size, NO_IDS, NO_IDS)
-        stop = min(match.start + num_external_tokens, match.stop)
+            match, more = Match("", "", start, end, self.block_size, NO_IDS, NO_IDS), False
+        stop = min(end, match.stop)
         self._loading.add(key)
         filled: Sequence[int] = ()
         if self.config.layout.groups:
@@ -157,7 +167,7 @@ class PullScheduler(SchedulerConnector):
             match = match._replace(source=match.source[:num_sources], generations=match.generations[:num_sources])
             wanted = blocks_of(match.start, stop, self.block_size)
             own = list(block_tables[0][wanted.start : wanted.stop])
-        self._queued[key] = BlockLoad(
+        load = BlockLoad(
             key=key,
             engine=match.engine,
             epoch=match.epoch,
@@ -170,8 +180,15 @@ class PullScheduler(SchedulerConnector):
             is_handoff=match.is_handoff and request.kv == "await_peer",
             own_generations=self._table.generations_of(own).tobytes(),
             filled=filled,
+            continues=begun is not None,
+            more=more,
         )
+        self._queued.append(load)
         return None
+
+    @property
+    def has_pending_work(self) -> bool:
+        return bool(self._queued)
 
     def must_hear_end(self, key: TransferKey) -> bool:
         return False  # the workers ignore it
@@ -181,7 +198,9 @@ class PullScheduler(SchedulerConnector):
             for key in keys:
                 self._found.pop(key, None)
                 self._named.pop(key, None)
-        loads, self._queued = list(self._queued.values()), {}
+        for key in view.cancelled:
+            self._begun.pop(key, None)  # nothing follows
+        loads, self._queued = [_without_rest(load, view.cancelled) for load in self._queued], []
         digests = digest_orders(view, self._table, self.config.kv_checksum, self.block_size) if view.confirmed else ()
         return PullMetadata(step_id=view.step_id, loads=loads, digests=digests)
 
@@ -192,14 +211,25 @@ class PullScheduler(SchedulerConnector):
         if self.config.layout.groups:
             payload = pack_groups(block_tables, self._table)
         else:
-            block_ids = as_ids(block_tables[0])
-            payload = pack_blocks(block_ids, self._table.generations_of(block_ids))
+            payload = self._pack(block_tables[0])
         if len(payload) > MAX_BLOB_BYTES:  # too scattered to be named: decode computes it itself, loudly
             return FinishDecision(hold_blocks=False, payload=b"")
         return FinishDecision(hold_blocks=True, payload=payload)
 
+    def name_confirmed(self, request: RequestView, block_tables: BlockTables, num_tokens: int) -> bytes | None:
+        if self.config.layout.groups:
+            return None  # a window's blocks are known at the end
+        payload = self._pack(block_tables[0][: num_tokens // self.block_size])
+        return payload if len(payload) <= MAX_BLOB_BYTES else None
+
+    def _pack(self, block_ids: Sequence[int]) -> bytes:
+        ids = as_ids(block_ids)
+        return pack_blocks(ids, self._table.generations_of(ids))
+
     def update_connector_output(self, results: TransferResults) -> None:
         self._loading.difference_update(results.finished_receiving, results.failed_receiving)
+        for key in results.failed_receiving:
+            self._begun.pop(key, None)
 
     def update_peers(self, cards: Sequence[EngineCard]) -> None:
         self.peers.replace(cards)
@@ -216,7 +246,7 @@ class PullScheduler(SchedulerConnector):
         if unit is None or start >= stop:
             return None
         named = self._unpack(request, handoff)
-        if named is None:
+        if named is None or (handoff.more and self.config.layout.groups):
             return None
         if self.config.layout.groups:
             whole = unit == self.block_size and start % unit == 0
@@ -244,3 +274,8 @@ class PullScheduler(SchedulerConnector):
                 named = None if blocks is None else [NamedGroup(0, blocks)]
             known = self._named[key] = (payload, named)
         return known[1]
+
+
+def _without_rest(load: BlockLoad, given_up: Sequence[TransferKey]) -> BlockLoad:
+    """A load, or of one that was given up before it began, all that it will ever have."""
+    return msgspec.structs.replace(load, more=False) if load.more and load.key in given_up else load

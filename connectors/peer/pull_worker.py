@@ -162,11 +162,14 @@ class PullWorker(PeerWorker):
             heads = self.config.layout.kv_heads_of_all_ranks
             parts = reader_parts(self.config.rank, self.config.tp, card.tp, heads)
         except PdkvError as error:
-            self.refuse(load.key, "receive", error.code)
+            if load.continues:
+                self.drop(load.key, "receive")
+            else:
+                self.refuse(load.key, "receive", error.code)
             return
         number = next(self._load_numbers)
         tasks = [
             Task(PullPiece(load, card, part, after), lane=self.lane_of(load.engine, load.epoch, part.peer_rank, number))
             for part in parts
         ]
-        self.submit(load.key, "receive", tasks)
+        self.submit(load.key, "receive", tasks, last=not load.more, continues=load.continues)

@@ -127,6 +127,7 @@ class TransferWorker(WorkerConnector):
         *,
         batch: TransferKey | None = None,
         last: bool = True,
+        continues: bool = False,
     ) -> list[Job]:
         """Queue one batch of a transfer.
 
@@ -134,6 +135,7 @@ class TransferWorker(WorkerConnector):
             tasks: if empty, this rank has nothing to do for the batch, which ends at once.
             batch: a name under which the batch is reported as well, when its jobs have ended.
             last: the transfer is complete with this batch.
+            continues: it belongs to a transfer under way; if that has ended, nothing is done, and nothing reported.
 
         Returns:
             The jobs; none if there is nothing to do, or the transfer has failed or is complete: a new batch of such a
@@ -143,6 +145,8 @@ class TransferWorker(WorkerConnector):
         with self._lock:
             transfer = self._transfers.get((direction, key))
             group = Batch(batch, started=now)
+            if transfer is None and continues:
+                return []
             if transfer is not None and transfer.complete:
                 self.num_unknown_keys += 1
                 code = TransferError.code

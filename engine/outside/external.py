@@ -54,6 +54,7 @@ class KVLoad:
     start: int
     stop: int
     deadline: float
+    is_early: bool = False  # it began while its source was computing the rest
     layerwise_step: int | None = None  # scheduled at once in this step; None: the request waits outside the batch
     started: bool = False  # the connector has the blocks, which may be written
     done: bool = False
@@ -164,6 +165,11 @@ class ExternalKV:
         return is_urgent or bool(self._cancels) or connector.has_pending_work
 
     @property
+    def has_orders(self) -> bool:
+        """Whether the connector has something for its workers."""
+        return self.connector is not None and self.connector.has_pending_work
+
+    @property
     def kept_blocks(self) -> Collection[Sequence[int]]:
         """Blocks of ended requests that are held until the connector has been told their content, at the end of this
         plan.
@@ -196,6 +202,16 @@ class ExternalKV:
         if request.submit.params.computes_prompt:
             return False
         return not request.preempted or self._swap.looks
+
+    def num_in_blocks(self, num_tokens: int) -> int:
+        """The number of these first tokens that fill whole blocks."""
+        return num_tokens // self._block_size * self._block_size
+
+    def name_confirmed(self, request: Request, num_tokens: int) -> bytes | None:
+        """The payload of a hand-off of the request's first tokens, which are confirmed; None: they are not read yet."""
+        if self.connector is None:
+            return None
+        return self.connector.name_confirmed(request.view(), request.block_tables, num_tokens)
 
     def show_scheduled(self, step_id: int, batch: Sequence[tuple[Request, int]]) -> list[ScheduledRange]:
         """The connector's view of a step that computes this many more tokens of each request."""

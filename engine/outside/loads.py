@@ -4,6 +4,7 @@ A load begins when its request's blocks are allocated and ends once: it finished
 request ended. A request whose load brought too little computes the rest here, or fails, as the decode role decides.
 """
 
+import logging
 from itertools import islice, takewhile
 
 from pdkv.connectors.base import NO_MATCH, TransferOutcome
@@ -12,7 +13,10 @@ from pdkv.engine.kv.kv_cache_manager import KVCacheManager, PrefixHit
 from pdkv.engine.outside.external import EndedLoad, ExternalKV, KVLoad
 from pdkv.engine.queues import Queues
 from pdkv.engine.request import Request
+from pdkv.wire.kv import KVHandoff
 from pdkv.wire.types import RequestKey
+
+logger = logging.getLogger(__name__)
 
 _TIMED_OUT = TransferOutcome("transfer_timeout")
 _NOT_FOUND = TransferOutcome("kv_not_found")
@@ -54,7 +58,8 @@ class Loads:
             return False
         request.num_confirmed = hit.num_tokens
         timeout_s = (request.submit.load_timeout_s if request.borrows else 0.0) or self._timeout_s
-        load = KVLoad(request, request.num_confirmed, stop, now + timeout_s)
+        deadline = request.deadline if request.awaits_rest else now + timeout_s
+        load = KVLoad(request, request.num_confirmed, stop, deadline, is_early=request.awaits_rest)
         self._external.add_load(load)
         ticket = self._external.start(load) if source_known or load.start == load.stop else None
         if request.kv == "await_peer" or ticket is not None:
@@ -62,6 +67,17 @@ class Loads:
         if load.done:
             self._finished(load, TransferOutcome())
         return True
+
+    def handed_off(self, request: Request, handoff: KVHandoff, now: float) -> None:
+        """Note where the request's KV is; a load that waits for more of it goes on."""
+        load = self._external.loads.get(request.transfer_key)
+        if load is not None and not load.started and handoff.more:
+            return  # a part of it has failed: it begins anew with the last hand-off
+        request.handoff = handoff
+        if load is not None and (load.is_early or not load.started):
+            load.deadline = request.deadline if handoff.more else now + self._timeout_s
+            if load.started:
+                self._external.start(load)
 
     def asks(self, request: Request, now: float) -> None:
         """Note that the connector has yet to answer for a waiting request, which stops asking `timeout_s` after its
@@ -182,6 +198,9 @@ class Loads:
 
     def _failed(self, load: KVLoad, outcome: TransferOutcome, *, transfer_ended: bool) -> None:
         request = load.request
+        if load.is_early and transfer_ended:
+            self._begin_anew(load, outcome)
+            return
         self._external.end_load(request.transfer_key, transfer_ended=transfer_ended)
         if load.layerwise_step is not None:
             self._external.preempted(request)  # tokens computed after the load are void, too
@@ -191,6 +210,15 @@ class Loads:
         if num_loaded and not self._kv.can_resume(request, min(num_loaded, request.num_wanted)):
             num_loaded = 0  # a window that ends elsewhere was loaded
         self._fall_back(request, outcome, num_loaded)
+
+    def _begin_anew(self, load: KVLoad, outcome: TransferOutcome) -> None:
+        """Load all of it once its source has all of it: one that computes may have lost the blocks that it named."""
+        logger.info("a part of the KV of request %s was not loaded in advance: %s", load.request.name, outcome.code)
+        load.is_early = load.started = False
+        self._external.unstarted[load.request.transfer_key] = load
+        if load.request.awaits_rest:
+            load.request.handoff = None
+        self._queues.needs_step = True
 
     def _fall_back(self, request: Request, outcome: TransferOutcome, num_loaded: int = 0) -> None:
         """Compute here what did not arrive, or fail the request, according to the role's policy.

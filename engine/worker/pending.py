@@ -9,8 +9,8 @@ from pdkv.connectors.base import NO_TRANSFERS, TransferResults
 from pdkv.engine.plan import StepOutput
 
 MAX_PENDING: Final = 2
-"""Steps that may be unfinished while another one is launched. With one, an H100 does not wait for its host; with as many
-as are planned ahead, every plan's loads begin at once.
+"""Steps that may be unfinished while another one is launched. With one, an H100 does not wait for its host; with as
+many as are planned ahead, every plan's loads begin at once.
 """
 
 

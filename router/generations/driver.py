@@ -318,7 +318,7 @@ class Driver:
             self._send_all(self.recovery.after_failure(generation))
             if not flow.ended:
                 self.fleet.events.note(self.clock(), "moved", engine, "its requests go on elsewhere")
-        if flow.awaits_route or flow.awaits_decode:
+        if flow.awaits_route or flow.awaits_decode or flow.may_bind_decode:
             self._send_all(self.placing.place(generation))
         generation.enter(self.fleet)
         if self.recovery.track(generation):
@@ -420,8 +420,9 @@ class Driver:
             state.score.begin_trial(now)
             if not state.books.prefill_tokens:
                 state.books.worked_since = now
-            generation.asked_at = now
-            generation.asked_work = state.tokens_left(now) + generation.num_uncached
+            if message.handoff is None or not message.handoff.more:  # else the prompt's engine is still at work
+                generation.asked_at = now
+                generation.asked_work = state.tokens_left(now) + generation.num_uncached
             generation.timeline.sent(engine, message, now)
         try:
             self.backends[engine].send(message)

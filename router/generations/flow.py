@@ -43,7 +43,7 @@ from pdkv.wire.messages import (
 )
 from pdkv.wire.reports import SourceCounts
 
-FlowMessage = Tokens | Finished | HandedOff | Allocated | KVReady | Loaded | Failed | Release
+FlowMessage = Tokens | Finished | KVHandoff | HandedOff | Allocated | KVReady | Loaded | Failed | Release
 """A message of an engine about one request."""
 
 LenderMessage = HandedOff | Failed | KVReady
@@ -100,6 +100,7 @@ class RequestFlow:
         self._ticket: bytes | None = None
         self._ticket_number = 0  # of the latest ticket, or the next one if none has come yet
         self._handoff: KVHandoff | None = None
+        self._first_part: KVHandoff | None = None  # of a prompt that prefill is still computing, as far as it is read
         self._kv_ready: KVReady | None = None
 
     def _take_route(self, route: Route) -> None:
@@ -133,8 +134,8 @@ class RequestFlow:
         return self.start(now)
 
     def bind_decode(self, engine: str, now: float) -> Sends:
-        """Set the decode engine, which gets the hand-off and the tokens so far."""
-        assert self.awaits_decode
+        """Set the decode engine, which gets the hand-off, or its first part, and the tokens so far."""
+        assert self.awaits_decode or self.may_bind_decode
         self.route = self.route._replace(decode=engine)
         return self._hand_over(now)
 
@@ -180,6 +181,8 @@ class RequestFlow:
                 return self._on_tokens(engine, message)
             case Finished():
                 return self._on_finished(engine, message)
+            case KVHandoff():
+                return self._on_part(message)
             case HandedOff():
                 return self._on_handed_off(message, now)
             case Allocated() if engine != self.route.decode:
@@ -321,6 +324,14 @@ class RequestFlow:
             return [(self.route.decode, message.handoff)]
         return self._hand_over(now) if self.route.decode else _NOTHING
 
+    def _on_part(self, message: KVHandoff) -> Sends:
+        """Note that more of the prompt's KV can be read while prefill computes the rest."""
+        is_own = message.transfer_id == self.transfer_id and message.more and not message.lent
+        if not is_own or self.prefill != "running" or self.output.token_ids or self.declined or self._released:
+            return _NOTHING
+        self._first_part = message
+        return [(self.route.decode, message)] if self.decode == "running" else _NOTHING
+
     def _hand_over(self, now: float) -> Sends:
         """Send the hand-off and the tokens so far to the decode engine."""
         sends = [self._submit_decode(now)]
@@ -391,7 +402,8 @@ class RequestFlow:
         if self.route.aggregated:
             return self.route.decode, self._submit(now, kv="local")
         conditional = self.route.order == "decode_first" and self.prefill == "idle"
-        return self.route.decode, self._submit(now, kv="await_peer", conditional=conditional, handoff=self._handoff)
+        handoff = self._handoff or self._first_part
+        return self.route.decode, self._submit(now, kv="await_peer", conditional=conditional, handoff=handoff)
 
     def _submit(
         self,
@@ -498,6 +510,14 @@ class RequestFlow:
     def awaits_decode(self) -> bool:
         """Whether the prompt has been handed off and `bind_decode` must name the decode engine."""
         return self._handoff is not None and not self.route.decode and not self.ended
+
+    @property
+    def may_bind_decode(self) -> bool:
+        """Whether `bind_decode` may name a decode engine already: it reads what prefill has of the prompt meanwhile. A
+        suspect runs on one engine at a time.
+        """
+        may_read = self._first_part is not None and self.prefill == "running" and not self.output.token_ids
+        return may_read and not (self.route.decode or self._released or self.trial_tokens or self.ended)
 
     @property
     def can_resume(self) -> bool:

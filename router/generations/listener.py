@@ -13,7 +13,7 @@ from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.generation import Generation
 from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
 from pdkv.router.routing.tier_index import TierIndex
-from pdkv.wire.kv import EngineCard
+from pdkv.wire.kv import EngineCard, KVHandoff
 from pdkv.wire.messages import (
     Allocated,
     AskReport,
@@ -241,7 +241,7 @@ class Listener:
         match message:
             case HandedOff() | KVReady() | Failed() if message.request_id in self._driver.loans:
                 self._driver.handle_loan(name, message, now)
-            case Finished() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
+            case Finished() | KVHandoff() | HandedOff() | Allocated() | KVReady() | Loaded() | Failed():
                 self._driver.handle(self._driver.generations.get(message.request_id), name, message, now)
             case Release():
                 self._driver.handle(self._driver.transfers.get(message.transfer_id), name, message, now)

@@ -68,12 +68,14 @@ class Placement:
         flow.trial_tokens = self._recovery.trial_tokens(generation)
         prompt = self._holdings.of(flow.request, now)
         prompt.choices = None if generation.choices is None else []
-        if flow.awaits_decode:
+        if flow.awaits_decode or flow.may_bind_decode:
             prefill = flow.route.prefill
             if self._routes.has_engine("decode", now, {*without, prefill}):
                 engine = self._routes.choose_decode(prompt, prefill, now, without=without)
                 generation.chose(prompt)
                 return flow.bind_decode(engine, now)
+        if not (flow.awaits_decode or flow.awaits_route):
+            return ()  # it is soon enough once the prompt is done
         route = self._routes.choose(prompt, now, without=without, num_output=len(flow.output_token_ids))
         self.give(generation, prompt, route, now)
         if flow.awaits_decode:  # only the engine that ran it could decode it

@@ -31,6 +31,7 @@ from pdkv.wire.messages import (
     Loaded,
     Peers,
     Release,
+    Submit,
 )
 
 PROMPT = list(range(100, 110))
@@ -414,3 +415,146 @@ def test_a_hand_off_of_a_later_attempt_is_refused(pull: Pair) -> None:
     later = msgspec.structs.replace(handoff, attempt=3)
     (failed,) = of_type(await_peer(pull, PROMPT, attempt=2, output_token_ids=first, handoff=later), Failed)
     assert (failed.code, failed.param) == ("invalid_request_error", "handoff")
+
+
+# --- hand-offs in parts ---------------------------------------------------------------------------------------------
+
+LONG = list(range(100, 122))  # three chunks of at most eight tokens
+
+
+@pytest.fixture
+def parts(pull: Pair) -> Pair:
+    """A pair whose prefill engine computes eight tokens a step."""
+    pull.prefill.scheduler.limits = SchedulerLimits(8, max_num_batched_tokens=8)
+    return pull
+
+
+def chunk(pair: Pair, *messages: Submit) -> list[EngineToRouter]:
+    """One step of the prefill engine."""
+    for message in messages:
+        pair.prefill.handle("r", message, pair.now)
+    pair.prefill.step(pair.now)
+    return [m for _, sent in pair.prefill.take_messages(pair.now) for m in sent]
+
+
+def first_part(pair: Pair, **fields: object) -> KVHandoff:
+    """Compute the first chunk and have decode begin to read it."""
+    (part,) = of_type(chunk(pair, submit(LONG, until="first_token", kv="handoff")), KVHandoff)
+    await_peer(pair, LONG, handoff=part, **fields)
+    return part
+
+
+def finish(pair: Pair, *, reads: list[tuple[int, int]]) -> list[EngineToRouter]:
+    """Compute the rest; decode reads these tokens after the hand-off, and answers. Nothing is left on either side."""
+    sent = chunk(pair)
+    while not (handed := of_type(sent, HandedOff)):
+        sent += chunk(pair)
+    first = output_of(sent, "a")
+    pair.decode.handle("r", Continue("a", 0, first), pair.now)
+    pair.decode.handle("r", handed[0].handoff, pair.now)
+    pair.run(pair.decode)
+    assert under_way(pair) == reads
+    pair.deliver_all()
+    messages = pair.run(pair.decode)
+    assert first + output_of(messages, "a") == expected_tokens(LONG, 4)
+    assert of_type(messages, Release) == [Release("t-a", 0)]
+    pair.prefill.handle("r", Release("t-a", 0), pair.now)
+    pair.run(pair.prefill)
+    assert at_rest(pair.prefill)
+    assert at_rest(pair.decode)
+    return messages
+
+
+def under_way(pair: Pair) -> list[tuple[int, int]]:
+    """Tokens of the reads under way."""
+    return [(each.load.start, each.load.stop) for each in pair.fabric.under_way]  # type: ignore[attr-defined]
+
+
+def test_each_chunk_is_read_while_the_next_one_is_computed_and_only_the_last_one_behind_the_hand_off(
+    parts: Pair,
+) -> None:
+    part = first_part(parts)
+    assert (part.num_tokens, part.more) == (8, True)
+    assert under_way(parts) == [(0, 8)]
+    (part,) = of_type(chunk(parts), KVHandoff)  # the first one's read is not over
+    parts.decode.handle("r", part, parts.now)
+    parts.run(parts.decode)
+    assert under_way(parts) == [(0, 8), (8, 16)]
+    parts.deliver_all()
+    (finished,) = of_type(finish(parts, reads=[(16, 22)]), Finished)
+    assert (finished.sources.remote, finished.sources.computed) == (22, 0)
+
+
+def test_a_prompt_of_one_chunk_is_handed_off_at_once(parts: Pair) -> None:
+    sent = chunk(parts, submit(LONG[:8], until="first_token", kv="handoff"))
+    assert [type(m) for m in sent if isinstance(m, KVHandoff | HandedOff)] == [HandedOff]
+
+
+def test_chunks_that_come_late_or_not_at_all_cost_no_deadline_before_the_hand_off(parts: Pair) -> None:
+    first_part(parts)
+    parts.deliver_all()
+    parts.now += 9.0  # the deadline of a load is 5 s
+    parts.run(parts.decode)
+    (loaded,) = of_type(finish(parts, reads=[(8, 22)]), Loaded)
+    assert loaded.ok
+
+
+def test_a_part_that_its_source_has_lost_is_loaded_again_with_the_rest(parts: Pair) -> None:
+    """The source preempts the prompt: its blocks are another's when they are read."""
+    first_part(parts)
+    parts.prefill.scheduler._preempt(parts.prefill.requests["a", 0])
+    parts.prefill.handle("r", submit(list(range(200, 263)), request_id="b", max_tokens=1, priority=-1), parts.now)
+    while ("b", 0) in parts.prefill.requests:
+        chunk(parts)
+    parts.deliver_all()
+    assert of_type(parts.run(parts.decode), Loaded) == []
+    (finished,) = of_type(finish(parts, reads=[(0, 22)]), Finished)
+    assert (finished.sources.remote, finished.sources.recomputed) == (22, 0)
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_an_abort_between_two_parts_gives_all_blocks_back(parts: Pair, has_arrived: bool) -> None:
+    part = first_part(parts)
+    if has_arrived:
+        parts.deliver_all()
+        parts.run(parts.decode)
+    parts.decode.handle("r", msgspec.structs.replace(part, num_tokens=16), parts.now)  # it is not read: the next is
+    parts.decode.handle("r", Abort("a", 0), parts.now)
+    assert parts.decode.scheduler.kv.pool.counts().quarantined == 6
+    parts.run(parts.decode)
+    parts.deliver_all()
+    parts.run(parts.decode)
+    assert at_rest(parts.decode)
+
+
+def test_what_waits_for_memory_to_read_a_first_part_lets_others_pass(parts: Pair) -> None:
+    parts.decode.handle("r", submit(list(range(300, 336)), request_id="big", max_tokens=20), parts.now)
+    parts.decode.step(parts.now)
+    (part,) = of_type(chunk(parts, submit(LONG, until="first_token", kv="handoff")), KVHandoff)
+    parts.decode.handle("r", submit(LONG, kv="await_peer", handoff=part), parts.now)
+    parts.decode.handle("r", submit([7, 8, 9], request_id="small", max_tokens=1), parts.now)
+    messages = parts.run(parts.decode)
+    assert {m.request_id for m in of_type(messages, Finished)} == {"big", "small"}
+    assert under_way(parts) == [(0, 8)]  # once there was room
+    parts.deliver_all()
+    finish(parts, reads=[(8, 22)])
+
+
+def test_a_hand_off_is_for_a_later_attempt_of_its_request_too(parts: Pair) -> None:
+    part = first_part(parts, attempt=2)
+    parts.deliver_all()
+    parts.decode.handle("r", msgspec.structs.replace(part, num_tokens=22, more=False), parts.now)
+    parts.run(parts.decode)
+    (load,) = parts.decode.external.loads.values()
+    assert (load.request.key, load.request.awaits_rest) == (("a", 2), False)
+
+
+@pytest.mark.parametrize(
+    "lie", [{"payload": b"\xff"}, {"engine": "other"}, {"num_tokens": 99}, {"payload": b""}, {"num_tokens": 1 << 40}]
+)
+def test_a_first_part_that_is_a_lie_costs_nothing_but_its_own_read(parts: Pair, lie: dict[str, Any]) -> None:
+    (part,) = of_type(chunk(parts, submit(LONG, until="first_token", kv="handoff")), KVHandoff)
+    await_peer(parts, LONG, handoff=msgspec.structs.replace(part, **lie))
+    parts.deliver_all()
+    assert of_type(parts.run(parts.decode), Loaded) == []
+    finish(parts, reads=[(0, 22)])

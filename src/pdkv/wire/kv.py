@@ -191,3 +191,4 @@ class KVHandoff(Message, frozen=True):
     payload: Blob  # msgpack, the connector's own, at most MAX_BLOB_BYTES
     # a loan out of the engine's cache, for the transfer's prompt: not computed by the prompt's engine
     lent: bool = False
+    more: bool = False  # the rest of the prompt is being computed: another hand-off follows

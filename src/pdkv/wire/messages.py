@@ -350,6 +350,6 @@ RouterToEngine = (
     | AskReport
 )  # fmt: skip
 EngineToRouter = (
-    Ready | Tokens | Finished | HandedOff | Failed | Allocated | Loaded | KVReady | Release | Trial | KVEvents
-    | TierEvents | CacheAnswer | LoadReport | Disconnect | Beat
+    Ready | Tokens | Finished | KVHandoff | HandedOff | Failed | Allocated | Loaded | KVReady | Release | Trial
+    | KVEvents | TierEvents | CacheAnswer | LoadReport | Disconnect | Beat
 )  # fmt: skip

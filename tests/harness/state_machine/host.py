@@ -172,6 +172,7 @@ class World:
         self.clients: list[Client] = []
         self.num_restarts = 0
         self.num_resumed = 0
+        self.num_early = 0  # decode engines that began to read a prompt before its end
         self.num_late = 0  # masks that came when a step had gone on without them
         self.losses = 0
         self.most_ahead = 0  # steps that were planned beyond the oldest that had not ended
@@ -453,7 +454,8 @@ class World:
                 self.send(flow.resume())
             else:
                 self.send([*flow.reset(), *flow.begin(self.route(), self.now)])
-        if flow.awaits_decode:
+        if flow.awaits_decode or flow.may_bind_decode:
+            self.num_early += flow.may_bind_decode
             others = [name for name in self.engines if name != flow.route.prefill]
             self.send(flow.bind_decode(others[self.chooser.below(len(others))], self.now))
 

@@ -672,3 +672,76 @@ def test_the_end_of_a_request_returns_what_was_lent() -> None:
     submit = sends[-1][1]
     assert isinstance(submit, Submit)
     assert submit.handoff is None
+
+
+# --- hand-offs in parts ---------------------------------------------------------------------------------------------
+
+
+def part(num_tokens: int, **fields: Any) -> KVHandoff:
+    return msgspec.structs.replace(handoff().handoff, num_tokens=num_tokens, more=True, **fields)
+
+
+def half_read() -> RequestFlow:
+    """Decode reads what prefill has of a prompt."""
+    flow = make_flow()
+    flow.route = flow.route._replace(decode="")
+    flow.start(NOW)
+    assert not flow.may_bind_decode
+    assert list(flow.handle("p", part(8), NOW)) == []
+    assert flow.may_bind_decode
+    ((engine, submit),) = flow.bind_decode("d", NOW)
+    assert isinstance(submit, Submit)
+    assert (engine, submit.attempt, submit.output_token_ids, submit.handoff) == ("d", 0, [], part(8))
+    assert not flow.may_bind_decode
+    return flow
+
+
+def test_decode_may_be_bound_with_the_first_part_of_a_prompt_and_gets_the_rest_as_it_comes() -> None:
+    flow = half_read()
+    assert set(flow.engines_in_use) == {"p", "d"}
+    assert flow.handle("p", part(16), NOW) == [("d", part(16))]
+    assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == [("d", Continue("q", 0, [3]))]
+    assert list(flow.handle("p", part(16), NOW)) == []  # too late
+    assert flow.handle("p", handoff(), NOW) == [("d", handoff().handoff)]
+    assert flow.engines_in_use == ("d",)
+    assert flow.handle("d", Release("t", 0), NOW) == [("p", Release("t", 0))]
+
+
+def test_another_decode_engine_reads_what_there_is_when_one_dies_before_the_prompt_is_done() -> None:
+    flow = half_read()
+    flow.handle("p", part(16), NOW)
+    flow.engine_died("d")
+    assert flow.can_resume
+    assert list(flow.resume()) == []
+    ((engine, submit),) = flow.bind_decode("d2", NOW)
+    assert isinstance(submit, Submit)
+    assert (engine, submit.attempt, submit.handoff) == ("d2", 1, part(16))
+    assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == [("d2", Continue("q", 1, [3]))]
+    assert flow.handle("p", handoff(), NOW) == [("d2", handoff().handoff)]
+
+
+def test_with_prefill_goes_what_decode_has_read_of_its_prompt() -> None:
+    flow = half_read()
+    flow.engine_died("p")
+    assert not flow.can_resume
+    assert list(flow.reset()) == [("d", Abort("q", 0))]
+    assert not flow.may_bind_decode
+    ended = half_read()
+    assert list(ended.abort()) == [("p", Abort("q", 0)), ("p", Release("t", 0)), ("d", Abort("q", 0))]
+
+
+def test_decode_that_computes_the_prompt_itself_is_told_of_no_more_parts() -> None:
+    flow = half_read()
+    flow.handle("d", Release("t", 0), NOW)
+    assert list(flow.handle("p", part(16), NOW)) == []
+    assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == [("d", Continue("q", 0, [3]))]
+    assert flow.handle("p", handoff(), NOW) == [("p", Release("t", 0))]
+
+
+@pytest.mark.parametrize("lie", [{"transfer_id": "x"}, {"more": False}, {"lent": True}])
+def test_a_part_of_something_else_binds_no_engine(lie: dict[str, Any]) -> None:
+    flow = make_flow()
+    flow.route = flow.route._replace(decode="")
+    flow.start(NOW)
+    assert list(flow.handle("p", msgspec.structs.replace(part(8), **lie), NOW)) == []
+    assert not flow.may_bind_decode
