@@ -137,6 +137,8 @@ class MultiScheduler(SchedulerConnector):
         key = request.transfer_key
         self._choices.pop(key, None)
         best, winner, looking = NO_MATCH, 0, False
+        if request.handoff is not None and request.handoff.more:
+            return NO_MATCH  # children load whole hand-offs
         order: Sequence[int] = range(len(self._schedulers))
         if request.kv == "await_peer":
             order = sorted(order, key=self.views.is_beside)

@@ -37,6 +37,7 @@ class Transfer:
     direction: Direction
     started: float
     clock: Clock  # of its worker
+    rested: float = 0.0  # when its last job ended
     jobs: set["Job"] = field(default_factory=set)  # not ended
     complete: bool = False  # no further batch will come
     batches: set[TransferKey | None] = field(default_factory=set)  # names of all so far

@@ -158,6 +158,8 @@ class TransferWorker(WorkerConnector):
             else:
                 if transfer is None:
                     transfer = self._transfers[direction, key] = Transfer(key, direction, now, self.clock)
+                elif continues and not transfer.jobs:
+                    transfer.started += now - transfer.rested  # a wait for the peer is no part of its seconds
                 transfer.complete = last
                 transfer.batches.add(batch)
                 jobs = self._make_jobs(transfer, group, tasks)
@@ -352,6 +354,7 @@ class TransferWorker(WorkerConnector):
             return []
         job.state = "ended"
         transfer.jobs.discard(job)
+        transfer.rested = self.clock.now()
         transfer.num_bytes += num_bytes
         batch.num_bytes += num_bytes
         batch.num_open -= 1

@@ -82,7 +82,7 @@ class SimulatedWorker(WorkerConnector):
 
     def __init__(self, engine: "SimulatedEngine") -> None:
         self._engine = engine
-        self._loads: dict[TransferKey, BlockLoad] = {}
+        self._loads: dict[TransferKey, list[BlockLoad]] = {}  # by transfer, the parts that have not landed
         self._done: dict[TransferKey, TransferOutcome] = {}
         self._failed: dict[TransferKey, TransferOutcome] = {}
 
@@ -90,7 +90,9 @@ class SimulatedWorker(WorkerConnector):
         assert isinstance(meta, PullMetadata)
         loop, profile = self._engine.loop, self._engine.options.profile
         for load in meta.loads:
-            self._loads[load.key] = load
+            if load.continues and load.key not in self._loads:
+                continue  # an earlier part has failed
+            self._loads.setdefault(load.key, []).append(load)
             source = self._engine.peers.get(load.engine)
             ends_of = [self._engine, source or self._engine]
             began = max(loop.clock.now(), *(engine.link_free_at for engine in ends_of))
@@ -100,13 +102,16 @@ class SimulatedWorker(WorkerConnector):
             loop.call_at(lands, self._land, load, lands - loop.clock.now())
 
     def _land(self, load: BlockLoad, seconds: float) -> None:
-        if self._loads.get(load.key) is not load:
+        parts = self._loads.get(load.key, [])
+        if not any(each is load for each in parts):
             return
-        del self._loads[load.key]
+        parts.remove(load)
         source = self._engine.peers.get(load.engine)
         if source is None or source.card.epoch != load.epoch:
+            del self._loads[load.key]
             self._failed[load.key] = TransferOutcome(PeerGone.code)
-        else:
+        elif not (parts or load.more):  # they land in order
+            del self._loads[load.key]
             num_bytes = (load.stop - load.start) * self._engine.token_bytes
             self._done[load.key] = TransferOutcome(num_bytes=num_bytes, seconds=seconds)
         self._engine.wake()
