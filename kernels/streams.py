@@ -14,17 +14,23 @@ by an event that one records and the other waits for. On the CPU all of this is 
 tests/support/recorded_streams.py stands in for a device and runs things in the worst order that the events allow.
 """
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.errors import TransferTimeout
+from pdkv.host import cuda_driver
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
+
+logger = logging.getLogger(__name__)
 
 
 class Event(ABC):
@@ -83,6 +89,10 @@ class Streams(ABC):
     @abstractmethod
     def make_pinned(self, size_bytes: int) -> "torch.Tensor":
         """Host memory that the device copies from and to without the host's help: (size_bytes,) uint8 zeros."""
+
+    def lock_pages(self, memory: "npt.NDArray[np.uint8]") -> "Callable[[], None] | None":
+        """Make existing host memory such memory. Returns what undoes it; None: it stays as it is."""
+        return None
 
 
 def streams_of(device: "torch.device") -> Streams:
@@ -206,6 +216,26 @@ class CudaStreams(Streams):
         import torch
 
         return torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def lock_pages(self, memory: "npt.NDArray[np.uint8]") -> "Callable[[], None] | None":
+        import torch
+
+        device, address = self._device.index, memory.ctypes.data
+        device = torch.cuda.current_device() if device is None else device
+        try:
+            # Not by the runtime: torch would find its error behind the next kernel.
+            cuda_driver.lock_pages(device, address, memory.nbytes)
+        except cuda_driver.CudaDriverError as error:
+            logger.warning("%d bytes of host memory are not page-locked: %s", memory.nbytes, error)
+            return None
+        return partial(_unlock_pages, device, address)
+
+
+def _unlock_pages(device: int, address: int) -> None:
+    try:
+        cuda_driver.unlock_pages(device, address)
+    except cuda_driver.CudaDriverError as error:  # the device is as good as lost
+        logger.warning("host memory stays page-locked: %s", error)
 
 
 @lru_cache(maxsize=64)

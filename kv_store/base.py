@@ -8,6 +8,9 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import ClassVar, NamedTuple, Self, TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from pdkv.errors import StoreUnsupported
 from pdkv.kv_store.read_meter import ReadTime
 from pdkv.kv_store.terms import Terms
@@ -56,6 +59,17 @@ class Scattered:
             if begin >= stop:
                 return
             yield buffer[max(start - begin, 0) : stop - begin]
+
+
+LockPages = Callable[[npt.NDArray[np.uint8]], Callable[[], None] | None]
+"""`Streams.lock_pages` of a device."""
+
+
+class Lent(NamedTuple):
+    """A value where it lies in a store of this process, in memory from which a device copies by itself."""
+
+    view: memoryview
+    is_there: Callable[[], bool]  # asked after reading: whether what was read was the value
 
 
 class Held(NamedTuple):
@@ -190,6 +204,14 @@ class KVStore(ABC):
         A value that is not found may exist all the same: the other reads decide.
         """
         return [False] * len(keys)
+
+    def lock_pages(self, lock: LockPages) -> None:
+        """Let a device copy from this process's own values, if they lie in its memory."""
+        return
+
+    def lend(self, key: bytes) -> Lent | None:
+        """A value in memory that is page-locked; None: it is to be read."""
+        return None
 
     def terms_of(self, keys: Sequence[bytes]) -> Mapping[bytes, Terms]:
         """Terms by key, for those of this process's values that have terms; empty if the store keeps none."""

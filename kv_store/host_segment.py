@@ -31,7 +31,7 @@ import xxhash
 from pdkv.base.clock import unix_time
 from pdkv.errors import StoreUnavailable
 from pdkv.host.fence import fence
-from pdkv.kv_store.base import PART_BYTES, Buffer, Scattered
+from pdkv.kv_store.base import PART_BYTES, Buffer, LockPages, Scattered
 from pdkv.kv_store.terms import NO_TERMS, Terms
 
 MAGIC: Final = b"pdkvHS01"
@@ -98,7 +98,7 @@ class Segment:
             shape = _Shape(self.num_pages)
             access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ
             self._memory = mmap.mmap(fd, shape.pages_at, access=access)
-            self._pages = _map_pages(fd, shape)
+            self._pages = _map_pages(fd, shape, access)
         except BaseException:
             self._close()
             raise
@@ -109,6 +109,21 @@ class Segment:
         self.next_entry = np.frombuffer(view, np.int32, self.num_pages, shape.next_entry_at)
         self.buckets = np.frombuffer(view, np.int32, shape.num_buckets, shape.buckets_at)
         self._pages_at = shape.pages_at
+        self._unlock: weakref.finalize[[], Segment] | None = None
+
+    def lock_pages(self, lock: LockPages) -> None:
+        """Page-lock all of it, once, as `KVStore.lock_pages`; it is unlocked with `close`."""
+        if self._pages is not None and self._unlock is None and (unlock := lock(self._pages)) is not None:
+            self._unlock = weakref.finalize(self, unlock)
+            self._unlock.atexit = False  # the driver has gone by then
+
+    def view(self, found: Found) -> memoryview | None:
+        """A value in its place; None: it lies in several, or is not page-locked."""
+        runs = list(self._runs(found)) if self._unlock is not None else []
+        if len(runs) != 1 or self._pages is None:
+            return None
+        offset, size = runs[0]
+        return memoryview(self._pages[offset : offset + size].data)
 
     def bucket_of(self, key: Key) -> int:
         """The bucket that a key's entry is in."""
@@ -188,6 +203,8 @@ class Segment:
 
     def close(self) -> None:
         """Idempotent."""
+        if self._unlock is not None:
+            self._unlock()
         self._close()  # the mapping goes with its last view
         self.fd = -1
 
@@ -245,14 +262,14 @@ def _read_header(fd: int) -> int:
     return int(num_pages)
 
 
-def _map_pages(fd: int, shape: _Shape) -> npt.NDArray[np.uint8] | None:
-    """Map all of a segment for reading; None: it could be shortened, which would end the process, or there is
+def _map_pages(fd: int, shape: _Shape, access: int) -> npt.NDArray[np.uint8] | None:
+    """Map all of a segment; None: it could be shortened, which would end the process, or there is
     no room.
     """
     try:
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             return None
-        return np.frombuffer(mmap.mmap(fd, shape.num_bytes, access=mmap.ACCESS_READ), np.uint8)
+        return np.frombuffer(mmap.mmap(fd, shape.num_bytes, access=access), np.uint8)
     except OSError:  # a file that is no memfd has no seals
         return None
 

@@ -28,7 +28,18 @@ from pdkv.errors import ConfigError, StoreUnavailable, StoreUnsupported
 from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.host.process_info import process_start_time
-from pdkv.kv_store.base import Arrived, Buffer, Held, Scattered, ScatteringStore, Sized, TierCounts, tier_name
+from pdkv.kv_store.base import (
+    Arrived,
+    Buffer,
+    Held,
+    Lent,
+    LockPages,
+    Scattered,
+    ScatteringStore,
+    Sized,
+    TierCounts,
+    tier_name,
+)
 from pdkv.kv_store.host_segment import MIN_BYTES, PAGE_BYTES, Found, Key, Segment, format_segment, key_of
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.options import StoreOptions
@@ -164,6 +175,21 @@ class HostStore(ScatteringStore):
                     self.own.remove(number)
                 while (elsewhere := self._find_elsewhere(number)) is not None:
                     self._shun(elsewhere[0], elsewhere[2])
+
+    def lock_pages(self, lock: LockPages) -> None:
+        if self.own is not None:
+            self.own.segment.lock_pages(lock)
+
+    def lend(self, key: bytes) -> Lent | None:
+        with self._call():
+            own = self.own
+            found = None if own is None else own.find(key_of(key), is_use=True)
+            view = None if own is None or found is None else own.segment.view(found)
+            if own is None or found is None or view is None:
+                return None
+            with self._lock:
+                self._num_hits += 1
+            return Lent(view, partial(own.segment.is_there, found))
 
     def contains_own(self, keys: Sequence[bytes]) -> list[bool]:
         """The keys in this process's own segment."""

@@ -12,7 +12,7 @@ from pdkv.base.log_limit import LogLimit
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES, Check, Sealer
 from pdkv.connectors.store.pieces import Slot
 from pdkv.errors import KVCorrupted, StoreError
-from pdkv.kv_store.base import Arrived, KVStore, Scattered, TermsOf, put_all
+from pdkv.kv_store.base import Arrived, KVStore, Lent, Scattered, TermsOf, put_all
 from pdkv.kv_store.read_meter import ReadMeter
 from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.wire.kv import KVTerms
@@ -119,6 +119,21 @@ class SealedValues:
             return self.store.read_scattered(keys, out, arrived, terms_of)
 
         return [state == "whole" for state in self._read_into(slots, out, kv_terms, read)]
+
+    def lend(self, slot: Slot) -> Lent | None:
+        """An intact value in its place in the store's page-locked memory, and its envelope in its slot; None: there is
+        none: `get` tells more.
+        """
+        lent = self.store.lend(slot.key)
+        if lent is None or len(lent.view) != slot.data.nbytes:
+            return None
+        with self.meter.reading():
+            check = self._sealer.check(slot.key, Scattered(lent.view))
+            if _state_of(check, self._unix_time(), has_end=False) != "whole":
+                return None
+        self.meter.add(len(lent.view))
+        slot.view[-ENVELOPE_BYTES:] = lent.view[-ENVELOPE_BYTES:]
+        return lent
 
     def _read(self, slots: Sequence[Slot], store: KVStore, kv_terms: KVTerms | None) -> list[State]:
         """Read values into their slots."""

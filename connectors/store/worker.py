@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from zlib import crc32
 
 import msgspec
+import numpy as np
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.log_limit import LogLimit
@@ -23,6 +24,7 @@ from pdkv.connectors.stats import stats_of_tiers, sum_stats
 from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.store.between_tiers import BetweenTiers
 from pdkv.connectors.store.coding import ValueCoder
+from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.forms import Forms, Pace, choose_form
 from pdkv.connectors.store.hidden import ComputeClock, HiddenTime
 from pdkv.connectors.store.near import LANE as AHEAD_LANE
@@ -162,6 +164,7 @@ class StoreWorker(TransferWorker):
         has_tiers = len(self._values.store.parts()) > 1  # operators' orders have a separate thread
         threads = self._options.io_threads + self._options.save_threads + self._near.looks_ahead + has_tiers
         buffer_size = buffer_bytes(self._capacity, min(body_bytes(1) for body_bytes in sizes))
+        self._values.store.lock_pages(streams_of(kv_cache.device).lock_pages)
         self._staging = StagingBuffers(threads, buffer_size, streams_of(kv_cache.device))
         if self._coder is not None:
             largest = per_value * max(self._pool.unit_bytes(part) for part in parts)
@@ -378,6 +381,8 @@ class StoreWorker(TransferWorker):
         """Read values directly into their blocks where possible, and yield those that were read. `places` collects
         those that may have been written to.
         """
+        if not self._pool.on_cpu and self._coder is None and order.load.kv_terms is None:
+            yield from self._read_locked(job, order, slots)
         if self._coder is not None or not self._values.store.can_scatter:
             return
         found = {slot.key: place for slot in slots if (place := self._place_of(order.load, slot)) is not None}
@@ -387,6 +392,15 @@ class StoreWorker(TransferWorker):
         places.update(found)
         mine = [slot for slot in slots if slot.key in found]
         yield from compress(mine, self._values.get_scattered(mine, list(found.values()), order.load.kv_terms))
+
+    def _read_locked(self, job: Job, order: _Read, slots: Sequence[Slot]) -> Iterator[Slot]:
+        """Let the device copy values out of the store's page-locked memory, and yield those that it has copied."""
+        for slot in slots:
+            if (lent := self._values.lend(slot)) is not None:
+                order.after.wait(job.remaining_s())
+                self._scatter(order.load, slot, np.frombuffer(lent.view, np.uint8)[:-ENVELOPE_BYTES])
+                if lent.is_there():
+                    yield slot
 
     def _place_of(self, load: StoreLoad, slot: Slot) -> list[memoryview] | None:
         """The place of a value's body in the pool; None: not all of it has one, or it is in too many pieces."""

@@ -13,6 +13,7 @@ HANDLE_BYTES = 64
 """Size of the handle by which another process opens an allocation."""
 
 _LAZY_ENABLE_PEER_ACCESS = 1  # cuda.h: CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE
 _OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 
 
@@ -42,6 +43,8 @@ _SIGNATURES = {
     "cuIpcGetMemHandle": [ctypes.POINTER(_IpcHandle), _Pointer],
     "cuIpcOpenMemHandle_v2": [ctypes.POINTER(_Pointer), _IpcHandle, ctypes.c_uint],
     "cuIpcCloseMemHandle": [_Pointer],
+    "cuMemHostRegister_v2": [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint],
+    "cuMemHostUnregister": [ctypes.c_void_p],
 }
 
 
@@ -88,6 +91,18 @@ def close_memory(device: int, address: int) -> None:
     """Unmap an allocation opened by `open_memory`. Raises CudaDriverError."""
     with _context(device):
         _call("cuIpcCloseMemHandle", address)
+
+
+def lock_pages(device: int, address: int, num_bytes: int) -> None:
+    """Page-lock this process's host memory, which takes all of it. Raises CudaDriverError."""
+    with _context(device):
+        _call("cuMemHostRegister_v2", address, num_bytes, _PORTABLE)
+
+
+def unlock_pages(device: int, address: int) -> None:
+    """End what `lock_pages` began. Raises CudaDriverError."""
+    with _context(device):
+        _call("cuMemHostUnregister", address)
 
 
 def size_from(device: int, address: int) -> int:

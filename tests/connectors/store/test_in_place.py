@@ -10,10 +10,14 @@ import torch
 from store_rig import NUM_BLOCKS, Engine, prefill, scattered, view
 
 from pdkv.connectors.step_done import StepDone
+from pdkv.connectors.store.pieces import Slot
+from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.errors import TransferCancelled, TransferError
+from pdkv.kernels.streams import HostStreams
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.registry import open_store
+from pdkv.launch.host_memory import _Segment
 
 NUM_TOKENS = 200  # three whole values and a tail, whose last unit is partly filled
 
@@ -167,3 +171,37 @@ def test_whatever_ends_it_no_part_of_a_value_is_left(
     got = pair.reader.tokens(blocks, NUM_TOKENS)
     assert bool(((got == 0) | (got == -1)).all())
     assert bool((got[:16] == 0).all())
+
+
+def test_a_device_copies_whole_values_out_of_page_locked_memory_which_is_unlocked_with_its_segment(
+    tmp_path: Path, scatters: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locked: list[int] = []
+
+    def lock(memory: Any) -> Any:
+        locked.append(memory.nbytes)
+        return lambda: locked.append(-memory.nbytes)
+
+    monkeypatch.setattr(HostStreams, "lock_pages", lambda streams, memory: lock(memory))
+    lent: list[bytes] = []
+    lend = SealedValues.lend
+
+    def noted(values: SealedValues, slot: Slot) -> Any:
+        found = lend(values, slot)
+        lent.extend([slot.key] if found is not None else [])
+        return found
+
+    monkeypatch.setattr(SealedValues, "lend", noted)
+    segment = _Segment(tmp_path, "d.0", 64 << 20)
+    with open_store(f"host://{tmp_path}?segment=d") as store:
+        pair = Pair(store)
+        for worker in pair.reader.workers:
+            worker._pool.on_cpu = False
+        code, blocks = pair.load()
+        assert code == ""
+        assert len(lent) == len(scatters) == 4  # the tail, too
+        assert torch.equal(pair.reader.tokens(blocks, NUM_TOKENS), pair.kv)
+        for engine in (pair.producer, pair.reader):
+            engine.close()
+    assert locked == [locked[0], -locked[0]]  # once
+    segment.close()
