@@ -1,17 +1,28 @@
-"""1P1D on one card: its tokens a second beside one engine that does both, and the share of TTFT in which KV travels."""
+"""1P1D on one card: its tokens a second beside one engine that does both, and the share of TTFT in which KV travels.
+And how fast values leave the host tier.
+"""
 
 import re
 from collections.abc import Iterator
+from mmap import mmap
 from pathlib import Path
 from statistics import median
+from time import perf_counter
+
+import numpy as np
+import torch
 
 from benchmarks.gpu import overlap
 from benchmarks.load import Workload, measure
 from benchmarks.models import find_model, models_folder
 from benchmarks.report import Claim
 from benchmarks.servers import Server, get, pdkv
+from pdkv.kernels.streams import streams_of
 
 INPUT_LEN, OUTPUT_LEN = 2048, 128
+LONG_INPUT_LEN = 8000
+"""Of a prompt of several chunks, each of which is read while the next one is computed."""
+
 ROUNDS = 3
 
 
@@ -21,6 +32,7 @@ def run(device: str, scale: str) -> Iterator[Claim]:
     """
     with models_folder() as folder:
         model = find_model(folder, "tiny" if scale == "tiny" else "large", device)
+        yield _page_locked(torch.device(device), 1 << 20 if scale == "tiny" else 256 << 20)
         yield from _beside_one_engine("nixl", model, device, scale)
         if scale != "smoke":
             yield from overlap.run(device, scale == "tiny")
@@ -41,7 +53,42 @@ def _beside_one_engine(connector: str, model: Path, device: str, scale: str) -> 
         pdkv(model, prefill=1, decode=1, options=options) as pd,
         pdkv(model, prefill=0, decode=1, options=launches(device, scale)[-1][2]) as aggregated,
     ):
+        yield _left_of_long_prompts(connector, pd, 64 if scale == "tiny" else LONG_INPUT_LEN)
         yield from _compare(connector, pd, aggregated, num_tokens, num_requests)
+
+
+def _left_of_long_prompts(connector: str, pd: Server, num_tokens: int) -> Claim:
+    """The share of the time to first token for which the second one waits beyond a step: of one prompt at a time."""
+    run = measure(pd.url, pd.model, Workload(2 * ROUNDS, num_tokens, (8, 8)))
+    gaps = [np.diff(reply.stamps) for reply in run.replies]
+    left = max(median(float(each[0] - np.median(each[1:])) for each in gaps), 0.0)
+    ttft = median(reply.ttft for reply in run.replies)
+    name = f"{connector}: hand-off behind the first token / time to it, {num_tokens} tokens"
+    return Claim(name, left / ttft, 0.05, "lower", {"hand-off ms": left * 1e3, "ttft ms": ttft * 1e3})
+
+
+def _page_locked(device: torch.device, num_bytes: int) -> Claim:
+    """How fast a device copies out of page-locked host memory, beside a copy through a pinned buffer."""
+    streams, memory = streams_of(device), np.frombuffer(mmap(-1, num_bytes), np.uint8)
+    buffer, there = streams.make_pinned(num_bytes), torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def copy(source: torch.Tensor) -> float:
+        done, began = streams.make_event(), perf_counter()
+        if source is buffer:
+            np.copyto(buffer.numpy(), memory)
+        there.copy_(source, non_blocking=True)
+        done.record()
+        done.synchronize(10.0)
+        return num_bytes / 1e9 / (perf_counter() - began)
+
+    unlock = streams.lock_pages(memory)
+    speeds = [median(copy(source) for _ in range(5)) for source in (torch.from_numpy(memory), buffer)]
+    figures = {"page-locked GB/s": speeds[0], "through a buffer GB/s": speeds[1], "locked": float(unlock is not None)}
+    if unlock is not None:
+        unlock()
+    return Claim(
+        "copy out of page-locked host memory / through a buffer", speeds[0] / speeds[1], 1.5, "higher", figures
+    )
 
 
 def _shares(device: str, num_engines: int) -> list[str]:

@@ -143,7 +143,7 @@ def test_a_long_prompt_in_scattered_blocks_is_handed_off_and_found(num_tokens: i
     assert reader.get_num_new_matched_tokens(waiting, 0).num_tokens == num_tokens
     reader.update_state_after_alloc(waiting, [range(len(block_ids))], num_tokens)
     assert not reader._named
-    (load,) = reader._queued.values()
+    (load,) = reader._queued
     assert as_ids(load.source).tolist() == block_ids
     assert load.generations == table.values[block_ids].tobytes()
 
