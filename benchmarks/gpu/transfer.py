@@ -43,17 +43,20 @@ def launches(device: str, scale: str) -> list[tuple[int, int, list[str]]]:
     """Numbers of prefill and decode engines, and other options, of what is started; the last one is aggregated."""
     options = ["--device", device, *_shares(device, 3), *(["--kv-cache-memory", "64MiB"] if scale == "tiny" else [])]
     connectors = ["nixl", *(["shared_memory"] if scale != "smoke" else [])]
-    return [*((1, 1, [*options, "--connector", connector]) for connector in connectors), (0, 1, options)]
+    pairs = [[*options, "--connector", connector] for connector in connectors]
+    chunk = ["--max-num-seqs", "16", "--max-num-batched-tokens", "32" if scale == "tiny" else "2048"]
+    return [*((1, 1, pair) for pair in pairs), *((1, 1, [*pair, *chunk]) for pair in pairs), (0, 1, options)]
 
 
 def _beside_one_engine(connector: str, model: Path, device: str, scale: str) -> Iterator[Claim]:
     num_tokens, num_requests = ((64, 8), 4) if scale == "tiny" else ((INPUT_LEN, OUTPUT_LEN), 64)
-    [options] = [options for *_, options in launches(device, scale) if options[-1] == connector]
+    whole, by_chunks = [options for *_, options in launches(device, scale) if connector in options]
+    with pdkv(model, prefill=1, decode=1, options=by_chunks) as pd:
+        yield _left_of_long_prompts(connector, pd, 64 if scale == "tiny" else LONG_INPUT_LEN)
     with (
-        pdkv(model, prefill=1, decode=1, options=options) as pd,
+        pdkv(model, prefill=1, decode=1, options=whole) as pd,
         pdkv(model, prefill=0, decode=1, options=launches(device, scale)[-1][2]) as aggregated,
     ):
-        yield _left_of_long_prompts(connector, pd, 64 if scale == "tiny" else LONG_INPUT_LEN)
         yield from _compare(connector, pd, aggregated, num_tokens, num_requests)
 
 
