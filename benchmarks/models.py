@@ -7,14 +7,17 @@ At transformers' default initializer_range of 0.02 a random model repeats its la
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pdkv.config import DEFAULT_MODEL
 
 VOCAB_SIZE = 4096
 MAX_LEN = 8192
@@ -49,6 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 """Small models of every kind of attention and of layers, by transformers' names of their configurations."""
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _SEED = 0
+_GATE = 0.05
+"""Standard deviation of added neurons' weights before the activation."""
 
 
 @contextlib.contextmanager
@@ -81,6 +86,50 @@ def make_model(path: Path, size: str, device: str = "cpu") -> None:
     _make(path, family, fields, device, "bfloat16")  # never as float32: the large one would take 4 GB
 
 
+def find_wide(folder: Path, width: int, noise: float, dtype: str = "bfloat16") -> Path:
+    """A model directory of the embedded model with `width` more neurons in each layer, made if it is not there.
+
+    Args:
+        noise: standard deviation of their weights behind the activation; with 0 the function is that of the embedded
+            model, and otherwise nearly so.
+    """
+    path = folder / f"wide-{width}-{noise:g}-{dtype}"
+    if not path.exists():
+        _whole(path, lambda work: _widen(work, width, noise, dtype))
+    return path
+
+
+def _widen(work: Path, width: int, noise: float, dtype: str) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    draw = torch.Generator().manual_seed(_SEED)
+    shutil.copytree(DEFAULT_MODEL, work, dirs_exist_ok=True)
+    fields = json.loads((work / "config.json").read_text())
+    fields["intermediate_size"] += width
+    (work / "config.json").write_text(json.dumps({**fields, "dtype": dtype}))
+    weights = load_file(work / "model.safetensors")
+    for name, weight in weights.items():
+        if "mlp" in name:
+            axis = 1 if "down_proj" in name else 0
+            shape = (weight.shape[0], width) if axis else (width, weight.shape[1])
+            more = torch.randn(shape, generator=draw) * (noise if axis else _GATE)
+            weight = torch.cat([weight, more], axis)
+        weights[name] = weight.to(getattr(torch, dtype)).contiguous()
+    save_file(weights, work / "model.safetensors", {"format": "pt"})
+
+
+def _whole(path: Path, make: Callable[[Path], None]) -> None:
+    """Make a directory, all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=path.parent))
+    try:
+        make(work)
+        os.rename(work, path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def _make(path: Path, family: str, fields: Mapping[str, Any], device: str, dtype: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -97,14 +146,13 @@ def _make(path: Path, family: str, fields: Mapping[str, Any], device: str, dtype
     make: Any = AutoModelForCausalLM.from_config
     with torch.device(device):
         model = make(config, dtype=getattr(torch, dtype))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    work = tempfile.mkdtemp(dir=path.parent)
-    try:
+
+
+    def save(work: Path) -> None:
         model.save_pretrained(work)
         _make_tokenizer().save_pretrained(work)
-        os.rename(work, path)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+
+    _whole(path, save)
 
 
 def _make_tokenizer() -> Any:

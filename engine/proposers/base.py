@@ -85,6 +85,9 @@ class Proposer(ABC):
     def attach(self, place: Place) -> None:
         """Prepare to work there; called once, before anything else. Raises ConfigError."""
 
+    def warm_up(self) -> None:
+        """On a device: compute as much as beside any step, so that kernels are compiled, and memory is measured."""
+
     def add(self, slot: int, request: NewRequest) -> None:
         """Note a request of the batch, which may have output already."""
 

@@ -19,6 +19,7 @@ from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
 from pdkv.engine.proposers.base import Asked, Guesses, Place, Proposer, ProposerOptions
 from pdkv.engine.worker.dtype import resolve_dtype
 from pdkv.engine.worker.kv_cache import allocate_pool, make_layout, num_blocks_that_fit
+from pdkv.engine.worker.pending import PendingStep
 from pdkv.engine.worker.runner import ModelRunner
 from pdkv.errors import ConfigError
 from pdkv.models.config import load_model_config
@@ -53,6 +54,10 @@ class _Drafted:
         self.token_ids: npt.NDArray[np.int32] = np.zeros(0, np.int32)  # during one call
 
 
+_Share = tuple[int, _Drafted, int]
+"""A request's place among those asked for, and how many of its tokens are known after a step."""
+
+
 class DraftModelProposer(Proposer):
     """Each rank runs the whole drafter, so that ranks need not talk about it."""
 
@@ -76,10 +81,15 @@ class DraftModelProposer(Proposer):
         self._runner = ModelRunner(
             decoder, pool, layout, max_num_seqs=place.max_num_seqs, max_model_len=place.max_model_len
         )
+        self._max_num_seqs = place.max_num_seqs
         self._block_size, self._free = config.block_size, list(range(num_blocks - 1, -1, -1))
         self._known: dict[int, _Drafted] = {}  # by slot of the target's batch
         self._ended: list[RequestKey] = []
         self._step_id = 0
+
+    def warm_up(self) -> None:
+        most = max(self.options.draft_max_num_batched_tokens, self._max_num_seqs * (self.num_tokens + 1))
+        self._runner.warm_up(most)
 
     def add(self, slot: int, request: NewRequest) -> None:
         self._known[slot] = _Drafted(request)
@@ -95,11 +105,11 @@ class DraftModelProposer(Proposer):
         guesses = np.full((len(asked.slots), most), -1, np.int64)
         counts = np.zeros(len(asked.slots), np.int64)
         active = self._catch_up(asked)
-        for step in range(most):
-            drawn = self._run(active, samples=True)
-            for place, _, _ in active:
-                guesses[place, step] = drawn[place]
-                counts[place] += 1
+        steps = list[tuple[Sequence[_Share], PendingStep]]()
+        for step in range(most if active else 0):
+            steps.append((active, self._launch(active, samples=True)))
+            for _, earlier in steps[-2:-1]:  # a device goes on with this step meanwhile
+                earlier.finish()
             active = [
                 (place, drafted, known + 1)
                 for place, drafted, known in active
@@ -107,9 +117,14 @@ class DraftModelProposer(Proposer):
             ]
             if not active:
                 break
+        for step, (shares, launched) in enumerate(steps):
+            sampled = launched.finish().sampled
+            for place, drafted, _ in shares:
+                guesses[place, step] = sampled[drafted.request.key].token_ids[0]
+                counts[place] += 1
         return Guesses(counts, guesses)
 
-    def _catch_up(self, asked: Asked) -> list[tuple[int, _Drafted, int]]:
+    def _catch_up(self, asked: Asked) -> list[_Share]:
         """Compute what is missing, within the budget. Returns those that can draw: their places, and known tokens."""
         budget = int(self.options.draft_max_num_batched_tokens)
         ready, behind = [], []
@@ -124,7 +139,7 @@ class DraftModelProposer(Proposer):
                 budget -= stop - drafted.num_computed
                 behind.append((place, drafted, stop))
         if behind:
-            self._run(behind, samples=False)
+            self._launch(behind, samples=False).finish()
         caught_up = [
             (place, drafted, stop + 1)
             for place, drafted, stop in behind
@@ -150,8 +165,8 @@ class DraftModelProposer(Proposer):
             drafted.blocks.append(self._free.pop())
         return True
 
-    def _run(self, shares: Sequence[tuple[int, _Drafted, int]], *, samples: bool) -> dict[int, int]:
-        """Compute each request's tokens up to `stop`. Returns the tokens drawn, by place."""
+    def _launch(self, shares: Sequence[_Share], *, samples: bool) -> PendingStep:
+        """Compute each request's tokens up to `stop`; at most one launched before may be unfinished."""
         new, scheduled = [], []
         for _, drafted, stop in shares:
             fresh = [drafted.blocks[drafted.num_told :]]
@@ -162,10 +177,7 @@ class DraftModelProposer(Proposer):
             scheduled.append(ScheduledRequest(drafted.request.key, start, stop - start, told, samples))
             drafted.num_told, drafted.num_computed = len(drafted.blocks), stop
         ended, self._ended, self._step_id = self._ended, [], self._step_id + 1
-        output = self._runner.execute(StepPlan(self._step_id, new, scheduled, ended))
-        if not samples:
-            return {}
-        return {place: output.sampled[drafted.request.key].token_ids[0] for place, drafted, _ in shares}
+        return self._runner.launch(StepPlan(self._step_id, new, scheduled, ended))
 
 
 def _plain(drafted: _Drafted, blocks: list[list[int]]) -> NewRequest:

@@ -252,6 +252,8 @@ class InProcessExecutor(ModelExecutor):
         if size_bytes is not None:
             self._size_pool(size_bytes)  # before the weights, which may take minutes
         self._model = self._load_model(model_config, dtype, weights)
+        if proposer is not None:
+            proposer.attach(self._place())
         on_cpu = self.device.type == "cpu"
         self._decode_sizes = () if on_cpu else decode_sizes(config.max_num_seqs)
         self._recorder = make_recorder(self.device, enforce_eager=config.enforce_eager, num_ranks=shard.size)
@@ -275,20 +277,26 @@ class InProcessExecutor(ModelExecutor):
 
     def _profile(self) -> int:
         """Bytes of a GPU's memory for KV."""
-        config = self._config
+        config, proposer = self._config, self._proposer
         return profiled_bytes(
             self._model,
             self.layout,
             utilization=config.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION,
             max_num_tokens=self._max_num_batched_tokens,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=min(config.max_num_seqs * self._rows_each, self._max_num_batched_tokens),
             max_model_len=self.max_model_len,
             attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
             prompt_sizes=self._prompt_sizes,
             num_graphs=0 if self._recorder is None else len(self._decode_sizes) + len(self._prompt_sizes),
             timeout_s=self._start_timeout_s,
+            guess=None if proposer is None else proposer.warm_up,
         )
+
+    @property
+    def _rows_each(self) -> int:
+        """The most rows of a step after which tokens are drawn for one request."""
+        return 1 if self._proposer is None else 1 + self._proposer.num_tokens
 
     def _size_pool(self, size_bytes: int) -> None:
         sizes = self.max_model_len, self._max_num_batched_tokens, self._hit_tokens
@@ -313,8 +321,6 @@ class InProcessExecutor(ModelExecutor):
         if worker is not None:
             worker.register_kv_caches(kv_pool)
         config, self._worker = self._config, worker
-        if self._proposer is not None:
-            self._proposer.attach(self._place())
         self._runner = self._runner_type(
             self._model,
             kv_pool,
@@ -335,8 +341,10 @@ class InProcessExecutor(ModelExecutor):
         )
         self._runner.warm_up(0 if self.device.type == "cpu" else self._max_num_batched_tokens)
         if self.device.type == "cpu":
-            rows_each = 1 if self._proposer is None else 1 + self._proposer.num_tokens
-            take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, config.max_num_seqs * rows_each))
+            num_rows = config.max_num_seqs * self._rows_each
+            take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, num_rows))
+        elif self._proposer is not None:
+            self._proposer.warm_up()
         self._runner.set_timeout(config.rank_timeout_s)
         self._parallel.set_timeout(config.rank_timeout_s)
         return [RankInfo(os.getpid(), worker.handshake() if worker is not None else b"")]

@@ -1,6 +1,6 @@
 """Measures how much of a GPU's memory is left for KV next to the largest step and the captured graphs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -37,6 +37,7 @@ def profiled_bytes(
     prompt_sizes: Sequence[Padding] = (),
     num_graphs: int,
     timeout_s: float,
+    guess: Callable[[], None] | None = None,
 ) -> int:
     """Bytes of its share of a GPU that an engine leaves free for KV, found by running the whole warm-up, including the
     largest step, over a pool of one block and measuring the peak.
@@ -44,11 +45,12 @@ def profiled_bytes(
     Args:
         utilization: the share, in (0, 1].
         max_num_tokens: tokens of a step.
-        max_num_seqs: requests of a step, which all draw, with every option.
+        max_num_seqs: rows of a step that draw, with every option.
         attention_backend, decode_sizes, prompt_sizes: as in `ModelRunner`.
         num_graphs: how many steps will be captured.
         timeout_s: longest time of a step on the device; it includes waiting for ranks that load their weights more
             slowly.
+        guess: computes the most that a proposer computes beside a step. What it has on the device already counts, too.
 
     Raises:
         ConfigError: nothing is left, or other processes use memory within the share.
@@ -69,8 +71,11 @@ def profiled_bytes(
     runner.warm_up(max_num_tokens)
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device)
+    if guess is not None:
+        peak += _bytes_at_peak(guess, device)
     if num_graphs:
-        peak += _GRAPH_POOL_RATIO * _padded_bytes(runner, device) + num_graphs * _GRAPH_BYTES
+        padded_bytes = _bytes_at_peak(lambda: runner.warm_up_decodes(None), device)
+        peak += _GRAPH_POOL_RATIO * padded_bytes + num_graphs * _GRAPH_BYTES
     free, total = torch.cuda.mem_get_info(device)
     share, available = int(total * utilization), free + torch.cuda.memory_reserved(device)
     if available < share:
@@ -84,10 +89,10 @@ def profiled_bytes(
     return size_bytes
 
 
-def _padded_bytes(runner: ModelRunner, device: torch.device) -> int:
-    """Bytes that the largest padded step takes at its peak, besides the memory used between steps."""
+def _bytes_at_peak(run: Callable[[], None], device: torch.device) -> int:
+    """Bytes that a call takes at its peak, besides the memory used before."""
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    runner.warm_up_decodes(None)
+    run()
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

@@ -9,10 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 from deployments import link_text_model
+from twin_device import TwinDevice
 
 from pdkv import LLM, SamplingParams
 from pdkv.config import DEFAULT_MODEL
+from pdkv.engine.worker.draft_model import DraftModelProposer
+from pdkv.engine.worker.pending import MAX_PENDING
+from pdkv.engine.worker.queued_step import QueuedStep
 from pdkv.errors import ConfigError
+from pdkv.kernels import streams
 from pdkv.proposers import NewRequest, TokenProposer
 
 PROMPTS = [[7, 8, 9, 10, 11, 12, 7, 8], [20, 21, 22] * 6, [30, 31, 32, 33] * 4, [5]]
@@ -32,12 +37,12 @@ def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def generate(
-    model: Path, config: dict[str, Any] | None, count: int = len(PROMPTS)
+    model: Path, config: dict[str, Any] | None, count: int = len(PROMPTS), **options: Any
 ) -> tuple[list[Any], dict[str, float]]:
     """The choices of two equal calls, one after the other, and the counts of guesses."""
     more = {"speculative_config": config} if config else {}
     fields = {"kv_cache_memory": 24 * 16 * 512, "max_model_len": 128, "max_num_batched_tokens": 16, "max_num_seqs": 8}
-    with LLM(model, threads=1, device="cpu", in_turn_below_s=0.0, **fields, **more) as llm:
+    with LLM(model, threads=1, device="cpu", in_turn_below_s=0.0, **fields, **more, **options) as llm:
         asked = PROMPTS[:count], PARAMS[:count]
         outputs = [*llm.generate(*asked, use_tqdm=False), *llm.generate(*asked, use_tqdm=False)]
         counts = {metric.name.rpartition("num_")[2]: metric.value for metric in llm.get_metrics()}
@@ -128,6 +133,28 @@ def test_a_draft_model_changes_no_token_and_is_right_where_it_agrees(model: Path
     assert found == expected  # with room for some of the requests
     _, counts = generate(model, config, 2)  # without penalties, of which it knows nothing
     assert counts["accepted_tokens"] > 0.95 * counts["draft_tokens"] > 50
+
+
+def test_a_draft_model_s_steps_are_queued_on_a_device(
+    model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is computed while the next one is launched; more may not be."""
+    unfinished: list[int] = []
+    launch = DraftModelProposer._launch
+
+    def launched(self: DraftModelProposer, shares: Any, *, samples: bool) -> Any:
+        steps.append(launch(self, shares, samples=samples))
+        unfinished.append(sum(isinstance(step, QueuedStep) and step._output is None for step in steps))
+        return steps[-1]
+
+    steps: list[Any] = []
+    monkeypatch.setattr(DraftModelProposer, "_launch", launched)
+    monkeypatch.setattr(streams, "HOST", TwinDevice())
+    config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "adaptive": False}
+    found, counts = generate(model, config, max_steps_ahead=0)
+    assert found == expected
+    assert counts["accepted_tokens"] > 50
+    assert max(unfinished) == 1 + MAX_PENDING
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(model: Path) -> None:

@@ -1,5 +1,6 @@
 """What the profile of a GPU's memory counts, on a ledger that stands in for a device: none is at hand in most runs."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,14 @@ def _as_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(select, "on_device", lambda _: True)
 
 
-def profile(model: Decoder, utilization: float, num_tokens: int, max_num_seqs: int = 8, num_graphs: int = 0) -> int:
+def profile(
+    model: Decoder,
+    utilization: float,
+    num_tokens: int,
+    max_num_seqs: int = 8,
+    num_graphs: int = 0,
+    guess: Callable[[], None] | None = None,
+) -> int:
     return profiled_bytes(
         model,
         make_layout(model.config, block_size=16, dtype="float32"),
@@ -75,6 +83,7 @@ def profile(model: Decoder, utilization: float, num_tokens: int, max_num_seqs: i
         decode_sizes=(1, max_num_seqs),
         num_graphs=num_graphs,
         timeout_s=30.0,
+        guess=guess,
     )
 
 
@@ -96,6 +105,15 @@ def test_graphs_get_what_their_largest_step_takes_and_the_driver_for_each(
     monkeypatch.setattr(memory_profile, "_GRAPH_BYTES", 1000)
     without = profile(model, 0.9, 70)
     assert without - profile(model, 0.9, 70, num_graphs=9) == 2 * 8 * PER_TOKEN + 9 * 1000
+
+
+def test_what_a_proposer_computes_beside_a_step_counts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    ledger = Ledger(monkeypatch, model)
+
+    def guess() -> None:
+        ledger.peak = WEIGHTS + 4_000
+
+    assert profile(model, 0.9, 70) - profile(model, 0.9, 70, guess=guess) == 4_000
 
 
 def test_where_nothing_is_left_it_says_so(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

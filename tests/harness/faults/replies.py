@@ -39,6 +39,7 @@ class Reply:
 
     texts: dict[int, str] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)  # if asked for
     tokens: dict[int, list[str]] = field(default_factory=dict)  # of logprobs
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
@@ -53,9 +54,10 @@ class Reply:
         for choice in body["choices"]:
             index, delta = choice["index"], choice.get("delta", {})
             self.roles += "role" in delta
-            calls = "".join(call["function"]["arguments"] for call in delta.get("tool_calls", ()))
+            calls = "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or ())
             text = choice.get("text", delta.get("content")) or calls
             self.texts[index] = self.texts.get(index, "") + text
+            self.token_ids.setdefault(index, []).extend(choice.get("token_ids") or ())
             if choice["finish_reason"] is not None:
                 assert index not in self.reasons
                 self.reasons[index] = choice["finish_reason"]
@@ -74,7 +76,7 @@ async def ask(client: httpx.AsyncClient, fields: dict[str, Any], salt: str, on_e
         reply.add(answer.json())
         return reply
     async with client.stream("POST", path, json=body) as stream:
-        assert stream.status_code == 200
+        assert stream.status_code == 200, await stream.aread()
         async for line in stream.aiter_lines():
             if line.startswith("data: {"):
                 reply.add(json.loads(line.removeprefix("data: ")))
