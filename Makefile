@@ -85,13 +85,14 @@ steady: install
 planted: install
 	cd tests/harness && $(abspath $(BIN))/python -m planted
 
-# Every backend between engines of every shape, the whole conformance kits, and what else `make test` leaves out: it is
-# marked slow; and more examples of what is drawn at random. Takes an hour on two cores.
+# Every backend between engines of every shape, 10,000 outputs with every proposer, the whole conformance kits, and what
+# else `make test` leaves out: it is marked slow; and more examples of what is drawn at random. An hour on two cores.
 matrix: install
 	mkdir -p .bench && rm -f .bench/matrix.txt
 	MATRIX_RESULTS=$(abspath .bench/matrix.txt) \
 		$(BIN)/python -m pytest -n 2 --dist load -m "not gpu" tests/matrix
 	$(BIN)/python tests/support/matrix_table.py .bench/matrix.txt
+	cd tests/harness && $(abspath $(BIN))/python -m guesses --outputs 10000
 	$(BIN)/python -m pytest -n 2 --dist load -m "slow and not gpu" --ignore tests/matrix
 	EXAMPLES=20 $(BIN)/python -m pytest -n 2 --dist load -m "hypothesis and not gpu"
 

@@ -147,7 +147,6 @@ def _make(path: Path, family: str, fields: Mapping[str, Any], device: str, dtype
     with torch.device(device):
         model = make(config, dtype=getattr(torch, dtype))
 
-
     def save(work: Path) -> None:
         model.save_pretrained(work)
         _make_tokenizer().save_pretrained(work)

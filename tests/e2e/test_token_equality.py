@@ -2,12 +2,9 @@
 of the prompt is computed by decode (F1, F2). Other files do the same with other connectors and models.
 """
 
-import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
-import httpx
 import pytest
 from equality import (
     AGGREGATED,
@@ -78,18 +75,3 @@ def test_aggregated(workload: Workload) -> None:
             books = run_all(deployment, workload)
             check_undisturbed(books)
             assert books.sources("any")["remote"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft_model"])
-@pytest.mark.parametrize("flags", [TOPOLOGIES["1P1D"], TOPOLOGIES["2P2D"], (*TOPOLOGIES["1P1D"], "--tp", "2")], ids=str)
-def test_guesses_change_nothing(workload: Workload, flags: tuple[str, ...], method: str) -> None:
-    config = {"method": method, "num_speculative_tokens": 4, "adaptive": False}
-    own = {"ngram": {"prompt_lookup_min": 1}, "draft_model": {"model": str(workload.path)}}.get(method, {})
-    speculation = json.dumps(config | own).replace("{", "{{").replace("}", "}}")
-    with deployed(workload, *flags, *PREEMPTING, "--speculative-config", speculation) as deployment:
-        run_all(deployment, workload)
-        run_all(deployment, workload)
-        metrics = httpx.get(f"{deployment.url}/metrics").text
-    accepted = re.findall(r"^vllm:spec_decode_num_accepted_tokens_total\{.*\} (.*)$", metrics, re.MULTILINE)
-    assert sum(map(float, accepted)) > 0

@@ -145,9 +145,11 @@ def test_a_draft_model_s_steps_are_queued_on_a_device(
     def launched(self: DraftModelProposer, shares: Any, *, samples: bool) -> Any:
         steps.append(launch(self, shares, samples=samples))
         unfinished.append(sum(isinstance(step, QueuedStep) and step._output is None for step in steps))
+        num_blocks.add(len(self._free) + sum(len(drafted.blocks) for drafted in self._known.values()))
         return steps[-1]
 
     steps: list[Any] = []
+    num_blocks = set[int]()
     monkeypatch.setattr(DraftModelProposer, "_launch", launched)
     monkeypatch.setattr(streams, "HOST", TwinDevice())
     config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "adaptive": False}
@@ -155,6 +157,7 @@ def test_a_draft_model_s_steps_are_queued_on_a_device(
     assert found == expected
     assert counts["accepted_tokens"] > 50
     assert max(unfinished) == 1 + MAX_PENDING
+    assert len(num_blocks) == 1  # each is free, or of a request that the target computes
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(model: Path) -> None:

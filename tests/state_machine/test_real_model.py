@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from deployments import link_text_model
 from state_machine.host import PAIRS, World, run_schedule
 from state_machine.real_model import RealModel
 
@@ -20,8 +21,9 @@ LAGS = 3
 
 
 @pytest.fixture(scope="module")
-def model(hf_model: Callable[..., Path]) -> RealModel:
-    return RealModel(hf_model("qwen3", initializer_range=0.2, num_hidden_layers=2, head_dim=16))
+def model(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> RealModel:
+    path = hf_model("qwen3", initializer_range=0.2, num_hidden_layers=2, head_dim=16)
+    return RealModel(link_text_model(path, tmp_path_factory.mktemp("model")))
 
 
 @pytest.mark.parametrize(("pair", "num_schedules"), SCHEDULES)
@@ -34,11 +36,11 @@ def test_a_real_model_says_the_right_tokens_in_any_schedule(
     for i in range(num_schedules):
         make_world = partial(World, forward=model, lag=i % LAGS, num_drafts=3 * (i % 2))
         world = run_schedule(rng.randbytes(rng.randint(150, 500)), pair, make_world)  # type: ignore[arg-type]
-        most_ahead.add(world.most_ahead)
+        most_ahead.add((world.most_ahead, world.num_drafts > 0))
         num_finished += sum(client.flow.finish_reason is not None for client in world.clients)
         for engine in world.engines.values():
             sources = engine.core.reports.make_load().sources
             num_loaded += sources.remote + sources.store
-    assert most_ahead == {*range(LAGS)}
+    assert most_ahead == {(lag, guesses) for lag in range(LAGS) for guesses in (False, True)}
     assert num_finished
     assert num_loaded

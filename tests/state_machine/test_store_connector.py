@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from deployments import link_text_model
 from state_machine.host import run_schedule
 from state_machine.real_model import RealModel
 from state_machine.store_world import StoreWorld
@@ -34,9 +35,11 @@ class WholeUnits(RealModel):
 
 
 @pytest.fixture(scope="module")
-def model(request: pytest.FixtureRequest, hf_model: Callable[..., Path]) -> WholeUnits:
-    fields = GROUPS[request.param]
-    return WholeUnits(hf_model("qwen3", initializer_range=0.2, num_hidden_layers=2, head_dim=16, **fields))
+def model(
+    request: pytest.FixtureRequest, hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> WholeUnits:
+    path = hf_model("qwen3", initializer_range=0.2, num_hidden_layers=2, head_dim=16, **GROUPS[request.param])
+    return WholeUnits(link_text_model(path, tmp_path_factory.mktemp("model")))
 
 
 @pytest.mark.parametrize(("model", "pair", "num_schedules"), SCHEDULES, indirect=["model"], ids=str)

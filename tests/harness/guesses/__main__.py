@@ -132,7 +132,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 count, wrong = 0, ["it failed"]
             total, num_wrong = total + count, num_wrong + len(wrong)
             seconds = time.monotonic() - started
-            print(f"{number} of {len(cells)}: {cell}: {count} outputs, {len(wrong)} differ ({seconds:.0f} s)", flush=True)
+            print(
+                f"{number} of {len(cells)}: {cell}: {count} outputs, {len(wrong)} differ ({seconds:.0f} s)", flush=True
+            )
             print(*(f"  {text[:300]}" for text in wrong[:5]), sep="\n", end="\n" if wrong else "", flush=True)
     print(f"{total} outputs, {num_wrong} differ")
     return 1 if num_wrong or total < options.outputs else 0

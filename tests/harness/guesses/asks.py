@@ -8,12 +8,21 @@ SAMPLED = {"temperature": 0.9, "seed": 7}
 STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "days"],
     "additionalProperties": False,
 }
+PATTERN = "(the|fox|one|[a-f]{3}, ){9}"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA, "strict": True}}
-WORDS = ("one two three four five", "the quick brown fox jumps over the lazy dog", "red, green and blue", "a b c d e f g")
+WORDS = (
+    "one two three four five",
+    "the quick brown fox jumps over the lazy dog",
+    "red, green and blue",
+    "a b c d e f g",
+)
 
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "greedy": (20, {"temperature": 0, "logprobs": 2}),
@@ -23,7 +32,16 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stops": (8, {**SAMPLED, "n": 2, "stop": [" fo", "ee", "gr", "d e"], "ignore_eos": False, **STREAM}),
     "biased": (8, {**SAMPLED, "n": 2, "logit_bias": {"70": 3, "80": -100}, "min_tokens": 20, "bad_words": ["the"]}),
     "shaped": (6, {**SAMPLED, "n": 2, "structured_outputs": {"json": SCHEMA}, "ignore_eos": False, **STREAM}),
-    "pattern": (6, {**SAMPLED, "logprobs": 1, "structured_outputs": {"regex": "(the|fox|one|[a-f]{3}, ){9}"}, "ignore_eos": False, **STREAM}),
+    "pattern": (
+        6,
+        {
+            **SAMPLED,
+            "logprobs": 1,
+            "structured_outputs": {"regex": PATTERN},
+            "ignore_eos": False,
+            **STREAM,
+        },
+    ),
     "tools": (6, {**SAMPLED, "n": 2, "tools": [TOOL], "tool_choice": "required", "ignore_eos": False, **STREAM}),
     "chat": (8, {**SAMPLED, **STREAM}),
 }

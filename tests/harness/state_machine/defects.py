@@ -373,6 +373,41 @@ def guesses_behind_the_stop(patch: Patch) -> None:
     patch.setattr(StopRules, "apply", broken)
 
 
+def guesses_beyond_the_length(patch: Patch) -> None:
+    """A request has guesses, and output, behind its max_tokens."""
+    wanted, apply = Scheduler._wanted_drafts, StopRules.apply
+
+    def wanted_behind(self: Scheduler, decodes: Sequence[tuple[Request, int]]) -> Any:
+        for request, _ in decodes:
+            request.end_at += 2
+        found = wanted(self, decodes)
+        for request, _ in decodes:
+            request.end_at -= 2
+        return found
+
+    def applied(self: StopRules, request: Request, num_new: int) -> Any:
+        output = list(request.output_token_ids)
+        reason, token_id = apply(self, request, num_new)
+        if reason == "length":
+            request.output_token_ids[:] = output
+        return reason, token_id
+
+    patch.setattr(Scheduler, "_wanted_drafts", wanted_behind)
+    patch.setattr(StopRules, "apply", applied)
+
+
+def guesses_handed_off(patch: Patch) -> None:
+    """What is handed off has a guess behind its first token that no step has verified."""
+    take_drawn = Scheduler._take_drawn
+
+    def broken(self: Scheduler, request: Request, sampled: SampledTokens, num_drawn: int) -> Drawn:
+        if request.submit.until != "end" and sampled.token_ids:
+            sampled = SampledTokens([*sampled.token_ids, sampled.token_ids[0]], None)
+        return take_drawn(self, request, sampled, num_drawn)
+
+    patch.setattr(Scheduler, "_take_drawn", broken)
+
+
 DEFECTS: Sequence[Planted] = (
     (lease_freed_early, PULL, (0, 3, 0)),
     (quarantine_skipped, PUSH, (5, 3, 0)),
@@ -407,5 +442,7 @@ DRAFT_DEFECTS: Sequence[Planted] = (
     (rejected_rows_given_to_a_sibling, PULL, (2, 6, 4)),
     (guesses_behind_the_stop, PULL, (4, 3, 3)),
     (rejected_rows_saved, STORE, (0, 13, 4)),
+    (guesses_beyond_the_length, PULL, (2, 6, 0)),
+    (guesses_handed_off, PULL, (0, 0, 0)),
 )
 """Those that need a proposer."""

@@ -11,7 +11,7 @@ from random_proposer import RandomProposer
 from pdkv.connectors.base import WorkerConnector
 from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.plan import NewRequest
-from pdkv.engine.proposers.base import TokenProposer
+from pdkv.engine.proposers.base import Proposer
 from pdkv.engine.worker.executor import Executor
 from pdkv.wire.kv import KVLayout
 
@@ -41,7 +41,7 @@ class Forward(ABC):
         *,
         max_num_seqs: int,
         worker: WorkerConnector,
-        proposer: TokenProposer | None = None,
+        proposer: Any = None,
         grammars: HeldStore | None = None,
     ) -> Executor:
         """The executor of a new engine, with its pool registered at `worker`. `grammars` makes its masks."""
@@ -61,7 +61,7 @@ class Forward(ABC):
             length: in [1, NUM_LENGTHS]: longer with the number.
         """
 
-    def proposer(self, num_tokens: int, seed: int) -> RandomProposer | None:
+    def proposer(self, num_tokens: int, seed: int) -> Proposer | None:
         """One that is right more often than not."""
         if not num_tokens:
             return None

@@ -9,7 +9,8 @@ from oracle import oracle
 
 from pdkv.config import EngineConfig
 from pdkv.connectors.base import WorkerConnector
-from pdkv.engine.proposers.base import TokenProposer
+from pdkv.engine.proposers.base import Proposer
+from pdkv.engine.proposers.registry import make_proposer
 from pdkv.engine.worker.executor import InProcessExecutor
 from pdkv.engine.worker.kv_cache import make_layout
 from pdkv.engine.worker.masks import GrammarMasks
@@ -19,6 +20,9 @@ from state_machine.forward import MAX_OUTPUT, NUM_FAMILIES, NUM_LENGTHS, Forward
 
 PROMPT_LENGTHS = (1, 3, 15, 16, 17, 24, 31, 32, 33, 40, 48, 49, 62)
 assert len(PROMPT_LENGTHS) == NUM_LENGTHS
+
+METHODS = ("", "ngram", "suffix", "draft_model")
+"""Of proposers; "" is the one that knows the output, and is often wrong."""
 
 
 class RealModel(Forward):
@@ -44,7 +48,7 @@ class RealModel(Forward):
         *,
         max_num_seqs: int,
         worker: WorkerConnector,
-        proposer: TokenProposer | None = None,
+        proposer: Proposer | None = None,
         grammars: HeldStore | None = None,
     ) -> InProcessExecutor:
         config = EngineConfig(
@@ -68,6 +72,15 @@ class RealModel(Forward):
         assert executor.num_blocks == num_blocks
         executor.attach(None, worker)
         return executor
+
+    def proposer(self, num_tokens: int, seed: int) -> Proposer | None:
+        """One of every kind, by the seed."""
+        method = METHODS[seed % len(METHODS)]
+        if not (num_tokens and method):
+            return super().proposer(num_tokens, seed)
+        config = {"method": method, "num_speculative_tokens": str(num_tokens), "adaptive": "false"}
+        own = {"ngram": {"prompt_lookup_min": "1"}, "draft_model": {"model": str(self._model_dir)}}
+        return make_proposer(config | own.get(method, {}))
 
     def prompt(self, family: int, length: int, *, changed: bool) -> list[int]:
         return self._prompts[family, length, changed]
