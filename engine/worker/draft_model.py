@@ -4,7 +4,7 @@ It draws from its own distribution with the target's random numbers. It finds no
 itself, some tokens beside each step, and guesses nothing for a request until it has caught up.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from pdkv.base.options import Positive, Size, option
 from pdkv.config import EngineConfig
-from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
+from pdkv.engine.plan import NewRequest, SampledTokens, ScheduledRequest, StepPlan
 from pdkv.engine.proposers.base import Asked, Guesses, Place, Proposer, ProposerOptions
 from pdkv.engine.worker.dtype import resolve_dtype
 from pdkv.engine.worker.kv_cache import allocate_pool, make_layout, num_blocks_that_fit
@@ -104,25 +104,29 @@ class DraftModelProposer(Proposer):
         most = min(int(asked.most.max()), self.num_tokens)
         guesses = np.full((len(asked.slots), most), -1, np.int64)
         counts = np.zeros(len(asked.slots), np.int64)
-        active = self._catch_up(asked)
-        steps = list[tuple[Sequence[_Share], PendingStep]]()
-        for step in range(most if active else 0):
-            steps.append((active, self._launch(active, samples=True)))
-            for _, earlier in steps[-2:-1]:  # a device goes on with this step meanwhile
-                earlier.finish()
-            active = [
-                (place, drafted, known + 1)
-                for place, drafted, known in active
-                if step + 1 < asked.most[place] and self._has_room(drafted, known + 1)
-            ]
-            if not active:
-                break
-        for step, (shares, launched) in enumerate(steps):
-            sampled = launched.finish().sampled
+        for step, (shares, sampled) in enumerate(self._draw(asked, most)):
             for place, drafted, _ in shares:
                 guesses[place, step] = sampled[drafted.request.key].token_ids[0]
                 counts[place] += 1
         return Guesses(counts, guesses)
+
+    def _draw(self, asked: Asked, most: int) -> list[tuple[Sequence[_Share], Mapping[RequestKey, SampledTokens]]]:
+        """Each step's requests, and what it drew. A device goes on with a step while the one before is read."""
+        active = self._catch_up(asked)
+        steps = list[tuple[Sequence[_Share], PendingStep]]()
+        try:
+            while active and len(steps) < most:
+                steps.append((active, self._launch(active, samples=True)))
+                for _, earlier in steps[-2:-1]:
+                    earlier.finish()
+                active = [
+                    (place, drafted, known + 1)
+                    for place, drafted, known in active
+                    if len(steps) < asked.most[place] and self._has_room(drafted, known + 1)
+                ]
+        finally:  # whatever failed, or no later step could be launched
+            drawn = [(shares, step.finish().sampled) for shares, step in steps]
+        return drawn
 
     def _catch_up(self, asked: Asked) -> list[_Share]:
         """Compute what is missing, within the budget. Returns those that can draw: their places, and known tokens."""
