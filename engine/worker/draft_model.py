@@ -110,7 +110,7 @@ class DraftModelProposer(Proposer):
                 counts[place] += 1
         return Guesses(counts, guesses)
 
-    def _draw(self, asked: Asked, most: int) -> list[tuple[Sequence[_Share], Mapping[RequestKey, SampledTokens]]]:
+    def _draw(self, asked: Asked, most: int) -> Sequence[tuple[Sequence[_Share], Mapping[RequestKey, SampledTokens]]]:
         """Each step's requests, and what it drew. A device goes on with a step while the one before is read."""
         active = self._catch_up(asked)
         steps = list[tuple[Sequence[_Share], PendingStep]]()
