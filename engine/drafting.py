@@ -25,8 +25,11 @@ _PATIENCE = 24
 _PROMISING = 0.5
 """The rate from which on guesses that cost little are made and compared although none is worth verifying yet."""
 
-_CHEAP, _COSTLY = (16, 2), (64, 2)
-"""A pause ends for 2 of 16 steps, the same for all requests; for 2 of 64 where guessing costs much."""
+_TRIES, _OFTEN, _SELDOM, _LEAST_OFTEN = 2, 16, 64, 256
+"""A pause ends for 2 of 16 steps, the same for all requests; for 2 of 64 where guessing costs much, or of up to 256."""
+
+_TRIES_COST = 0.01
+"""Share of an engine's time that the tries of a pause may take, but for _LEAST_OFTEN."""
 
 _MUCH = 0.1
 """Seconds of guessing that are much, as a share of those of a step."""
@@ -56,6 +59,7 @@ class Drafting:
         self._rate = _FIRST_RATE  # of new requests: as of all others lately
         self._times = StepCosts()
         self._guessing_s = self._step_s = 0.0  # of a step that guesses; of one without its guessing
+        self._found = 1.0  # share of the guesses asked for that there were lately
 
     @property
     def _costs_much(self) -> bool:
@@ -63,17 +67,30 @@ class Drafting:
 
     def num_to_guess(self, step_id: int) -> int:
         """The most tokens to guess for each request after that step's draws."""
-        every, tries = _COSTLY if self._costs_much else _CHEAP
-        is_active = self._num_idle < _PATIENCE or not self._adapts or step_id % every < tries
+        is_active = not self._adapts or self._num_idle < _PATIENCE or step_id % self._pause < _TRIES
         return self.num_tokens if is_active else 0
 
+    @property
+    def _pause(self) -> int:
+        """Steps from one try to the next."""
+        pays_at = int(_TRIES * self._guessing_s / (_TRIES_COST * self._step_s)) if self._step_s else 0
+        return max(_SELDOM if self._costs_much else _OFTEN, min(pays_at, _LEAST_OFTEN))
+
     def choose(self, requests: Sequence[Request], counts: Sequence[int], num_rows: int) -> list[int]:
-        """How many of their guesses, at most counts[i] of each, a step should verify that has `num_rows` without."""
+        """How many of their guesses a step should verify that has `num_rows` without.
+
+        Args:
+            counts: how many there are of each request's; of one that is in flight, how many there may be.
+        """
         if not self._adapts or not requests:
             return list(counts)
         rates = np.array([self._rate if request.draft_rate is None else request.draft_rate for request in requests])
+        found = np.array([self._found if request.num_in_flight else 1.0 for request in requests])
         depth = np.arange(1, max(counts) + 1)
-        gains = np.where(depth <= np.array(counts)[:, None], rates[:, None] ** depth, 0.0).ravel()
+        likely = rates[:, None] ** depth * found[:, None]
+        gains = np.where(depth <= np.array(counts)[:, None], likely, 0.0).ravel()
+        if not self._may_pay(num_rows, float(gains.sum())):
+            return [0] * len(requests)
         best = np.argsort(-gains, kind="stable")  # those of one request in their order
         tokens = num_rows + np.concatenate([[0.0], np.cumsum(gains[best])])
         seconds = self._times.of(num_rows + np.arange(len(tokens)))
@@ -82,12 +99,22 @@ class Drafting:
         num_verified = int(speeds.argmax())
         if speeds[num_verified] < LEAST_GAIN * speeds[0]:
             return [0] * len(requests)
-        self._num_idle = 0
         chosen: list[int] = np.bincount(best[:num_verified] // len(depth), minlength=len(requests)).tolist()
         return chosen
 
+    def _may_pay(self, num_rows: int, gain: float) -> bool:
+        """Whether so many tokens more would pay if their rows cost nothing."""
+        seconds = float(self._times.of(np.array([num_rows]))[0])
+        return (num_rows + gain) * seconds >= LEAST_GAIN * num_rows * (seconds + self._guessing_s)
+
+    def note_guesses(self, num_found: int, num_asked: int) -> None:
+        """Note how many guesses a step made, of those asked for."""
+        self._found += (num_found / num_asked - self._found) * _TIME_WEIGHT
+
     def learn(self, request: Request, result: DraftResult) -> None:
         """Note how a request's guesses did."""
+        if result.num_verified:
+            self._num_idle = 0
         if result.num_right or result.is_wrong:
             before = self._rate if request.draft_rate is None else request.draft_rate
             request.draft_rate = _moved(before, result, _WEIGHT)

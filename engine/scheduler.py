@@ -54,6 +54,7 @@ class _Share(msgspec.Struct, frozen=True, gc=False):
     stop: int  # tokens [.., stop) are computed when the step is confirmed
     num_drawn: int  # the most tokens drawn
     is_decode: bool  # it is a single token with its drafts
+    num_guesses: int  # the most that are made after it
 
 
 class Drawn(msgspec.Struct, frozen=True, gc=False):
@@ -130,7 +131,7 @@ class Scheduler:
         num_preempted = self.num_preemptions
         batch: list[tuple[Request, int]] = []
         budget = self._schedule_running(self.limits.max_num_batched_tokens, batch)
-        drafts = self._add_drafts(batch, budget) if self.limits.num_draft_tokens else _NO_DRAFTS
+        drafts = self._add_drafts(batch, budget) if self._may_have_drafts(batch) else _NO_DRAFTS
         if self.num_preemptions == num_preempted:
             self._schedule_waiting(budget - sum(drafts.values()), batch, step_id, now)
         return self._make_plan(step_id, batch, drafts)
@@ -182,7 +183,7 @@ class Scheduler:
         sends = self.settle(output.transfers)
         self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())
-        result = StepResult([], [], [], [], sends, bool(shares), self._num_rows(shares, output))
+        result = StepResult([], [], [], [], sends, bool(shares), self._look_at_guesses(shares, output))
         for share in shares:
             request, stop = share.request, share.stop
             if share.restarts != request.restarts:
@@ -243,12 +244,18 @@ class Scheduler:
         if self._drafting is not None and result.num_rows:
             self._drafting.note_step(result.num_rows, seconds, drafting_s)
 
-    def _num_rows(self, shares: Sequence[_Share], output: StepOutput) -> int:
-        """The rows of a step of single tokens and their guesses; 0: it was another one, or it does not matter."""
-        if self._drafting is None or not all(share.is_decode for share in shares):
+    def _look_at_guesses(self, shares: Sequence[_Share], output: StepOutput) -> int:
+        """Note how many guesses a step has made. Returns the rows of one of single tokens and their guesses; 0: it was
+        another one, or it does not matter.
+        """
+        if self._drafting is None:
             return 0
-        drafts = (sampled.drafts for sampled in output.sampled.values())
-        return len(shares) + sum(each.num_verified for each in drafts if each is not None)
+        drafts = [each.drafts for each in output.sampled.values() if each.drafts is not None]
+        if num_asked := sum(share.num_guesses for share in shares):
+            self._drafting.note_guesses(sum(each.num_guesses for each in drafts), num_asked)
+        if not all(share.is_decode for share in shares):
+            return 0
+        return len(shares) + sum(each.num_verified for each in drafts)
 
     def go_on(self) -> None:
         """Note that freed resources or new knowledge may let a request continue."""
@@ -331,6 +338,12 @@ class Scheduler:
                 starved = True
                 index += 1
         return 0 if starved else budget
+
+    def _may_have_drafts(self, batch: Sequence[tuple[Request, int]]) -> bool:
+        """Whether a request of the batch may have guesses."""
+        if self._drafting is None:
+            return self.limits.num_draft_tokens > 0
+        return any(request.num_guesses for request, _ in batch)
 
     def _add_drafts(self, batch: Sequence[tuple[Request, int]], budget: int) -> dict[RequestKey, int]:
         """Drafts for decoding requests of the batch, as far as the budget and the blocks allow. By request."""
@@ -539,7 +552,8 @@ class Scheduler:
                     key, start, num_tokens + num_drafts, new_block_ids, samples, num_drafts, request.num_guesses
                 )
             )
-            shares.append(_Share(request, request.restarts, stop, num_drawn, samples and num_tokens == 1))
+            num_guesses = request.num_guesses if samples else 0
+            shares.append(_Share(request, request.restarts, stop, num_drawn, samples and num_tokens == 1, num_guesses))
             request.num_computed = stop + num_drafts
             request.last_step_id = step_id
             request.num_in_flight += num_drawn

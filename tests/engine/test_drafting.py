@@ -19,8 +19,8 @@ def drafting(seconds: Any, **fields: Any) -> Drafting:
     return made
 
 
-def request(rate: float) -> Any:
-    return Mock(draft_rate=rate)
+def request(rate: float, num_in_flight: int = 0) -> Any:
+    return Mock(draft_rate=rate, num_in_flight=num_in_flight)
 
 
 @pytest.mark.parametrize(
@@ -59,15 +59,23 @@ def test_a_size_that_was_slow_once_is_tried_again() -> None:
 def test_guessing_pauses_while_no_guess_is_worth_verifying(is_costly: bool, tries: list[int]) -> None:
     made = drafting(FLAT, is_costly=is_costly)  # after 32 steps without
     assert [step for step in range(1000) if made.num_to_guess(step)][:5] == tries
-    made.choose([request(0.9)], [8], 1)
+    made.learn(request(0.9), DraftResult(1, 0, True, 0))
     assert made.num_to_guess(70) == 8
+
+
+def test_steps_planned_ahead_count_on_as_many_guesses_as_there_were_lately() -> None:
+    made = drafting(FLAT)
+    for _ in range(60):
+        made.note_guesses(0, 8)
+    assert made.choose([request(0.9, num_in_flight=1)], [8], 1) == [0]
+    assert made.choose([request(0.9)], [8], 1) == [8]
 
 
 def test_slow_guessing_counts_as_cost() -> None:
     made = drafting(FLAT)
     made.note_step(1, 9.0, 8.0)
     assert made.choose([request(0.8)], [8], 1) == [0]  # at most 4.3 tokens in 9 times the time
-    assert [step for step in range(1000) if made.num_to_guess(step)][:3] == [0, 1, 64]
+    assert [step for step in range(1000) if made.num_to_guess(step)][:3] == [0, 1, 256]
 
 
 def test_new_requests_are_as_guessable_as_others_lately() -> None:
