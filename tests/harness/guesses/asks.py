@@ -65,5 +65,7 @@ def _ask(kind: str, number: int, fields: dict[str, Any]) -> dict[str, Any]:
     is_chat = kind in ("tools", "chat")
     prompt = {"messages": [{"role": "user", "content": text}]} if is_chat else {"prompt": text * 2}
     common = {"model": "pdkv-default", "max_tokens": NUM_TOKENS, "allowed_token_ids": None, "return_token_ids": True}
-    seed = {"seed": number} if "seed" in fields else {}
-    return {**common, **prompt, **fields, **seed}
+    own = {"seed": number} if "seed" in fields else {}
+    if fields.get("ignore_eos", True):  # text, instead of one end after another
+        own["logit_bias"] = {"1": -100, **fields.get("logit_bias", {})}
+    return {**common, **prompt, **fields, **own}
