@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from pdkv.engine.plan import NewRequest, ScheduledRequest, StepPlan
-from pdkv.engine.worker.attention.backend import Padding
 from pdkv.engine.worker.graphs import Recorder
 from pdkv.engine.worker.kv_cache import allocate_pool, make_layout
 from pdkv.engine.worker.runner import ModelRunner
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.models.decoder import Decoder
 from pdkv.sampling.params import SamplingParams
 

@@ -61,7 +61,9 @@ class PlainLinear:
 
         norm = (before.weight, before.fused.epsilon) if isinstance(before, RMSNorm) else None
         x = x if norm is not None else _after(before, x)
-        name = None if act is None else "gelu" if act.fused == GATED_GELU else "silu"
+        name: Literal["silu", "gelu"] | None = None
+        if act is not None:
+            name = "gelu" if act.fused == GATED_GELU else "silu"
         return linear_row_triton(x, self.weight, self._bias, residual, norm, name)
 
 

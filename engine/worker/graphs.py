@@ -15,9 +15,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.backend import AttentionBackend, ModelInputs, Padding, first_prompt
+from pdkv.engine.worker.attention.backend import AttentionBackend, ModelInputs
 from pdkv.engine.worker.batch import IntArray, StepInputs
-from pdkv.engine.worker.step_buffers import MOST_PROMPTS, MOST_TOKENS
+from pdkv.engine.worker.step_buffers import MOST_PROMPTS, MOST_TOKENS, Padding, first_prompt
 from pdkv.kernels.paged_attention import FEW_QUERIES
 from pdkv.models.decoder import Decoder
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pdkv.engine.worker.attention.backend import Padding
 from pdkv.engine.worker.attention.select import AttentionName
 from pdkv.engine.worker.kv_cache import allocate_pool
 from pdkv.engine.worker.runner import ModelRunner
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import format_bytes
 from pdkv.models.decoder import Decoder

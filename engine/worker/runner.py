@@ -13,7 +13,7 @@ from pdkv.connectors.base import NO_TRANSFERS, KVConnectorMetadata, WorkerConnec
 from pdkv.connectors.step_done import StepsDone, make_step_done
 from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.proposers.base import Proposer
-from pdkv.engine.worker.attention.backend import Layer, Padding, Scores, pad
+from pdkv.engine.worker.attention.backend import Layer, Scores, pad
 from pdkv.engine.worker.attention.select import AttentionName, make_backend
 from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.worker.drafts import DrawRows, Guesser, digest_of
@@ -26,6 +26,7 @@ from pdkv.engine.worker.readback import Read, read_here
 from pdkv.engine.worker.sampling.logit_processors import TokenMasks
 from pdkv.engine.worker.sampling.prompt_results import PromptResults
 from pdkv.engine.worker.sampling.sampler import SamplingState
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.engine.worker.warm_up import WarmUp
 from pdkv.kernels.paged_attention import FEW_QUERIES
 from pdkv.kernels.streams import streams_of

@@ -11,17 +11,31 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pdkv.engine.worker.attention.backend import Padding, first_prompt
 from pdkv.engine.worker.batch import IntArray, StepInputs
+from pdkv.kernels.paged_attention import FEW_QUERIES
 from pdkv.kernels.streams import Event, Streams, streams_of
 
 _ALIGNMENT = 64
 """Alignment in bytes. Triton compiles another variant of a kernel for pointers and strides not divisible by 16."""
 
 MOST_TOKENS, MOST_PROMPTS = 2048, 16
-"""Of padded steps with prompts."""
+"""The largest padded step with prompts."""
 
 _NO_SLOT = -1  # `write_kv` skips such rows
+
+
+class Padding(NamedTuple):
+    """The padded sizes of a step: first requests of few tokens, then prompts."""
+
+    tokens: int
+    decodes: int  # requests of few tokens, and all tokens of theirs
+    prompts: int = 0
+    rows: int | None = None  # for which the last layer returns attention; None: all
+
+    @property
+    def seqs(self) -> int:
+        """All requests."""
+        return self.decodes + self.prompts
 
 
 class StepTensors(NamedTuple):
@@ -34,6 +48,13 @@ class StepTensors(NamedTuple):
     cu_seqlens_q: torch.Tensor  # (r + 1,) int32
     block_tables: torch.Tensor  # (groups, r, blocks of the longest request) int32
     rows: torch.Tensor | None  # (m,) int64
+
+
+def first_prompt(inputs: StepInputs) -> tuple[int, int]:
+    """How many requests of few tokens, and tokens of theirs, a step begins with."""
+    is_prompt = np.diff(inputs.cu_seqlens_q) > FEW_QUERIES
+    first = int(is_prompt.argmax()) if is_prompt.any() else len(is_prompt)
+    return first, int(inputs.cu_seqlens_q[first])
 
 
 class _HostSlab(NamedTuple):
@@ -145,18 +166,15 @@ class DeviceTables:
 class StepBuffers:
     """The tensors of the latest loaded step; the next `load` overwrites them, on the current stream."""
 
-    def __init__(
-        self, batch_tables: DeviceTables, block_size: int, *, num_tokens: int = 0, num_prompts: int = 0
-    ) -> None:
-        """`num_tokens`: tokens of a step with as many requests and rows; larger steps move the tensors. `num_prompts`:
-        most prompts of a padded step.
-        """
+    def __init__(self, batch_tables: DeviceTables, block_size: int, *, pads: bool = False) -> None:
+        """`pads`: there is room for all padded steps; else larger steps move the tensors."""
         self._batch_tables, self._device = batch_tables, batch_tables.device
         self._block_size = block_size
         num_groups, num_seqs, num_blocks = batch_tables.shape
         where: dict[str, Any] = {"dtype": torch.int32, "device": self._device}
-        self._tables = torch.zeros(num_groups, num_seqs + num_prompts, _aligned(num_blocks), **where)
+        self._tables = torch.zeros(num_groups, num_seqs + MOST_PROMPTS * pads, _aligned(num_blocks), **where)
         self._host = HostSlabs(streams_of(self._device))
+        num_tokens = max(num_seqs, MOST_TOKENS) * pads
         size = _Layout(num_groups, num_tokens, num_tokens, num_tokens, 0).num_step_bytes
         self._slab = torch.empty(size, dtype=torch.uint8, device=self._device)
 

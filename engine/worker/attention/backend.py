@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from pdkv.engine.worker.batch import IntArray, StepInputs
-from pdkv.kernels.paged_attention import FEW_QUERIES
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.models.heads import Heads
 from pdkv.models.latent_heads import LatentHeads
 
@@ -42,20 +42,6 @@ class ModelInputs(NamedTuple):
     token_ids: torch.Tensor  # (n,) int64
     positions: torch.Tensor  # (n,) int64
     rows: torch.Tensor | None  # (m,) int64, of the tokens; None: all of them
-
-
-class Padding(NamedTuple):
-    """The padded sizes of a step: first requests of few tokens, then prompts."""
-
-    tokens: int
-    decodes: int  # requests of few tokens, and all tokens of theirs
-    prompts: int = 0
-    rows: int | None = None  # for which the last layer returns attention; None: all
-
-    @property
-    def seqs(self) -> int:
-        """All requests."""
-        return self.decodes + self.prompts
 
 
 class AttentionBackend(ABC):
@@ -97,13 +83,6 @@ class AttentionBackend(ABC):
     def padded(self, num_rows: int) -> int:
         """The padded numbers of rows of a step, and of its last layer. Padding is never written to the pool."""
         return num_rows
-
-
-def first_prompt(inputs: StepInputs) -> tuple[int, int]:
-    """How many requests of few tokens, and tokens of theirs, a step begins with."""
-    is_prompt = np.diff(inputs.cu_seqlens_q) > FEW_QUERIES
-    first = int(is_prompt.argmax()) if is_prompt.any() else len(is_prompt)
-    return first, int(inputs.cu_seqlens_q[first])
 
 
 def pad(array: IntArray, size: int) -> IntArray:

@@ -13,12 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Padding, Scores, pad
+from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Scores, pad
 from pdkv.engine.worker.attention.compiled import PromptQueries, SingleQueries
 from pdkv.engine.worker.attention.plain_latents import PlainPrompts, expand, rows_of, worth_plain
 from pdkv.engine.worker.attention.runs import Prompts, RunPlan, Singles, plan_runs
 from pdkv.engine.worker.attention.shapes import round_rows
 from pdkv.engine.worker.batch import IntArray, StepInputs
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.kernels.paged_attention import paged_attention_reference
 from pdkv.models.heads import Heads, KVSlots
 from pdkv.models.latent_heads import LatentHeads

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention import backend
-from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Padding, Scores
+from pdkv.engine.worker.attention.backend import USUAL, AttentionBackend, Layer, ModelInputs, Scores
 from pdkv.engine.worker.attention.plain_latents import expand, worth_plain
 from pdkv.engine.worker.batch import IntArray, StepInputs
-from pdkv.engine.worker.step_buffers import MOST_PROMPTS, MOST_TOKENS, DeviceTables, StepBuffers, StepTensors
+from pdkv.engine.worker.step_buffers import DeviceTables, Padding, StepBuffers, StepTensors, first_prompt
 from pdkv.kernels.kv_copy import FP8, PagedSlots
 from pdkv.kernels.paged_attention import paged_attention
 from pdkv.models.heads import Heads
@@ -41,13 +40,12 @@ class CudaAttention(AttentionBackend):
         if self._buffers is None or self._padded_buffers is None:
             where = DeviceTables(self._pool.device, block_tables.shape), self._pool.shape[4]
             self._buffers = StepBuffers(*where)
-            num_tokens = max(block_tables.shape[1], MOST_TOKENS)
-            self._padded_buffers = StepBuffers(*where, num_tokens=num_tokens, num_prompts=MOST_PROMPTS)
+            self._padded_buffers = StepBuffers(*where, pads=True)
         buffers = self._buffers if size is None else self._padded_buffers
         step = self._step = buffers.load(inputs, block_tables, rows, size=size)
         self._inputs = inputs if size is None else None
         self._is_bound = size is not None and size.prompts > 0
-        self._first_prompt = backend.first_prompt(inputs)
+        self._first_prompt = first_prompt(inputs)
         if size is not None:
             self._first_prompt = (size.decodes, size.decodes) if self._is_bound else None
         return ModelInputs(step.token_ids, step.positions, step.rows)

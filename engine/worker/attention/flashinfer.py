@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pdkv.engine.worker.attention.backend import USUAL, Layer, ModelInputs, Padding, Scores
+from pdkv.engine.worker.attention.backend import USUAL, Layer, ModelInputs, Scores
 from pdkv.engine.worker.attention.cuda import CudaAttention
 from pdkv.engine.worker.batch import IntArray, StepInputs
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.kernels.streams import Event, streams_of
 
 _WORKSPACE_BYTES = 384 << 20

@@ -20,6 +20,7 @@ from pdkv.engine.worker.executor import InProcessExecutor, resolve_device
 from pdkv.engine.worker.finite_check import FiniteCheck
 from pdkv.engine.worker.pending import PendingStep
 from pdkv.engine.worker.runner import Computed, ModelRunner
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.errors import ConfigError
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Attend, Decoder
@@ -155,7 +156,7 @@ class PacedKV(AttentionBackend):
         self._wrong: dict[int, int] = {}  # by slot: of whom KV was not as it should be when it came
 
     def prepare(
-        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: int | None = None
+        self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: Padding | None = None
     ) -> ModelInputs:
         self._inputs, self._table = inputs, block_tables[0]
         positions, coming = inputs.positions, self._step + 1

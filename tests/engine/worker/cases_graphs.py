@@ -17,9 +17,9 @@ from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.worker import step_buffers
 from pdkv.engine.worker.attention import cuda as attention_cuda
 from pdkv.engine.worker.attention import select
-from pdkv.engine.worker.attention.backend import Padding
 from pdkv.engine.worker.graphs import Replay
 from pdkv.engine.worker.pending import MAX_PENDING, PendingStep
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.kernels import kv_copy, streams
 from pdkv.kernels import paged_attention_triton as attention_kernels
 from pdkv.kernels.kv_copy_triton import write_kv_triton

@@ -8,9 +8,8 @@ import torch
 from recorded_streams import Order, RecordedStreams, check_every_call, use_recorded
 
 from pdkv.engine.plan import NewRequest, ScheduledRequest
-from pdkv.engine.worker.attention.backend import Padding
 from pdkv.engine.worker.batch import PersistentBatch, StepInputs
-from pdkv.engine.worker.step_buffers import DeviceTables, HostSlabs, StepBuffers, StepTensors
+from pdkv.engine.worker.step_buffers import DeviceTables, HostSlabs, Padding, StepBuffers, StepTensors
 from pdkv.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -30,7 +29,7 @@ def schedule(batch: PersistentBatch, shares: dict[int, tuple[int, int]]) -> Step
 
 
 def make_buffers() -> StepBuffers:
-    return StepBuffers(DeviceTables(CPU, (2, 8, 10)), 16, num_tokens=8)
+    return StepBuffers(DeviceTables(CPU, (2, 8, 10)), 16, pads=True)
 
 
 def test_a_step_is_read_back_as_it_is() -> None:
@@ -70,9 +69,7 @@ def test_prompts_have_a_place_behind_room_for_decodes() -> None:
     batch, buffers = make_batch([30, 40, 33]), make_buffers()
     buffers.load(schedule(batch, dict.fromkeys(range(3), (17, 1))), batch.block_tables, size=Padding(8, 8))
     inputs, size = schedule(batch, {1: (39, 1), 0: (16, 12)}), Padding(24, 3, 2, 5)
-    step = StepBuffers(buffers._batch_tables, 16, num_tokens=24, num_prompts=2).load(
-        inputs, batch.block_tables, np.array([0, 12]), size=size
-    )
+    step = buffers.load(inputs, batch.block_tables, np.array([0, 12]), size=size)
     assert step.cu_seqlens_q.tolist() == [0, 1, 1, 1, 13, 13]
     assert step.seq_lens.tolist() == [40, 0, 0, 28, 0]
     assert step.token_ids.tolist() == [40, *range(17, 29), *[0] * 11]

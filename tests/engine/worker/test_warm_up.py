@@ -72,5 +72,5 @@ def test_on_a_cpu_no_decode_step_is_padded(tmp_path: Path) -> None:
     runner = executor._runner
     assert runner is not None
     assert runner._attention.pads_decodes
-    assert runner._decodes is None
+    assert runner._padded is None
     executor.shutdown()

@@ -13,10 +13,11 @@ from flashinfer_twin import WRONGS, TwinModule, Wrong
 
 from pdkv.engine.worker.attention import flashinfer as flashinfer_attention
 from pdkv.engine.worker.attention import select
-from pdkv.engine.worker.attention.backend import AttentionBackend, Layer, Padding
+from pdkv.engine.worker.attention.backend import AttentionBackend, Layer
 from pdkv.engine.worker.attention.cuda import CudaAttention
 from pdkv.engine.worker.attention.flashinfer import FlashInferAttention
 from pdkv.engine.worker.attention.select import make_backend
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.errors import ConfigError
 from pdkv.kernels.kv_copy import FP8
 from pdkv.kernels.streams import HostStreams
