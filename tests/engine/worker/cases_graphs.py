@@ -1,7 +1,7 @@
 """Decode steps from graphs, over Triton's interpreter; tests/kernels/test_triton.py runs it in a process of its own."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,41 +148,14 @@ def test_a_replay_is_its_step_to_the_bit(model_dir: Path, eager: Eager) -> None:
 PROMPTS = Padding(40, 0, 3, 3), Padding(40, 6, 3, 9)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_steps_with_prompts_are_replayed_where_their_capture_succeeds(
-    fails: bool, model_dir: Path, eager: Eager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Else they are launched one by one, and decodes are replayed; tokens are the same."""
-    caplog.set_level("INFO")
-    recorder, counts = TapeRecorder(), list[int]()
-    capture = recorder.capture
-
-    def may_fail(run: Callable[[], None]) -> Replay:
-        if fails and len(recorder.sizes) == len(SIZES) + 1:
-            raise RuntimeError("no memory for a graph")
-        return capture(run)
-
-    monkeypatch.setattr(recorder, "capture", may_fail)
-    replayed = Driver(model_dir, decode_sizes=SIZES, prompt_sizes=PROMPTS, recorder=recorder)
-
-    def look(chunks: dict[RequestKey, int]) -> None:
-        counts.append(recorder.num_replays)
-        recorder.num_replays = 0
-
-    assert play(replayed, 1, look) == eager.outputs
-    prompts = [plan for plan, _ in replayed.steps if any(each.num_scheduled > 1 for each in plan.scheduled)]
-    assert 0 < sum(counts) - (len(replayed.steps) - len(prompts)) < len(prompts)
-    assert ("no memory for a graph" in caplog.text) == fails
-    assert f"{len(SIZES)} of decode steps, {2 - fails} of steps with prompts" in caplog.text
-
-
+@pytest.mark.parametrize("prompts", [(), PROMPTS], ids=["decodes", "prompts"])
 def test_a_replay_behind_steps_that_nobody_has_read_yet_is_that_step(
-    model_dir: Path, eager: Eager, monkeypatch: pytest.MonkeyPatch
+    prompts: Sequence[Padding], model_dir: Path, eager: Eager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same plans, by a runner whose tokens stay on its device."""
+    """The same plans, by a runner whose tokens stay on its device; with prompts but for rounding."""
     monkeypatch.setattr(streams, "HOST", TwinDevice())
     recorder = TapeRecorder()
-    queued = Driver(model_dir, decode_sizes=SIZES, recorder=recorder)
+    queued = Driver(model_dir, decode_sizes=SIZES, prompt_sizes=prompts, recorder=recorder)
     pending, found = list[PendingStep](), list[StepOutput]()
     for plan, _ in eager.driver.steps:
         pending.append(queued.runner.launch(plan))
@@ -191,7 +164,33 @@ def test_a_replay_behind_steps_that_nobody_has_read_yet_is_that_step(
             found.append(pending.pop(0).finish())
     assert [*found, *(step.finish() for step in pending)] == [output for _, output in eager.driver.steps]
     assert recorder.num_replays > 2
-    assert logits_are_equal(queued, eager.driver)
+    assert (recorder.num_replays > num_decode_steps(eager.driver)) == bool(prompts)
+    assert prompts or logits_are_equal(queued, eager.driver)
+
+
+def num_decode_steps(driver: Driver) -> int:
+    return sum(all(each.num_scheduled == 1 for each in plan.scheduled) for plan, _ in driver.steps)
+
+
+def test_steps_with_prompts_whose_capture_fails_are_launched_one_by_one(
+    model_dir: Path, eager: Eager, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those of decodes and of larger prompts are replayed; tokens are the same."""
+    caplog.set_level("INFO")
+    recorder = TapeRecorder()
+    capture = recorder.capture
+
+    def may_fail(run: Callable[[], None]) -> Replay:
+        if len(recorder.sizes) == len(SIZES) + 1:
+            raise RuntimeError("no memory for a graph")
+        return capture(run)
+
+    monkeypatch.setattr(recorder, "capture", may_fail)
+    replayed = Driver(model_dir, decode_sizes=SIZES, prompt_sizes=PROMPTS, recorder=recorder)
+    assert play(replayed, 1) == eager.outputs
+    assert recorder.num_replays > num_decode_steps(replayed)
+    assert "no memory for a graph" in caplog.text
+    assert "3 of decode steps, 1 of steps with prompts" in caplog.text
 
 
 def play_watched(model_dir: Path, **options: Any) -> None:
