@@ -69,10 +69,10 @@ class FlashInferAttention(CudaAttention):
     def pads_prompts(self) -> bool:
         return False
 
-    def _attention(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+    def _attention(self, layer: int, q: torch.Tensor, num_seqs: int | None = None) -> torch.Tensor:
         wrapper = self._planned.get(self._kinds[layer])
-        if wrapper is None:
-            return super()._attention(layer, q)
+        if wrapper is None or num_seqs is not None:
+            return super()._attention(layer, q, num_seqs)
         kv = self._pool[:, self._layers[layer].layer]  # (blocks, 2, kv_heads, block_size, head_size)
         out: torch.Tensor = wrapper.run(q, (kv[:, 0], kv[:, 1]))
         return out

@@ -20,7 +20,14 @@ class Prompts(NamedTuple):
 
     def only(self, which: NDArray[np.bool_]) -> "Prompts":
         """Some of the runs."""
-        return Prompts(*(vector[which] for vector in self[:-1]), self.window)
+        return Prompts(
+            self.slots[which],
+            self.qkv_rows[which],
+            self.out_rows[which],
+            self.positions[which],
+            self.counts[which],
+            self.window,
+        )
 
 
 class Singles(NamedTuple):

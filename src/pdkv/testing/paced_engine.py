@@ -25,6 +25,7 @@ from pdkv.errors import ConfigError
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Attend, Decoder
 from pdkv.models.heads import Heads
+from pdkv.models.latent_heads import LatentHeads
 from pdkv.models.weight_files import WeightFiles
 from pdkv.testing.paced import GRANULE, Profile, Stamps, Words, answers, looked_at, read_profile
 from pdkv.wire.kv import KVLayout
@@ -192,7 +193,7 @@ class PacedKV(AttentionBackend):
         behind = self._place(self._inputs.slots, np.maximum(self._num_before + steps - 1, 0), 0, 0)
         return _Looks(len(steps), behind, first, layers + places, masks, weights)
 
-    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | None = None) -> torch.Tensor:
+    def attend(self, layer: int, qkv: torch.Tensor, heads: Heads | LatentHeads | None = None) -> torch.Tensor:
         self._pace.go_on()
         self.compute(layer, layer + 1)
         return qkv
