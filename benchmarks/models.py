@@ -33,7 +33,7 @@ MOE = {
     "num_key_value_heads": 4, "head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 768,
     "norm_topk_prob": True, "tie_word_embeddings": False,
 }  # fmt: skip
-"""Of the size "moe", a Qwen3-MoE."""
+"""The configuration of the size "moe", a Qwen3-MoE."""
 _SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
 _EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -111,7 +111,7 @@ class Ahead(StepLoop):
             self.begin_loads(self._clock.now())
 
     def begin_loads(self, now: float) -> None:
-        """Behind all steps that may be in progress, begin loads, once: these write blocks that no step names."""
+        """Begin loads, once, behind all steps that may be in progress: loads write blocks that no step names."""
         if self._core.watch.num_under_way == self._most and (plan := self._core.plan_loads(now)) is not None:
             self._orders.submit(plan)
 

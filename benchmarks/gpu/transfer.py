@@ -21,7 +21,7 @@ from pdkv.kernels.streams import streams_of
 
 INPUT_LEN, OUTPUT_LEN = 2048, 128
 LONG_INPUT_LEN = 8000
-"""Of a prompt of several chunks, each of which is read while the next one is computed."""
+"""Tokens of a prompt of several chunks, each of which is read while the next one is computed."""
 
 ROUNDS = 3
 

@@ -108,7 +108,7 @@ class CpuAttention(AttentionBackend):
         return result.view(len(result), self._num_heads, qkv.shape[2])[..., : place.value_size].flatten(1)
 
     def _attend_latents(self, place: Layer, rows: torch.Tensor, heads: LatentHeads, plan: RunPlan) -> torch.Tensor:
-        """Of queries that are brought to the latents, and of prompts for which keys and values are made."""
+        """Attention of queries that are brought to the latents, and of prompts for which keys and values are made."""
         if id(plan) not in self._divided:
             self._divided[id(plan)] = self._divide(plan, heads)
         absorbed, ins, outs, plain = self._divided[id(plan)]

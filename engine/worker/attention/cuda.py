@@ -76,7 +76,7 @@ class CudaAttention(AttentionBackend):
         return out
 
     def _attend_latents(self, layer: int, rows: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
-        """Of queries that are brought to the latents, and behind them of prompts for which keys and values are made."""
+        """Attention of queries brought to the latents, and behind them of prompts whose keys and values are made."""
         num_seqs, num_tokens = self._first_plain(heads)
         parts = []
         if num_seqs:

@@ -14,7 +14,7 @@ from pdkv.engine.worker.batch import IntArray
 from pdkv.models.latent_heads import LatentHeads
 
 _MOST_BYTES = 256 << 20
-"""Of keys and values at a time; prompts with more in front of them are computed as outputs are."""
+"""Most bytes of keys and values at a time; prompts with more in front of them are computed as outputs are."""
 
 
 def worth_plain(heads: LatentHeads, counts: IntArray, lengths: IntArray) -> NDArray[np.bool_]:
