@@ -2,12 +2,15 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from recorded_streams import Order, RecordedStreams, check_every_call, use_recorded
 
 from pdkv.errors import TransferTimeout
-from pdkv.kernels.streams import CudaEvent, streams_of
+from pdkv.host import cuda_driver
+from pdkv.host.cuda_driver import CudaDriverError
+from pdkv.kernels.streams import HOST, CudaEvent, CudaStreams, streams_of
 
 CPU = torch.device("cpu")
 
@@ -129,3 +132,24 @@ def test_a_held_stream_goes_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded.compute.release()
     event.synchronize(1.0)
     assert (event.query(), value.item()) == (True, 1.0)
+
+
+def test_memory_is_page_locked_by_its_address_or_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory, calls = np.zeros(64, np.uint8), list[tuple[int, ...]]()
+    monkeypatch.setattr(cuda_driver, "lock_pages", lambda *what: calls.append(what))
+    monkeypatch.setattr(cuda_driver, "unlock_pages", lambda *what: calls.append(what))
+    on_device = CudaStreams(torch.device("cuda", 3))
+    unlock = on_device.lock_pages(memory)
+    assert unlock is not None
+    unlock()
+    assert calls == [(3, memory.ctypes.data, 64), (3, memory.ctypes.data)]
+
+    def refuse(*what: int) -> None:
+        raise CudaDriverError("cuMemHostRegister_v2", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(cuda_driver, "lock_pages", refuse)
+    assert on_device.lock_pages(memory) is None
+    assert "64 bytes of host memory are not page-locked: cuMemHostRegister_v2" in caplog.text
+    assert HOST.lock_pages(memory) is None

@@ -6,7 +6,7 @@ import math
 import msgspec
 import pytest
 from coroutines import clock
-from dispatch_rig import InProcessBackend, System, check_right, collect, live
+from dispatch_rig import InProcessBackend, System, check_right, collect, live, until
 from scripted_engine import ORDERS_OF, expected_output, make_request, token_at
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
@@ -23,7 +23,7 @@ from pdkv.router.generations.driver import TIMER_SLACK_S
 from pdkv.router.generations.listener import CARDS_PER_TURN
 from pdkv.router.routing.expected import EXPECTED_S
 from pdkv.testing import VirtualLoop
-from pdkv.wire.kv import Order
+from pdkv.wire.kv import KVHandoff, Order
 from pdkv.wire.messages import (
     Abort,
     BlockStored,
@@ -261,6 +261,33 @@ async def test_death_of_decode_before_its_part_begins_goes_unnoticed() -> None:
         assert (await collect(generation))[0] == expected_output(request)
         assert generation.decode_engine == "decode-1"
         assert system.dispatcher.counters.retried == 0
+
+
+async def test_decode_is_bound_with_the_first_part_of_a_prompt_but_for_a_suspect_with_the_whole_hand_off() -> None:
+    async with live(System(1, 2)) as system:
+        prefill = system.backends["prefill-0"]
+        prefill.held = True
+        request = make_request()
+        generation = system.dispatcher.start(request)
+        flow, asked_at = generation.flow, generation.asked_at
+        epoch = system.card("prefill-0").epoch
+        part = KVHandoff(flow.request_id, 0, flow.transfer_id, "prefill-0", epoch, 8, b"", more=True)
+        prefill.say(part)
+        first = flow.route.decode
+        (submit,) = system.backends[first].heard(Submit)
+        assert (submit.handoff, submit.output_token_ids) == (part, [])
+        assert generation.asked_at == asked_at  # it is prefill's time that is measured
+        system.backends[first].die()  # perhaps of this request
+        await until(lambda: flow.attempt == 1)
+        prefill.say(part)
+        prefill.release()
+        assert (await collect(generation))[0] == expected_output(request)
+        (submit,) = system.backends[({"decode-0", "decode-1"} - {first}).pop()].heard(Submit)
+        assert (submit.attempt, submit.handoff.more, submit.output_token_ids) == (
+            1,
+            False,
+            expected_output(request)[:1],
+        )
 
 
 async def test_an_engine_s_failure_goes_elsewhere_and_a_client_s_mistake_does_not() -> None:
