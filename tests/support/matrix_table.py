@@ -9,6 +9,7 @@ from matrix_rows import (
     BLOCKS,
     RANKS,
     TOPOLOGIES,
+    WINDOW_RANKS,
     Row,
     all_rows,
     family_rows,
@@ -21,13 +22,9 @@ CELL = len(TOPOLOGIES) * len(BLOCKS)
 """Rows of one backend and pair of ranks."""
 
 
-MODELS = {"windows": window_rows(), "latent": latent_rows(), "families": family_rows()}
-"""The columns of rows with models of their own."""
-
-
 def every_row() -> list[Row]:
     """Of all models."""
-    return [row for rows in (all_rows(), *MODELS.values()) for row in rows]
+    return [*all_rows(), *window_rows(), *latent_rows(), *family_rows()]
 
 
 def passed_rows(lines: Iterable[str]) -> set[Row]:
@@ -40,15 +37,16 @@ def passed_rows(lines: Iterable[str]) -> set[Row]:
 
 
 def table(passed: set[Row]) -> list[str]:
-    """A markdown line per backend, a column per pair of ranks and some of other models: how many rows have passed."""
-    heads = ["backend", *(f"TP {prefill}, {decode}" for prefill, decode in RANKS), *MODELS]
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    """A markdown line per backend, a column per pair of ranks and one of windows: how many of its rows have passed."""
+    lines = [
+        "| backend | " + " | ".join(f"TP {prefill}, {decode}" for prefill, decode in RANKS) + " | windows |",
+        "|---|" + "---|" * (len(RANKS) + 1),
+    ]
     for backend in BACKENDS:
-        counts = [sum((row.backend, row.ranks, row.model) == (backend, each, "") for row in passed) for each in RANKS]
+        of_backend = [row for row in passed if row.backend == backend]
+        counts = [sum(row.ranks == ranks and not row.model for row in of_backend) for ranks in RANKS]
         cells = [f"{count} of {CELL}" for count in counts]
-        for rows in MODELS.values():
-            own = {row for row in rows if row.backend == backend}
-            cells.append(f"{len(own & passed)} of {len(own)}" if own else "-")
+        cells.append(f"{sum(row.model == 'windows' for row in of_backend)} of {len(WINDOW_RANKS)}")
         lines.append(f"| `{backend}` | " + " | ".join(cells) + " |")
     return lines
 
