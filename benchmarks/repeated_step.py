@@ -28,11 +28,11 @@ class RepeatedStep:
         *,
         decode_sizes: Sequence[int] = (),
         prompt_sizes: Sequence[Padding] = (),
-        prompt: int = 0,
+        chunk: int = 0,
         recorder: Recorder | None = None,
         params: SamplingParams = GREEDY,
     ) -> None:
-        """`decode_sizes`, `prompt_sizes` and `recorder` of the runner; `params` of the requests. `prompt`: so many
+        """`decode_sizes`, `prompt_sizes` and `recorder` of the runner; `params` of the requests. `chunk`: so many
         tokens of one more are computed in each step.
         """
         layout = make_layout(model.config, block_size=BLOCK_SIZE, dtype=str(dtype).removeprefix("torch."))
@@ -48,10 +48,10 @@ class RepeatedStep:
         prompt, output = [7] * (context - 4), [5, 6]
         new = [NewRequest(("step", i), 0, prompt, output, params, tables[i]) for i in range(sequences)]
         decodes = [ScheduledRequest(request.key, context - 2, 1, [], True) for request in new]
-        if prompt:
+        if chunk:
             last = [list(range(sequences * blocks, (sequences + 1) * blocks))] * layout.num_groups
-            new.append(NewRequest(("prompt", 0), 0, [7] * prompt, [], params, last))
-            decodes.append(ScheduledRequest(("prompt", 0), 0, prompt, [], True))
+            new.append(NewRequest(("prompt", 0), 0, [7] * chunk, [], params, last))
+            decodes.append(ScheduledRequest(("prompt", 0), 0, chunk, [], True))
         self._runner.execute(StepPlan(0, new, decodes, []))
         self._plan = StepPlan(1, [], decodes, [])
 

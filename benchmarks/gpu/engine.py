@@ -114,7 +114,7 @@ def _with_prompt(case: Case, model: Decoder, dtype: torch.dtype, chunk: int) -> 
     decodes, figures = decode_sizes(case.sequences), dict[str, float]()
     for name, sizes in (("eager", ()), ("", prompt_sizes(2048, case.sequences + 1))):
         shape = dtype, case.sequences, case.context
-        step = RepeatedStep(model, *shape, decode_sizes=decodes, prompt_sizes=sizes, prompt=chunk, recorder=recorder)
+        step = RepeatedStep(model, *shape, decode_sizes=decodes, prompt_sizes=sizes, chunk=chunk, recorder=recorder)
         found = host_gaps.gaps(host_gaps.work(partial(step.run, case.num_steps), model.device.type))
         figures |= {f"{name} {key}".strip(): value for key, value in found.items()}
     name = f"8B shape, {case.sequences} decodes and {chunk} of a prompt: time in which the device waits for its host"
