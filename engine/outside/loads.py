@@ -70,9 +70,9 @@ class Loads:
 
     def handed_off(self, request: Request, handoff: KVHandoff, now: float) -> None:
         """Note where the request's KV is; a load that waits for more of it goes on."""
+        if handoff.more and not request.awaits_rest:
+            return  # a part of its load has failed, and it begins anew with the last hand-off; or it has had that
         load = self._external.loads.get(request.transfer_key)
-        if load is not None and not load.started and handoff.more:
-            return  # a part of it has failed: it begins anew with the last hand-off
         request.handoff = handoff
         if load is not None and (load.is_early or not load.started):
             load.deadline = request.deadline if handoff.more else now + self._timeout_s

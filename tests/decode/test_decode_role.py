@@ -545,6 +545,7 @@ def test_a_hand_off_is_for_a_later_attempt_of_its_request_too(parts: Pair) -> No
     parts.deliver_all()
     parts.decode.handle("r", msgspec.structs.replace(part, num_tokens=22, more=False), parts.now)
     parts.run(parts.decode)
+    parts.decode.handle("r", msgspec.structs.replace(part, num_tokens=16), parts.now)  # it is late, and says nothing
     (load,) = parts.decode.external.loads.values()
     assert (load.request.key, load.request.awaits_rest) == (("a", 2), False)
 
