@@ -36,6 +36,15 @@ SPEC = EngineSpec(
 event_loop = VirtualLoop
 
 
+def test_a_process_has_a_group_of_its_own_in_the_launchers_session() -> None:
+    """Ctrl-C is for the launcher alone, and niceness counts between processes of one session. F82."""
+    popen = children._spawn("platform", [], [])
+    try:
+        assert (os.getpgid(popen.pid), os.getsid(popen.pid)) == (popen.pid, os.getsid(0))
+    finally:
+        popen.wait()
+
+
 def test_exit_statuses_are_seen() -> None:
     async def main() -> list[int]:
         statuses = []
