@@ -32,9 +32,7 @@ class RepeatedStep:
         recorder: Recorder | None = None,
         params: SamplingParams = GREEDY,
     ) -> None:
-        """`decode_sizes`, `prompt_sizes` and `recorder` of the runner; `params` of the requests. `chunk`: so many
-        tokens of one more are computed in each step.
-        """
+        """Options of the runner; `params` of the requests. `chunk`: tokens of one more are computed in each step."""
         layout = make_layout(model.config, block_size=BLOCK_SIZE, dtype=str(dtype).removeprefix("torch."))
         self.bytes_per_token = layout.block_bytes * layout.num_groups // BLOCK_SIZE
         blocks = -(-context // BLOCK_SIZE)
