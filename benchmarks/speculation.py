@@ -1,25 +1,40 @@
 """Guessing tokens beside not guessing, in tokens a second: a text recited from the prompt, text that cannot be guessed,
-and a proposer that is right with a known probability.
+a proposer that is right with a known probability, and a small model that drafts for a wide one of its own function.
 
-python -m benchmarks.run speculation
+python -m benchmarks.run speculation            with vLLM's own speculation beside it, where vLLM is installed
 """
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.models import find_model
+from benchmarks.models import find_wide
+from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
+from benchmarks.servers import Server, post
 from pdkv import LLM, SamplingParams
 from pdkv.base.options import option
 from pdkv.config import DEFAULT_MODEL
+from pdkv.connector_kit.bench.turns import Spread
+from pdkv.engine.proposers.base import Asked, Place
+from pdkv.engine.proposers.registry import make_proposer
 from pdkv.proposers import NewRequest, ProposerOptions, TokenProposer
 
 RECITED = 200
+NUM_WORDS_SAID, _EOS = 96, 1
+WIDTH = 122_880
+"""Neurons added to each layer: then a step reads as many bytes as one of the random model "mid"."""
+
+NOISE = 0.005
+"""Standard deviation for which the wide model draws four of five tokens as the embedded one does."""
+
 NGRAM, SUFFIX = {"method": "ngram"}, {"method": "suffix"}
 _WORDS = (
     *("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "away", "from", "seven"),
@@ -64,39 +79,65 @@ class Load(NamedTuple):
         return cls(prompts, _params(at_once, RECITED - 20, temperature=0.0))
 
     @classmethod
-    def noise(cls, at_once: int, num_tokens: int, turn: int) -> "Load":
+    def words(cls, llm: LLM, at_once: int, turn: int) -> "Load":
+        """What the model says behind words in any order."""
+        texts = (" ".join(random.Random(1000 * turn + i).choices(_WORDS, k=40)) for i in range(at_once))
+        prompts = [llm.get_tokenizer().encode(text) for text in texts]
+        return cls(prompts, _params(at_once, NUM_WORDS_SAID, temperature=1.0, seed=turn))
+
+    @classmethod
+    def noise(cls, at_once: int, num_tokens: int, turn: int, temperature: float = 50.0) -> "Load":
         """Random prompts, and outputs drawn from a nearly flat distribution."""
         draw = random.Random(turn)
         prompts = [[draw.randrange(260, 500) for _ in range(64)] for _ in range(at_once)]
-        return cls(prompts, _params(at_once, num_tokens, temperature=50.0, seed=1000 * turn))
+        return cls(prompts, _params(at_once, num_tokens, temperature=temperature, seed=1000 * turn))
 
 
 def run(context: Context) -> list[Claim]:
     """Ratios of tokens a second, each from one run in turns."""
-    rounds = 1 if context.quick else 5
+    rounds, width = (1, 1024) if context.quick else (3, WIDTH)
+    wide = find_wide(context.models, width, 0.0)
     claims = [
-        _compare(f"recital, {at_once} at once, ngram / without", NGRAM, at_once, least, rounds)
+        _compare(
+            f"{name}, recital, {at_once} at once, ngram / without",
+            path, NGRAM, lambda llm, turn, at_once=at_once: Load.recital(llm, at_once, turn), least, rounds,
+        )
+        for name, path in (("embedded", DEFAULT_MODEL), ("wide", wide))
         for at_once, least in ((1, 2.5), (8, 1.8))
-    ]
-    at_once = 4 if context.quick else 64
-    for config in (NGRAM, SUFFIX):
-        name = f"{at_once} at once that cannot be guessed, {config['method']} / without"
-        claims.append(_compare(name, config, at_once, 0.98, rounds))
-    return claims if context.quick else [*claims, *_oracle(context)]
+    ]  # fmt: skip
+    at_once, stranger = 4 if context.quick else 64, find_wide(context.models, 256, 1.0)
+    for config, temperature in ((NGRAM, 50.0), (SUFFIX, 50.0), ({"model": str(stranger)}, 1.0)):
+        name = f"{at_once} at once that cannot be guessed, {config.get('method', 'draft_model')} / without"
+        make = partial(_noise, at_once, temperature)
+        claims.append(_compare(name, DEFAULT_MODEL, config, make, 0.98, 3 * rounds))
+    claims.append(_proposing())
+    if context.quick:
+        return claims
+    steps = _Steps.of(wide)
+    claims += _oracle(wide, steps)
+    claims.append(_draft_model(context, steps))
+    if context.vllm is not None:
+        claims.append(_beside_vllm(context.vllm, wide, claims[2].ratio))
+    return claims
 
 
-def _compare(name: str, config: Mapping[str, Any], at_once: int, least: float, rounds: int) -> Claim:
-    without, with_guesses = _llm(None), _llm(config)
-    ratios = _in_turns(
-        without,
-        with_guesses,
-        lambda i: Load.noise(at_once, 64, i) if "cannot" in name else Load.recital(without, at_once, i),
-        rounds,
-    )
-    counts = {metric.name.rpartition("spec_decode_num_")[2]: metric.value for metric in with_guesses.get_metrics()}
-    figures = {name: float(counts[name]) for name in ("draft_tokens", "accepted_tokens")}
+def _compare(
+    name: str, path: Path, config: Mapping[str, Any], make: Callable[[LLM, int], Load], least: float, rounds: int
+) -> Claim:
+    without, with_guesses = _llm(None, path), _llm(config, path)
+    ratios = _in_turns(without, with_guesses, lambda turn: make(without, turn), rounds)
+    figures = _counts(with_guesses)
     _end(without, with_guesses)
-    return Claim(name, median(ratios), least, "higher", figures)
+    return Claim.of(name, Spread.of(ratios), least, "higher", figures)
+
+
+def _counts(llm: LLM) -> dict[str, float]:
+    counts = {metric.name.rpartition("spec_decode_num_")[2]: metric.value for metric in llm.get_metrics()}
+    return {name: float(counts[name]) for name in ("draft_tokens", "accepted_tokens")}
+
+
+def _noise(at_once: int, temperature: float, _: LLM, turn: int) -> Load:
+    return Load.noise(at_once, 64, turn, temperature)
 
 
 def _in_turns(without: LLM, with_guesses: LLM, make: Callable[[int], Load], rounds: int) -> list[float]:
@@ -111,26 +152,84 @@ def _in_turns(without: LLM, with_guesses: LLM, make: Callable[[int], Load], roun
     return ratios[1:]
 
 
-def _oracle(context: Context) -> list[Claim]:
-    path, load = find_model(context.models, "mid"), Load.noise(1, 96, 0)
-    load = load._replace(params=_params(1, 96, temperature=0.0))
-    without = _llm(None, path)
-    Oracle.known = {tuple(load.prompts[0]): _time(without, load)[0][0]}
-    seconds = min(_time(without, load)[1] for _ in range(2)) / 96
-    forced = {k: _step_seconds(path, load, k) for k in (1, 2, 4, 8)}
+def _proposing() -> Claim:
+    """256 requests that say 4000 tokens again and again, beside a step of as many short ones."""
+    proposer, num = make_proposer({**NGRAM, "num_speculative_tokens": "8"}), 256
+    assert proposer is not None
+    proposer.attach(Place(DEFAULT_MODEL, 512, num, 4200))
+    token_ids = np.tile(np.random.default_rng(0).integers(0, 512, (num, 400), np.int32), (1, 11))
+    asked = [NewRequest((str(i), 0), 0, [], [], SamplingParams(), [[]]) for i in range(num)]
+    for slot, request in enumerate(asked):
+        proposer.add(slot, request)
+    seconds, slots = [], np.arange(num)
+    for known in range(4000, 4060):
+        begin = perf_counter()
+        proposer.propose(Asked(asked, slots, token_ids, np.full(num, known), np.full(num, 8)))
+        seconds.append(perf_counter() - begin)
+    llm = _llm(None)
+    step_s = min(_time(llm, Load.noise(num, 32, turn))[1] for turn in range(2)) / 32
+    _end(llm)
+    figures = {"proposing ms": median(seconds) * 1e3, "step ms": step_s * 1e3}
+    name = f"{num} requests of 4k tokens, proposing with n-grams / a step of the embedded model"
+    return Claim(name, median(seconds) / step_s, 0.03, "lower", figures)
+
+
+class _Steps(NamedTuple):
+    """What the wide model says, and how long its steps take."""
+
+    load: Load
+    said: Sequence[int]
+    seconds: float  # of a step of one row
+    with_guesses: Mapping[int, float]  # of a step of that many rows more
+
+    @classmethod
+    def of(cls, path: Path) -> "_Steps":
+        load = Load.noise(1, 96, 0)._replace(params=_params(1, 96, temperature=0.0))
+        llm = _llm(None, path)
+        said = _time(llm, load)[0][0]
+        seconds = min(_time(llm, load)[1] for _ in range(2)) / 96
+        _end(llm)
+        Oracle.known = {tuple(load.prompts[0]): said}
+        return cls(load, said, seconds, {k: _step_seconds(path, load, k) for k in (1, 2, 4, 8)})
+
+    def allowed(self, acceptance: float, guess_s: float = 0.0) -> float:
+        """The best speedup at that acceptance a token, where each guess takes that long."""
+        tokens = {k: sum(acceptance**i for i in range(k + 1)) for k in self.with_guesses}
+        return max(1.0, *(tokens[k] * self.seconds / (s + k * guess_s) for k, s in self.with_guesses.items()))
+
+
+def _oracle(path: Path, steps: _Steps) -> list[Claim]:
     claims = []
+    without = _llm(None, path)
     for acceptance in (0.6, 0.8, 0.9):
-        allowed = max(_tokens(acceptance, k) * seconds / step_s for k, step_s in forced.items())
         with_guesses = _llm({"method": f"{__name__}:Oracle", "acceptance": acceptance}, path)
-        ratio = median(_in_turns(without, with_guesses, lambda _: load, 3))
+        ratio, allowed = median(_in_turns(without, with_guesses, lambda _: steps.load, 3)), steps.allowed(acceptance)
         _end(with_guesses)
-        figures = {"speedup": ratio, "allowed": allowed, "step ms": seconds * 1e3}
-        claims.append(Claim(f"mid, oracle of {acceptance} / allowed", ratio / max(allowed, 1), 0.9, "higher", figures))
+        figures = {"speedup": ratio, "allowed": allowed, "step ms": steps.seconds * 1e3}
+        claims.append(Claim(f"wide, oracle of {acceptance} / allowed", ratio / allowed, 0.9, "higher", figures))
     _end(without)
     return claims
 
 
-def _step_seconds(path: Any, load: Load, k: int) -> float:
+def _draft_model(context: Context, steps: _Steps) -> Claim:
+    """The embedded model drafts for a wide one that agrees with it as often as NOISE makes it."""
+    path, config = find_wide(context.models, WIDTH, NOISE), {"model": str(DEFAULT_MODEL), "num_speculative_tokens": 8}
+    drafter, first = _llm(None), _llm({**config, "num_speculative_tokens": 1, "adaptive": False}, path)
+    guess_s = min(_time(drafter, Load.words(drafter, 1, turn))[1] for turn in range(3)) / NUM_WORDS_SAID
+    for turn in range(4):
+        _time(first, Load.words(first, 1, turn))
+    counts = _counts(first)
+    _end(drafter, first)
+    without, with_guesses = _llm(None, path), _llm(config, path)
+    ratio = median(_in_turns(without, with_guesses, lambda turn: Load.words(without, 1, turn), 3))
+    _end(without, with_guesses)
+    agreement = counts["accepted_tokens"] / counts["draft_tokens"]
+    allowed = steps.allowed(agreement, guess_s)
+    figures = {"speedup": ratio, "allowed": allowed, "agreement": agreement, "drafter's step ms": guess_s * 1e3}
+    return Claim("wide, the embedded model drafts for it / allowed", ratio / allowed, 0.85, "higher", figures)
+
+
+def _step_seconds(path: Path, load: Load, k: int) -> float:
     """Seconds of a step of k + 1 rows, all of them right."""
     llm = _llm({"method": f"{__name__}:Oracle", "num_speculative_tokens": k, "adaptive": False}, path)
     seconds = min(_time(llm, load)[1] for _ in range(2)) / np.ceil(96 / (k + 1))
@@ -138,13 +237,30 @@ def _step_seconds(path: Any, load: Load, k: int) -> float:
     return float(seconds)
 
 
-def _tokens(acceptance: float, k: int) -> float:
-    """Expected tokens of a step with k guesses."""
-    return sum(acceptance**i for i in range(k + 1))
+def _beside_vllm(folder: Path, path: Path, ours: float) -> Claim:
+    """Our gain / that of vLLM's own n-grams, with the same model and texts."""
+    seconds = []
+    config = {**NGRAM, "num_speculative_tokens": 8, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    llm = _llm(None, path)
+    prompts = [Load.recital(llm, 1, turn).prompts[0] for turn in range(4)]
+    _end(llm)
+    for options in ((), ("--speculative-config", json.dumps(config))):
+        with vllm(folder, path, options=options) as server:
+            seconds.append(median(_complete(server, prompt) for prompt in prompts))
+    theirs = seconds[0] / seconds[1]
+    figures = {"our gain": ours, "vLLM's gain": theirs}
+    return Claim("wide, recital, 1 at once, our gain / vLLM's", ours / theirs, 1.0, "higher", figures)
+
+
+def _complete(server: Server, prompt: list[int]) -> float:
+    body = {"model": server.model, "prompt": prompt, "max_tokens": RECITED - 20, "temperature": 0, "ignore_eos": True}
+    begin = perf_counter()
+    post(f"{server.url}/v1/completions", body)
+    return perf_counter() - begin
 
 
 def _params(count: int, num_tokens: int, *, temperature: float, seed: int = 0) -> list[SamplingParams]:
-    fields: dict[str, Any] = {"max_tokens": num_tokens, "temperature": temperature, "ignore_eos": True}
+    fields: dict[str, Any] = {"max_tokens": num_tokens, "temperature": temperature, "logit_bias": {_EOS: -100.0}}
     return [SamplingParams(**fields, seed=seed + i, detokenize=False) for i in range(count)]
 
 
