@@ -2,8 +2,8 @@
 
 python -m guesses: each cell of a cover in which every two of proposer, connector, topology, ranks, mishap and way of
 choosing meet answers all requests twice, the second time from its caches. Text, token ids, reasons and tool calls must
-be equal, and logprobs within 1e-5. Exit code 1 where an output differs or there are fewer outputs than --outputs.
---part 2/5 runs the second fifth of the cells.
+be equal, and logprobs within 1e-5 of those of an engine of as many ranks. Exit code 1 where an output differs or there
+are fewer outputs than --outputs. --part 2/5 runs the second fifth of the cells.
 """
 
 import argparse
@@ -82,10 +82,11 @@ def disturbed(deployment: Running, cell: Cell, asks: dict[str, Any]) -> dict[str
     return replies
 
 
-def right_answers() -> dict[str, Reply]:
+def right_answers(ranks: int) -> dict[str, Reply]:
     """Those of one engine that guesses nothing."""
     with launches(DEFAULT_MODEL) as launch:
-        plain = launch("--prefill", "0", "--decode", "1", "--kv-cache-memory", str(1600 * BLOCK_BYTES))
+        memory = str(1600 * BLOCK_BYTES)
+        plain = launch("--prefill", "0", "--decode", "1", "--tp", str(ranks), "--kv-cache-memory", memory)
         return asyncio.run(ask_all(plain, all_asks(), "guesses"))
 
 
@@ -122,11 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     total = num_wrong = 0
     with tempfile.TemporaryDirectory(prefix="guesses-model-") as folder:
         drafter = find_wide(Path(folder), 256, DRAFTER_NOISE, "float32")
-        right = right_answers()
+        right = {ranks: right_answers(ranks) for ranks in {cell.ranks for cell in cells}}
         for number, cell in enumerate(cells, 1):
             started = time.monotonic()
             try:
-                count, wrong = run_cell(cell, drafter, right)
+                count, wrong = run_cell(cell, drafter, right[cell.ranks])
             except Exception:  # the others are compared all the same
                 traceback.print_exc()
                 count, wrong = 0, ["it failed"]
