@@ -32,7 +32,7 @@ NUM_WORDS_SAID, _EOS = 96, 1
 WIDTH = 122_880
 """Neurons added to each layer: then a step reads as many bytes as one of the random model "mid"."""
 
-NOISE = 0.005
+NOISE = 0.12
 """Standard deviation for which the wide model draws four of five tokens as the embedded one does."""
 
 NGRAM, SUFFIX = {"method": "ngram"}, {"method": "suffix"}
@@ -105,7 +105,7 @@ def run(context: Context) -> list[Claim]:
         for name, path in (("embedded", DEFAULT_MODEL), ("wide", wide))
         for at_once, least in ((1, 2.5), (8, 1.8))
     ]  # fmt: skip
-    at_once, stranger = 4 if context.quick else 64, find_wide(context.models, 256, 1.0)
+    at_once, stranger = 4 if context.quick else 64, find_wide(context.models, 256, 20.0)
     for config, temperature in ((NGRAM, 50.0), (SUFFIX, 50.0), ({"model": str(stranger)}, 1.0)):
         name = f"{at_once} at once that cannot be guessed, {config.get('method', 'draft_model')} / without"
         make = partial(_noise, at_once, temperature)
