@@ -41,7 +41,7 @@ COUNTERS = {
 }
 """Names in /metrics of what shows that it has happened."""
 
-DRAFTER_NOISE = 0.05
+DRAFTER_NOISE = 2.0
 BLOCK_BYTES = 4 * 2 * 4 * 32 * 16 * 4
 """Of the embedded model: layers, sides, heads, their size, tokens, bytes of a float32."""
 
