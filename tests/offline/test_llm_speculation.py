@@ -156,7 +156,7 @@ def test_a_draft_model_s_steps_are_queued_on_a_device(
     found, counts = generate(model, config, max_steps_ahead=0)
     assert found == expected
     assert counts["accepted_tokens"] > 50
-    assert max(unfinished) == 1 + MAX_PENDING
+    assert max(unfinished) == 2 <= 1 + MAX_PENDING
     assert len(num_blocks) == 1  # each is free, or of a request that the target computes
 
 
