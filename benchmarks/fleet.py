@@ -21,10 +21,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any, ClassVar
 
 import zmq
 
@@ -44,11 +46,15 @@ HOLD_LIMIT_MS = 20.0
 MAX_PAIRS = 250_000
 STREAMS, DEAD_BLOCKS = 512, 1 << 20
 MEMORY_LIMITS_MIB = {200: 150.0, 1_000: 400.0}
+OWN_BLOCKS = 128
+JOIN_LIMIT_MIB, KEY_LIMIT_BYTES = 24.0, 300.0
 PAIRS = ("plain", "pairs", "failing")  # of engines: none used yet, all used, one of them failing
 
 
 class Fake:
     """An engine that takes messages and says nothing: what is sent to it is encoded, as for a socket."""
+
+    sent: ClassVar[deque[tuple[str, int]]] = deque(maxlen=1 << 20)  # (engine, bytes) of the messages to all of them
 
     def __init__(self, name: str, role: str) -> None:
         self.name = name
@@ -69,7 +75,7 @@ class Fake:
         self.listener = listener
 
     def send(self, message: RouterToEngine) -> None:
-        encode_message(message)
+        Fake.sent.append((self.name, len(encode_message(message))))
 
     def close(self) -> None:
         self.listener = None
@@ -187,6 +193,40 @@ async def death(num_engines: int, case: str, profile: bool) -> float:
     return seconds
 
 
+async def join(num_engines: int, case: str, profile: bool) -> dict[str, float]:
+    """What the start of one more engine costs until all are told: messages, bytes, and CPU."""
+    dispatcher, _ = make_fleet(num_engines)
+    await asyncio.sleep(0)
+    Fake.sent.clear()
+    new = Fake("prefill-new", "prefill")
+    began = time.thread_time()
+    dispatcher.add_backend(new, new.role)
+    dispatcher.listener.engine_up(new.name, new.card())
+    while dispatcher.driver.news.behind:
+        await asyncio.sleep(0.01)
+    seconds = time.thread_time() - began
+    own = sum(size for name, size in Fake.sent if name == new.name)
+    total = sum(size for _, size in Fake.sent)
+    dispatcher.close()
+    return {"calls": len(Fake.sent), "own_bytes": own, "bytes": total, "cpu_ms": 1e3 * seconds}
+
+
+async def index(num_engines: int, case: str, profile: bool) -> dict[str, float]:
+    """MiB of an index of OWN_BLOCKS blocks that each engine alone has, and CPU microseconds for each of them."""
+    dispatcher, fakes = make_fleet(num_engines)
+    before, began, number = own_memory_kib(os.getpid()), time.thread_time(), 1 << 32
+    for fake in fakes:
+        keys = [(number + i).to_bytes(16) for i in range(OWN_BLOCKS)]
+        number += OWN_BLOCKS
+        dispatcher.listener.engine_messages(fake.name, [KVEvents(1, [BlockStored(keys, None)])])
+        while dispatcher.index.has_work:
+            dispatcher.index.work()
+    num_keys, seconds = num_engines * OWN_BLOCKS, time.thread_time() - began
+    num_bytes = 1024 * (own_memory_kib(os.getpid()) - before)
+    dispatcher.close()
+    return {"mib": num_bytes / 2**20, "bytes_a_key": num_bytes / num_keys, "us_a_key": 1e6 * seconds / num_keys}
+
+
 async def memory(num_engines: int, case: str, profile: bool) -> float:
     """MiB of this process that are its own, with so many engines over sockets."""
     names = [f"{role}-{i}" for i in range(num_engines // 2) for role in ("prefill", "decode")]
@@ -228,7 +268,9 @@ def _answer(folder: str, names: list[str]) -> None:
                 socket.send_multipart([router, encode_raw_frame(0, [ready], begun=1, handled=1)])
 
 
-CASES = {"decision": decision, "start": start, "death": death, "memory": memory}
+CASES: dict[str, Any] = {
+    "join": join, "index": index, "decision": decision, "start": start, "death": death, "memory": memory,
+}  # fmt: skip
 
 
 def run(context: Context) -> list[Claim]:
@@ -247,10 +289,22 @@ def run(context: Context) -> list[Claim]:
     return claims
 
 
-def _child(what: str, num_engines: int, case: str) -> float:
+def run_large(context: Context) -> list[Claim]:
+    """What one more engine, each block that an engine has, and a decision cost among 10,000 engines."""
+    n = 10 if context.quick else 10_000
+    joined, held, decision_s = (_child(what, n, PAIRS[0]) for what in ("join", "index", "decision"))
+    return [
+        Claim("one more engine, MiB sent", joined["bytes"] / 2**20, JOIN_LIMIT_MIB, "lower", joined),
+        Claim("one more engine, messages", joined["calls"], n + 1, "lower", {}),
+        Claim("index, bytes a block of one engine", held["bytes_a_key"], KEY_LIMIT_BYTES, "lower", held),
+        Claim("decisions a second, with their requests' ends", 1 / decision_s, 2000.0, "higher", {}),
+    ]
+
+
+def _child(what: str, num_engines: int, case: str) -> Any:
     command = [sys.executable, "-m", "benchmarks.fleet", what, str(num_engines), case]
     done = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:

@@ -66,6 +66,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "balance_mid": _of(pd_balance.run, "mid"),
     "front": front.run,
     "fleet": fleet.run,
+    "fleet_10000": fleet.run_large,
     "policies": policies.run,
     "interference_tiny": _of(interference.run, "tiny"),
     "interference_mid": _of(interference.run, "mid"),

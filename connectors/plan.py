@@ -60,6 +60,9 @@ class ConnectorPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     layouts: tuple[LayoutKind, ...] = ("heads",)  # windows: it supports several block tables; else all tokens are kept
     positions: tuple[Positions, ...] = ("rotated", "none")  # KV not among these two is refused, never converted
     wire_version: int = 1  # version of its ranks' messages and cards; 0: peers' versions are not compared
+    alike: tuple[
+        str, ...
+    ] = ()  # parts of the platform that peers must have in one version (src/pdkv/assemble/platform.py)
     requirements: tuple[Requirement, ...] = ()  # in `declares`: including those of some options only
 
     def __post_init__(self) -> None:

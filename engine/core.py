@@ -44,6 +44,7 @@ from pdkv.wire.messages import (
     Submit,
     Trial,
 )
+from pdkv.wire.profiles import Profile
 from pdkv.wire.step_watch import StepWatch
 from pdkv.wire.tiers import CacheOrder
 
@@ -59,6 +60,9 @@ deadlines.
 
 LOAD_INTERVAL_S = 0.1
 """Seconds between load reports of a busy engine."""
+
+
+_NO_PROFILER = "this engine's steps cannot be profiled"
 
 
 class EngineCore:
@@ -131,7 +135,8 @@ class EngineCore:
         """The earliest time at which `step` must be called even if nothing else happens."""
         deadlines = [self._book.next_deadline()]
         others = self.scheduler.loads.next_deadline(), self.prefill.next_deadline(), self.scheduler.trials.deadline
-        deadlines += [d for d in (*others, self._cache_orders.deadline) if d is not None]
+        profile = None if self.executor.profiler is None else self.executor.profiler.deadline
+        deadlines += [d for d in (*others, profile, self._cache_orders.deadline) if d is not None]
         if not self.external.is_idle:
             deadlines.append(self._last_step + TRANSFER_POLL_S)
         return max(first, self._next_expiry) if (first := min(deadlines)) < inf else None
@@ -232,6 +237,8 @@ class EngineCore:
         self.reports.sent()
         for router_id, answer in self._cache_orders.take_answers(now):
             self._outbox(router_id, answer)
+        if (profiler := self.executor.profiler) is not None and (told := profiler.take()) is not None:
+            self._outbox(*told)
         for router_id, message in self.scheduler.trials.take_messages(now):
             self._outbox(router_id, message)
         return self._outbox.take()
@@ -312,12 +319,22 @@ class EngineCore:
                     self.scheduler.go_on()  # blocks may have been freed
             case CacheOrder():
                 self._cache_orders.begin(router_id, message, now)
+            case Profile():
+                self._profile(router_id, message, now)
             case AskReport(number=number):
                 self.reports.ask(router_id, number)
             case Trial():
                 self.counters.dropped_messages += not self.scheduler.trials.answered(router_id, message)
             case _:
                 self.counters.dropped_messages += 1
+
+    def _profile(self, router_id: str, order: Profile, now: float) -> None:
+        """Take an order for a profile, or refuse it."""
+        profiler = self.executor.profiler
+        refusal = order.failed("not_supported", _NO_PROFILER) if profiler is None else None
+        refusal = refusal if profiler is None else profiler.begin(router_id, order, now)
+        if refusal is not None:
+            self._outbox(router_id, refusal)
 
     def _deliver(self, request: Request, message: RouterToEngine, now: float) -> None:
         """Pass a message to its live request."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
@@ -27,7 +28,7 @@ from pdkv.router.admission.api_keys import KeyRing, read_keys
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.engine_client import EngineClient, make_context
 from pdkv.router.engines.event_publisher import EventPublisher
-from pdkv.router.engines.fleet import ORDERS
+from pdkv.router.engines.fleet import FALLBACK, ORDERS
 from pdkv.router.engines.foreign_kinds import is_foreign, lacking, read_backend_key, read_source
 from pdkv.router.fronts.hall import Hall
 from pdkv.router.garbage import ShortCollections
@@ -64,6 +65,9 @@ asks for it again after each system call, so next to one busy thread it would do
 
 _WAITING_S = 10.0
 """Seconds between log lines of a router that is not ready yet, naming the engines it waits for."""
+
+FALLBACK_FIRST_TOKEN_S = 30.0
+"""Seconds for a first token of another deployment: then the request comes back."""
 
 SHUTDOWN_S = 1
 """How long connections may take to end after a stop, once nothing is left to answer or the time for it is over; then
@@ -131,6 +135,7 @@ def run_router(
         explain_share=config.observability.explain_share,
         await_all=spec.await_all and bool(spec.engines),
         identity=spec.identity,
+        fallback_wait_s=spec.fallback_wait_s,
     )
     dispatcher.fleet.awaits_others = spec.takes_others
     context = make_context()
@@ -144,7 +149,7 @@ def run_router(
         if is_foreign(endpoint):
             from pdkv.router.engines.foreign import ForeignEngine  # with httpx, which is an extra
 
-            return ForeignEngine(name, endpoint, terms())
+            return ForeignEngine(name, endpoint, terms() if name != FALLBACK else _fallback_terms(spec, terms()))
         key = cluster_key if endpoint.startswith("tcp://") else None
         return EngineClient(name, endpoint, router_id=spec.router_id, context=context, key=key)
 
@@ -155,6 +160,9 @@ def run_router(
     for engine in spec.engines:
         backend = make_client(engine.name, engine.endpoint)
         dispatcher.add_backend(backend, engine.role, engine.refusal, endpoint=engine.endpoint, source=engine.source)
+    if (there := spec.fallback) is not None:
+        dispatcher.add_backend(make_client(there.name, there.endpoint), there.role, endpoint=there.endpoint)
+        dispatcher.fallback.defaults = served.sampling_defaults
     log_sampling_defaults(spec.model.model, served.sampling_defaults)
     limits = config.http
     num_engines = len(spec.engines) + MAX_PROPOSALS * spec.takes_others
@@ -352,6 +360,14 @@ def _foreign_terms(spec: RouterSpec, served: ServedModel, context: "zmq.Context[
         kv_events={name: read_source(text) for name, text in spec.backend_kv_events.items()},
         context=context,
     )
+
+
+def _fallback_terms(spec: RouterSpec, terms: "Terms") -> "Terms":
+    """What it wants of another deployment. Raises ConfigError as `_foreign_terms`."""
+    file = spec.fallback_key_file
+    key = read_backend_key(file, "fallback") if file is not None else ""
+    terms = dataclasses.replace(terms, max_model_len=None, kv_events={}, first_token_s=FALLBACK_FIRST_TOKEN_S)
+    return dataclasses.replace(terms, key=key, role=FALLBACK, num_hops=1)
 
 
 def run_until_stopped(

@@ -39,6 +39,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     kv_terms: KVTerms | None = None  # terms of what engines store of its KV
     tenant: str = ""  # a digest of its tenant; empty: clients need no key
+    may_leave: bool = False  # another deployment may have it (docs/fallback.md)
     priority: int = 0
     slo_ttft_s: float = 0.0  # within which its first token should come; 0: as soon as possible
     slo_tpot_s: float = 0.0  # that each further token should take; 0: as little as possible

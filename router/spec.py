@@ -40,6 +40,10 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     backend_num_seqs: int = 256  # requests that each is given at once
     backend_model_len: int | None = None  # that they must have; None: any that the model can have
 
+    fallback: EngineAddress | None = None  # another deployment (docs/fallback.md)
+    fallback_key_file: Path | None = None
+    fallback_wait_s: float = 0.0
+
     @property
     def takes_others(self) -> bool:
         """Whether engines may come and go that the launch does not start."""

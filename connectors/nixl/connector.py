@@ -32,7 +32,7 @@ class NixlConnector(KVConnector):
 
     declares = ConnectorPlan(
         interface=INTERFACE, kind="pull", lends=True, own_pool="offers", layouts=CARRIED,
-        wire_version=BLOB_VERSION,
+        wire_version=BLOB_VERSION, alike=("NIXL",),
         requirements=(
             Requirement(("nixl_cu12", "nixl_cu13"), "pip install 'pdkv[nixl]' (with CUDA 13: nixl-cu13)"),
         ),

@@ -33,6 +33,7 @@ class SharedMemoryConnector(KVConnector):
     declares = ConnectorPlan(
         interface=INTERFACE, kind="pull", content_addressed=True, own_pool="needs", layouts=CARRIED,
         wire_version=2,  # no events in the card: published blocks can be read
+        alike=("CUDA driver",),  # which opens the other's pools
     )  # fmt: skip
     options_type = SharedMemoryOptions
     scheduler_type: ClassVar[type[SharedMemoryScheduler]] = SharedMemoryScheduler

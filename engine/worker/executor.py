@@ -27,6 +27,7 @@ from pdkv.engine.worker.kv_cache import (
 from pdkv.engine.worker.masks import Masks
 from pdkv.engine.worker.memory_profile import profiled_bytes
 from pdkv.engine.worker.pending import DoneStep, PendingStep
+from pdkv.engine.worker.profiler import StepProfiler
 from pdkv.engine.worker.runner import ModelRunner
 from pdkv.engine.worker.threads import StepThreads
 from pdkv.errors import ConfigError
@@ -91,6 +92,9 @@ class Executor(ABC):
     def report(self) -> Ended:
         """Between steps: ask all ranks for their current reports. Blocks and raises as `ask_finished`."""
         return self.ask_finished(with_stats=True)._replace(is_report=True)
+
+    profiler: StepProfiler | None = None
+    """What traces its steps; None: nothing does."""
 
     @abstractmethod
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
@@ -235,6 +239,7 @@ class InProcessExecutor(ModelExecutor):
         """
         shard = self.shard = parallel.shard
         self._config, self._parallel = config, parallel
+        self.profiler: StepProfiler = StepProfiler()
         self._max_num_batched_tokens = max_num_batched_tokens
         self._hit_tokens = hit_tokens
         self._proposer = proposer
@@ -361,7 +366,7 @@ class InProcessExecutor(ModelExecutor):
         assert self._runner is not None, "attach must be called first"
         if self._threads is not None:
             self._threads.use_for(plan.num_tokens)
-        return self._runner.launch(plan)
+        return self.profiler.run(plan, self._runner.launch)
 
     def enter_thread(self) -> None:
         if self.device.type == "cuda":

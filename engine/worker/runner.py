@@ -21,6 +21,7 @@ from pdkv.engine.worker.finite_check import FiniteCheck
 from pdkv.engine.worker.graphs import PaddedSteps, Recorder
 from pdkv.engine.worker.masks import GrammarMasks, Masks
 from pdkv.engine.worker.pending import DoneStep, PendingStep
+from pdkv.engine.worker.profiler import span
 from pdkv.engine.worker.queued_step import DeviceQueue, Draws, QueuedStep, tokens_of
 from pdkv.engine.worker.readback import Read, read_here
 from pdkv.engine.worker.sampling.logit_processors import TokenMasks
@@ -38,6 +39,14 @@ from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
 from pdkv.wire.kv import KVLayout
 from pdkv.wire.messages import TokenLogprob
 from pdkv.wire.types import RequestKey
+
+_TRANSFER = "pdkv.transfer"
+
+
+def _kind_of(scheduled: list[ScheduledRequest]) -> str:
+    """The name of the range of a step's computation in a profile."""
+    of_prompts = {each.num_scheduled > FEW_QUERIES for each in scheduled}
+    return "pdkv.mixed" if len(of_prompts) == 2 else "pdkv.prefill" if True in of_prompts else "pdkv.decode"
 
 
 class Computed(NamedTuple):
@@ -176,13 +185,19 @@ class ModelRunner:
             meta.earlier_steps = self._steps_done.up_to(plan.settled)
             meta.this_step = make_step_done(self._kv_pool.device)
             self._steps_done.add(plan.step_id, meta.this_step)
-            worker.start_load_kv(meta)
-        computed = self._compute(plan.scheduled, self._attend(meta)) if plan.scheduled else _NOTHING
+            with span(_TRANSFER):
+                worker.start_load_kv(meta)
+        if plan.scheduled:
+            with span(_kind_of(plan.scheduled)):
+                computed = self._compute(plan.scheduled, self._attend(meta))
+        else:
+            computed = _NOTHING
         if meta is not None and meta.this_step is not None:
             meta.this_step.record()
-        if worker is not None and meta is not None:
-            worker.wait_for_save()
-        transfers = NO_TRANSFERS if worker is None else worker.get_finished()
+        with span(_TRANSFER):
+            if worker is not None and meta is not None:
+                worker.wait_for_save()
+            transfers = NO_TRANSFERS if worker is None else worker.get_finished()
         stats = worker.get_stats() if worker is not None and transfers else None
         if isinstance(computed, Draws):
             rest = StepOutput(plan.step_id, {}, {}, transfers, connector_stats=stats)
@@ -221,9 +236,11 @@ class ModelRunner:
             return attend
 
         def attend_between_hooks(layer: int, qkv: torch.Tensor, heads: Heads | LatentHeads | None) -> torch.Tensor:
-            worker.wait_for_layer_load(layer)
+            with span(_TRANSFER):
+                worker.wait_for_layer_load(layer)
             out = attend(layer, qkv, heads)
-            worker.save_kv_layer(layer, pool, meta)
+            with span(_TRANSFER):
+                worker.save_kv_layer(layer, pool, meta)
             return out
 
         return attend_between_hooks

@@ -6,6 +6,7 @@ of the event loop; otherwise it waits for its turn (`fair_queue.py`) until its d
 """
 
 import asyncio
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from pdkv.base.clock import MONOTONIC
 from pdkv.config import AdmissionConfig
 from pdkv.errors import (
     Draining,
+    EngineUnavailable,
     InvalidRequest,
     PdkvError,
     RequestAborted,
@@ -34,6 +36,7 @@ from pdkv.router.request import GenerateRequest
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher, Generation
+    from pdkv.router.generations.fallback import Fallback
 
 logger = logging.getLogger(__name__)
 
@@ -52,13 +55,14 @@ _MAX_RETRY_AFTER_S = 60.0
 class _Waiter:
     """A generation that has not begun."""
 
-    __slots__ = ("began", "deliver", "future", "request", "visit")
+    __slots__ = ("began", "cost", "deliver", "future", "request", "visit")
 
     def __init__(self, visit: "Visit", request: GenerateRequest, deliver: Deliver, now: float) -> None:
         self.visit = visit
         self.request = request
         self.deliver = deliver
         self.began = now
+        self.cost = cost_of(request)  # that its tenant is charged for its turn
         self.future: asyncio.Future[Generation | PdkvError] = asyncio.get_running_loop().create_future()
 
     def end(self, result: "Generation | PdkvError") -> None:
@@ -78,7 +82,7 @@ class Admission:
         clock: Callable[[], float] = MONOTONIC.now,
     ) -> None:
         self.config = config or AdmissionConfig()
-        self.anonymous = Tenant(ANONYMOUS, Grant(best_priority=self.config.best_priority), clock)
+        self.anonymous = Tenant(ANONYMOUS, Grant(best_priority=self.config.best_priority, fallback=True), clock)
         self.num_pending = 0  # choices that have arrived but not begun: waiting now, or later
         self.pending_tokens = 0  # prompt tokens of those
         self.num_full = 0  # requests refused
@@ -91,7 +95,11 @@ class Admission:
         self.draining = ""  # why no new requests are taken; empty if they are
         self._rate = 0.0  # tokens per second that began recently
         self._rate_at = clock()
+        self._busy_s = self._num_begun = 0.0  # seconds for which lately something waited, and choices that began then
+        self._seen_at = self._rate_at
+        self._may_leave: dict[_Waiter, None] = {}  # those in the queue that another deployment may have
         dispatcher.changes.on_notify = self._on_room
+        self.fallback.queue = lambda: (self.predicted_wait_s, self.is_full)
 
     # --- arrivals -------------------------------------------------------------------------------------------------
 
@@ -121,10 +129,46 @@ class Admission:
         """
         if self.draining:
             raise Draining(f"{self.draining}: try again", retry_after_s=1.0)
-        if self.num_pending >= self.config.max_queued_requests or self.pending_tokens >= self.config.max_queued_tokens:
+        most = self.config
+        is_full = self.num_pending >= most.max_queued_requests or self.pending_tokens >= most.max_queued_tokens
+        if is_full and not self._may_still_leave(tenant.grant.fallback):
             self._refuse()
         tenant.enter()
         return Visit(self, tenant)
+
+    @property
+    def fallback(self) -> "Fallback":
+        """What decides whether requests go to another deployment."""
+        return self._dispatcher.fallback
+
+    @property
+    def is_full(self) -> bool:
+        """Whether not even a tenant without other requests has a place for one more (`hold`)."""
+        choices, tokens = (self.num_pending + 2, self.pending_tokens + 2) if self.num_pending else (0, 0)
+        return choices > self.config.max_queued_requests or tokens > self.config.max_queued_tokens
+
+    def _may_still_leave(self, is_allowed: bool) -> bool:
+        """Whether a request that finds no place goes elsewhere."""
+        if not is_allowed or self.fallback.engine is None:
+            return False
+        self.fallback.look(now := self._clock())
+        return self.fallback.cause != "" and self.fallback.is_open(now)
+
+    def may_leave(self, tenant: Tenant, asked: Asked) -> bool:
+        """Whether another deployment may have a request.
+
+        Raises:
+            EngineUnavailable, TooManyRequests: another one sent it, and it is no better here.
+        """
+        if not asked.wishes.num_hops:
+            there = self.fallback.engine
+            lacks = there.card.lacks if there is not None and there.card is not None else ()
+            return there is not None and tenant.grant.fallback and not (asked.cache_salt and "cache_salt" in lacks)
+        if self._dispatcher.is_down():
+            raise EngineUnavailable("no engine can serve here, where another deployment's fallback has sent this")
+        if self.fallback.cause:
+            self._refuse()
+        return False
 
     def check(self, tenant: Tenant) -> None:
         """Check a request before it is read, and again before it is worked on.
@@ -133,11 +177,12 @@ class Admission:
             TooManyRequests: there is no room for even one choice, or the tenant's tokens of this minute are used up.
         """
         tenant.check_tokens()
-        if not self._has_place(tenant, 1, 1):
+        if not self._has_place(tenant, 1, 1) and not self._may_still_leave(tenant.grant.fallback):
             self._refuse()
 
-    def hold(self, tenant: Tenant, num_choices: int, num_tokens: int) -> None:
-        """Reserve places for all choices of a request. A request that arrives at an empty queue may have any size.
+    def hold(self, tenant: Tenant, num_choices: int, num_tokens: int, *, may_leave: bool = False) -> None:
+        """Reserve places for all choices of a request. A request that arrives at an empty queue may have any size, and
+        one for which there is no room and that another deployment takes now.
 
         A key may take at most as much of the queue as remains free (dynamic thresholds; Choudhury and Hahne, 1998), so
         that no key fills it and there is room for the next one.
@@ -145,7 +190,7 @@ class Admission:
         Raises:
             TooManyRequests: there is no room.
         """
-        if not self._has_place(tenant, num_choices, num_tokens):
+        if not self._has_place(tenant, num_choices, num_tokens) and not self._may_still_leave(may_leave):
             self._refuse()
         self._change(tenant, num_choices, num_tokens)
 
@@ -193,8 +238,33 @@ class Admission:
         is_next = best is None or priority < best or (priority == best and not self._queue.has_next(held_back))
         return is_next and tenant.digest not in held_back and self._dispatcher.has_room()
 
-    def begin(self, request: GenerateRequest, deliver: Deliver) -> "Generation":
-        """Dispatch a generation. Raises EngineUnavailable."""
+    @property
+    def predicted_wait_s(self) -> float:
+        """Seconds until the last in the queue begins, as fast as choices lately left it while some waited."""
+        self._note_leaving(0)
+        return len(self._queue) * self._busy_s / max(self._num_begun, 1.0)
+
+    def _note_leaving(self, num: int) -> None:
+        now = self._clock()
+        seconds, self._seen_at = now - self._seen_at, now
+        fading = math.exp(-seconds / _RATE_WINDOW_S)
+        self._busy_s = self._busy_s * fading + (seconds if self._queue else 0.0)
+        self._num_begun = self._num_begun * fading + num
+
+    def leaves(self, request: GenerateRequest) -> str:
+        """Why another deployment runs a request; "": it stays."""
+        if not request.may_leave:
+            return ""
+        now = self._clock()
+        self.fallback.look(now)
+        return self.fallback.reason(request, now)
+
+    def begin(self, request: GenerateRequest, deliver: Deliver, leaves: str = "") -> "Generation":
+        """Dispatch a generation; `leaves`: of `Dispatcher.start`. Raises EngineUnavailable."""
+        if leaves:
+            generation = self._dispatcher.start(request, leaves)
+            deliver(generation)
+            return generation
         now = self._clock()
         cost = cost_of(request)
         self._rate = self._rate * math.exp(-(now - self._rate_at) / _RATE_WINDOW_S) + cost / _RATE_WINDOW_S
@@ -213,6 +283,9 @@ class Admission:
         """
         waiter = _Waiter(visit, request, deliver, self._clock())
         tenant = visit.tenant
+        self._note_leaving(0)
+        if request.may_leave:
+            self._may_leave[waiter] = None
         waiting = self._queue.push(
             waiter,
             tenant=tenant.digest,
@@ -231,7 +304,7 @@ class Admission:
             self.leave(waiter, waiting)
         if isinstance(result, PdkvError):
             raise result
-        visit.num_charged += cost_of(request)
+        visit.num_charged += waiter.cost
         return result
 
     def settle(self, visit: "Visit", num_tokens: int, share: float) -> None:
@@ -248,6 +321,7 @@ class Admission:
     def leave(self, waiter: _Waiter, waiting: Waiting[_Waiter]) -> None:
         """Remove a generation from the queue. Idempotent."""
         waiter.visit.waiters.pop(waiter, None)
+        self._may_leave.pop(waiter, None)
         self._queue.remove(waiting)
 
     def _on_room(self) -> None:
@@ -259,21 +333,35 @@ class Admission:
     def _pump(self) -> None:
         """Begin waiting generations in order while there is room."""
         self._scheduled = False
+        self._let_leave()
         for _ in range(_STARTS_IN_A_ROW):
             held_back = self._dispatcher.held_back()
             if not self._queue.has_next(held_back) or not self._dispatcher.has_room():
                 return
+            self._note_leaving(1)
             self._begin_waiter(self._queue.pop(held_back))
         self._on_room()
 
-    def _begin_waiter(self, waiter: _Waiter) -> None:
+    def _let_leave(self) -> None:
+        """Send some of what waits elsewhere while no engine can serve; the others follow with the next ticks."""
+        if not (self._may_leave and self._dispatcher.is_down() and self.fallback.is_open(self._clock())):
+            return
+        for waiter in list(itertools.islice(self._may_leave, _STARTS_IN_A_ROW)):
+            if reason := self.leaves(waiter.request):
+                waiter.cost = 0
+                self.leave(waiter, waiter.visit.waiters[waiter])
+                self._begin_waiter(waiter, reason)
+            else:
+                self._may_leave[waiter] = self._may_leave.pop(waiter)
+
+    def _begin_waiter(self, waiter: _Waiter, leaves: str = "") -> None:
         if waiter.future.done():
             return
         waited_s = self._clock() - waiter.began
         self.observe_wait(waited_s)
         try:
             request = msgspec.structs.replace(waiter.request, timeout_s=max(waiter.request.timeout_s - waited_s, 0.001))
-            waiter.end(self.begin(request, waiter.deliver))
+            waiter.end(self.begin(request, waiter.deliver, leaves))
         except PdkvError as error:
             waiter.end(error)
         except Exception as error:  # a defect must not take the queue down with it
@@ -306,8 +394,9 @@ class Visit:
         self._closed = False
 
     def hold(
-        self, prompt_lengths: Sequence[int], n: int, max_tokens: int | None, *, stream: bool, num_predicted: int = 0
-    ) -> None:
+        self, prompt_lengths: Sequence[int], n: int, max_tokens: int | None, *, stream: bool, num_predicted: int = 0,
+        may_leave: bool = False,
+    ) -> None:  # fmt: skip
         """Reserve what the request asks for, once it is known: `n` choices of each prompt.
 
         Raises:
@@ -327,7 +416,7 @@ class Visit:
         self._num_taken = self._num_asked = num_prompt_tokens + num_expected
         self._num_owed = -num_expected
         num_tokens = num_prompt_tokens + (num_choices - num_prompts) * HASH_BLOCK_SIZE
-        self._admission.hold(self.tenant, num_choices, num_tokens)
+        self._admission.hold(self.tenant, num_choices, num_tokens, may_leave=may_leave)
         self._num_held, self._held_tokens = num_choices, num_tokens
 
     def check(self) -> None:
@@ -359,10 +448,13 @@ class Visit:
                 param="cache_salt",
             )
         n, most, predicted = asked.n, asked.max_tokens, asked.num_predicted
-        self.hold(asked.prompt_lengths, n, most, stream=asked.stream, num_predicted=predicted)
+        leaves = self._admission.may_leave(tenant, asked)
+        self.hold(asked.prompt_lengths, n, most, stream=asked.stream, num_predicted=predicted, may_leave=leaves)
+        terms = Terms(priority, asked.cache_salt, None, "", wishes.explain, leaves)
         if not tenant.digest:
-            return Terms(priority, asked.cache_salt, None, "", wishes.explain)
-        return Terms(priority, tenant.salted(asked.cache_salt), tenant.grant.kv_terms, tenant.digest, wishes.explain)
+            return terms
+        salt = tenant.salted(asked.cache_salt)
+        return terms._replace(cache_salt=salt, kv_terms=tenant.grant.kv_terms, tenant=tenant.digest)
 
     async def start(self, request: GenerateRequest, deliver: Deliver, index: int = 0) -> "Generation":
         """Begin a generation when its turn comes; at once, without switching to another task, if it need not wait.
@@ -377,6 +469,8 @@ class Visit:
         if self._closed:
             raise RequestAborted("the client went away", request_id=request.label)
         try:
+            if leaves := admission.leaves(request):
+                return admission.begin(request, deliver, leaves)
             if admission.begins_at_once(request.priority, self.tenant):
                 return admission.begin(request, deliver)
             return await admission.wait(self, request, deliver)

@@ -50,6 +50,7 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     tokens_per_minute: _Count = 0
     salt: Annotated[str, Meta(max_length=256)] = ""
     admin: bool = False
+    fallback: bool = False
     kv_ttl_s: Annotated[int, Meta(ge=0, le=MAX_KV_TTL_S)] = 0
     kv_quota: str | int | None = None  # a size
 
@@ -162,7 +163,7 @@ def read_keys(path: Path | None) -> list[_Key] | None:
         raise ConfigError(f"API keys are given both in {path} (--api-key-file) and in {API_KEY}: use only one of them")
     if len(given) < _MIN_KEY or not given.isascii() or not given.isprintable() or " " in given:
         raise ConfigError(f"{API_KEY} must have at least {_MIN_KEY} printable ASCII characters, no spaces among them")
-    return [_Key(name="environment", hash=f"sha256:{_digest(given).hex()}", admin=True)]
+    return [_Key(name="environment", hash=f"sha256:{_digest(given).hex()}", admin=True, fallback=True)]
 
 
 def read_key_file(path: Path) -> list[_Key]:

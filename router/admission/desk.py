@@ -25,6 +25,7 @@ class Wishes(NamedTuple):
     objective_header: str = ""  # that named it
     fairness_id: str = ""  # requests with the same one share their key's turns as one
     explain: bool = False  # why its engines were chosen
+    num_hops: int = 0  # deployments whose fallback it has been through
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +49,7 @@ class Terms(NamedTuple):
     kv_terms: KVTerms | None
     tenant: str  # its digest
     explain: bool = False
+    may_leave: bool = False  # another deployment may have it
 
 
 class Replay(NamedTuple):

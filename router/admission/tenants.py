@@ -31,6 +31,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_minute: int = 0  # tokens of prompts and outputs
     salt: str = ""  # added to every cache salt; "": it shares its cache with other tenants that have none
     admin: bool = False  # may use /admin, and /metrics and /topology where they are protected
+    fallback: bool = False  # its requests may go to another deployment
     kv_terms: KVTerms | None = None  # terms on which its KV is kept below the engines' own pools
 
 

@@ -16,7 +16,7 @@ class EngineAddress(msgspec.Struct, frozen=True):
     """Where the router finds an engine."""
 
     name: str  # unique, such as "prefill-0"
-    role: Role
+    role: Role | Literal["fallback"]
     endpoint: str  # ipc:// or tcp://
     refusal: Path | None = None  # where a launcher writes why it keeps the engine out (RefusalNote)
 
@@ -31,7 +31,9 @@ _ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
 
 
 def check_engine_name(name: str) -> None:
-    """Raise ConfigError for an invalid engine name."""
+    """Raise ConfigError for an invalid engine name, or one that is another deployment's."""
+    if name == "fallback":
+        raise ConfigError("no engine can be called fallback: that is another deployment's name (docs/fallback.md)")
     if not _ENGINE_NAME.fullmatch(name):
         raise ConfigError(f"an engine's name has 1 to 64 letters, digits, '-' and '_', such as decode-b0; got {name!r}")
 

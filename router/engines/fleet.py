@@ -31,6 +31,9 @@ ORDERS: tuple[Order, ...] = ("prefill_first", "needs_peer_first", "concurrent")
 EQUAL_PACE, MAX_PACE = 1.25, 8.0
 """How much faster or slower than its peers an engine may be measured and count as equal, and the most that counts."""
 
+FALLBACK = "fallback"
+"""The name and the role of another deployment that runs requests when this one cannot: it is on no side."""
+
 MANY = 2 * FEW
 """Engines of a side up to which all of them are looked at for each request."""
 
@@ -124,8 +127,9 @@ class Fleet:
         except IncompatiblePeers as error:
             state.refusal, state.refused_card = str(error), card
             raise
-        self._identity = card.model
-        self._shortest = min(self._shortest, card.max_model_len)
+        if self._is_own(name):
+            self._identity = card.model
+            self._shortest = min(self._shortest, card.max_model_len)
         state.refusal = state.refused_card = None
         state.life, state.card, state.load = "ready", card, None
         state.books = Books(noticed=partial(self._noticed, name))
@@ -133,10 +137,10 @@ class Fleet:
         heads, each = card.layout.kv_heads_of_all_ranks, card.layout.num_kv_heads
         state.token_bytes, state.versions = (
             card.layout.token_bytes * heads // each,
-            tuple(sorted(card.wire_versions.items())),
+            _versions_of(card),
         )
         state.health = EngineHealth(beats=card.beats.startswith("ipc://"))  # the port of others may be out of reach
-        self.complete_once = self.complete_once or all(e.life == "ready" for e in self.engines.values())
+        self.complete_once = self.complete_once or all(e.life == "ready" for e in self.own())
         self.look_at(state)
         self._compare_versions(state)
         self._compare_lengths(state, card)
@@ -177,6 +181,8 @@ class Fleet:
 
     def check(self, name: str, card: EngineCard) -> None:
         """Raise IncompatiblePeers if it cannot work with the engines that are ready, or has another model."""
+        if not self._is_own(name):  # no KV passes between the two, and that the model is the same, the operator says
+            return
         if (other := self.any_card) is not None:  # all others agree with it
             check_compatible(other, card)
         if self._identity and card.model != self._identity:
@@ -222,9 +228,16 @@ class Fleet:
             state.score.died(now)
             self._compare(state.role, now)
 
+    def _is_own(self, name: str) -> bool:
+        return name not in self.engines or self.engines[name].role != FALLBACK
+
+    def own(self) -> list[EngineState]:
+        """All engines but another deployment."""
+        return [e for e in self.engines.values() if e.role != FALLBACK]
+
     def cards(self) -> list[EngineCard]:
-        """Cards of the engines that are ready."""
-        return [e.card for e in self.engines.values() if e.life == "ready" and e.card is not None]
+        """Cards of the engines of this deployment that are ready."""
+        return [e.card for e in self.own() if e.life == "ready" and e.card is not None]
 
     @property
     def any_card(self) -> EngineCard | None:
@@ -322,7 +335,9 @@ class Fleet:
         if (engine := self.engines.get(name)) is None:
             return
         engine.score.failed(now)
-        if not engine.score.is_ejected and engine.score.value(now, self._usual[engine.role].pace) >= 1.0:
+        if engine.role == FALLBACK:  # without peers, one failure is too much
+            engine.score.eject(now)
+        elif not engine.score.is_ejected and engine.score.value(now, self._usual[engine.role].pace) >= 1.0:
             self._compare(engine.role, now)
 
     def succeeded(self, name: str, now: float) -> None:
@@ -425,10 +440,20 @@ class Fleet:
         )
 
 
-def _version_gap(mine: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """The connector whose versions differ between the two, with both versions; empty if none is known to differ."""
+def _versions_of(card: EngineCard) -> Versions:
+    """What must be equal where KV passes: of a version of the platform, what is before its second dot."""
+    alike = {name: ".".join(card.platform[name].split(".")[:2]) for name in card.alike if name in card.platform}
+    return tuple(sorted([*card.wire_versions.items(), *alike.items()], key=str))
+
+
+def _version_gap(mine: Mapping[str, int | str], theirs: Mapping[str, int | str]) -> str:
+    """The connector or library whose versions differ between the two, with both; empty if none is known to differ."""
     gaps = [(name, own, theirs[name]) for name, own in mine.items() if theirs.get(name, own) != own]
-    return ", ".join(f"connector {name} speaks version {own} and version {other}" for name, own, other in gaps)
+    return ", ".join(
+        f"{name} is {own} and {other}" if isinstance(own, str) else
+        f"connector {name} speaks version {own} and version {other}"
+        for name, own, other in gaps
+    )  # fmt: skip
 
 
 def check_compatible(mine: EngineCard, theirs: EngineCard) -> None:

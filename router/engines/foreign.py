@@ -34,7 +34,7 @@ from pdkv.router.engines.foreign_answers import (
 )
 from pdkv.router.engines.foreign_cache import ForeignCache
 from pdkv.router.engines.foreign_events import EventFollower
-from pdkv.router.engines.foreign_kinds import KINDS, Source, lacks, split_endpoint
+from pdkv.router.engines.foreign_kinds import HOPS, KINDS, Source, lacks, split_endpoint
 from pdkv.text import Tokenizer
 from pdkv.wire.kv import EngineCard, KVLayout
 from pdkv.wire.messages import (
@@ -50,7 +50,7 @@ from pdkv.wire.messages import (
     Submit,
 )
 from pdkv.wire.reports import BlockCounts, LoadReport
-from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer
+from pdkv.wire.tiers import CacheOrder
 from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,9 @@ class Terms:
     names: tuple[str, ...]  # of the model, there
     max_num_seqs: int  # requests that each is given at once
     key: str = ""  # sent to each; empty: none
+    role: str = ""  # on their cards; "": by kind
+    num_hops: int = 0  # that requests have behind them there
+    first_token_s: float = FIRST_TOKEN_S
     salts: Salts = field(default_factory=Salts)
     kv_events: Mapping[str, Source] = field(default_factory=dict)  # by names of servers
     context: "zmq.Context[zmq.Socket[bytes]] | None" = None  # for these
@@ -140,6 +143,7 @@ class ForeignEngine:
         """Begin, in the running event loop; the server may come up later. Returns at once."""
         self._listener = listener
         headers = {"authorization": f"Bearer {self._terms.key}"} if self._terms.key else {}
+        headers |= {HOPS: str(self._terms.num_hops)} if self._terms.num_hops else {}
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"accept-encoding": "identity", "user-agent": "pdkv", **headers},
@@ -164,8 +168,7 @@ class ForeignEngine:
                 self._keep(self._follower.resync())
             case CacheOrder():
                 text = f"the router does not manage caches of {self.kind} servers"
-                answer = CacheAnswer(message.order_id, [TierAnswer("", code="not_supported", problem=text)])
-                asyncio.get_running_loop().call_soon(self._tell, answer)
+                asyncio.get_running_loop().call_soon(self._tell, message.failed("not_supported", text))
 
     def close(self) -> None:
         """Disconnect for good, without telling the listener. Idempotent."""
@@ -240,7 +243,7 @@ class ForeignEngine:
     def _make_card(self, length: int) -> EngineCard:
         terms, role = self._terms, KINDS[self.kind].role
         return EngineCard(
-            engine=self.name, epoch=secrets.token_hex(8), role=role, pid=0,
+            engine=self.name, epoch=secrets.token_hex(8), role=terms.role or role, pid=0,
             connector="none" if role == "any" else self.kind.partition("-")[0], kind="store", content_addressed=False,
             orders=[] if role == "any" else ["prefill_first"],
             model=_MODEL, hash_block_size=HASH_BLOCK_SIZE,
@@ -388,7 +391,7 @@ class ForeignEngine:
     async def _stream(self, submit: Submit, answer: Answer, content: bytes) -> None:
         events, loop = Events(submit), asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(FIRST_TOKEN_S) as limit:
+            async with asyncio.timeout(self._terms.first_token_s) as limit:
                 async with self._http.stream("POST", _PATH, content=content, headers=_JSON) as response:
                     if response.status_code != 200:
                         raise await _refusal(submit, response)

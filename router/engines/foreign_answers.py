@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from pdkv.errors import InvalidRequest, RequestFailed
-from pdkv.router.engines.foreign_kinds import KINDS, Kind
+from pdkv.router.engines.foreign_kinds import KINDS, OF_OUTPUT, Kind
 from pdkv.text import Tokenizer
 from pdkv.wire.kv import EngineCard, KVHandoff
 from pdkv.wire.messages import PROBE_SALT, Finished, FinishReason, HandedOff, Submit, TokenLogprob, Tokens
@@ -38,9 +38,6 @@ _ANCHOR_TOKENS = 8
 _ID_PREFIX = "token_id:"
 
 _REASONS: Mapping[str | None, FinishReason] = {"stop": "stop", "length": "length"}
-
-_OF_OUTPUT = ("presence_penalty", "frequency_penalty", "bad_words")
-"""Parameters that concern the output alone: a server that gets a part of it as a prompt would apply them wrongly."""
 
 
 class _Logprobs(msgspec.Struct):
@@ -118,7 +115,7 @@ def request_body(submit: Submit, kind: str, model: str, max_model_len: int, salt
     neutral = type(params)()
     takes = [name for name in own.takes if name != "seed"]
     asked = {name: value for name in takes if (value := getattr(params, name)) != getattr(neutral, name)}
-    for name in _OF_OUTPUT:
+    for name in OF_OUTPUT:
         if done and name in asked:
             raise InvalidRequest(f"no other server can continue after {done} tokens with {name}", param=name)
     body = asked | {"temperature": params.temperature, "top_p": params.top_p, "model": model, "stream": True}

@@ -5,14 +5,16 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
+
+import msgspec
 
 from pdkv.base.options import did_you_mean
 from pdkv.base.secret_options import MAX_FILE_BYTES, read_own_file, without_secrets
 from pdkv.errors import ConfigError
 from pdkv.router.engines.address import EngineAddress, Role
-from pdkv.sampling.params import PARAMS_IN_BODIES
+from pdkv.sampling.params import PARAMS_IN_BODIES, SamplingParams
 
 
 class Kind(NamedTuple):
@@ -43,6 +45,14 @@ KINDS: Mapping[str, Kind] = {
 BY_ROUTER = ("stop",)
 """What the router does itself, whatever its engines can do."""
 
+OF_OUTPUT = ("presence_penalty", "frequency_penalty", "bad_words")
+"""Parameters that concern the output alone: a server that gets a part of it as a prompt would apply them wrongly."""
+
+HOPS = "x-pdkv-hops"
+"""The header of requests that another deployment's fallback has sent: how many deployments they have left."""
+
+_NEUTRAL = SamplingParams()
+
 _SOURCE = re.compile(r"(tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]*]+)):([0-9]{1,5})(?:/([0-9]{1,5}))?")
 _MORE = ("logprobs", "prompt_logprobs", "structured_outputs", "cache_salt", "pooling")
 
@@ -61,6 +71,22 @@ def lacking(engines: Iterable[EngineAddress]) -> dict[str, str]:
     return {field: f"{name} ({kind})" for name, kind in kinds.items() for field in lacks(kind)}
 
 
+def missing(kind: str, params: SamplingParams, defaults: Mapping[str, Any]) -> str:
+    """The first parameter that servers lack; "": none. Values of the model's `defaults` are no client's, and seeds are
+    drawn where clients give none.
+    """
+    has = {*KINDS[kind].takes, *BY_ROUTER, "seed"}
+    for name in (*PARAMS_IN_BODIES, "logprobs", "prompt_logprobs", "grammar", "pooling"):
+        if name not in has and getattr(params, name) not in (getattr(_NEUTRAL, name), defaults.get(name)):
+            return name
+    return ""
+
+
+def cannot_continue(params: SamplingParams) -> str:
+    """The first parameter with which no other server can go on with a stream; "": none."""
+    return next((name for name in OF_OUTPUT if getattr(params, name) != getattr(_NEUTRAL, name)), "")
+
+
 def is_foreign(endpoint: str) -> bool:
     """Whether an endpoint is a server of another engine: KIND+URL."""
     return endpoint.partition("+")[0] in KINDS
@@ -72,26 +98,31 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
     return kind, url
 
 
-def read_backends(words: Sequence[str]) -> list[EngineAddress]:
+def read_backends(words: Sequence[str], option: str = "backend", kind: str = "") -> list[EngineAddress]:
     """The addresses of KIND=URL words; a word without a kind has that of the word before. Raises ConfigError."""
-    kind, numbers, found = "", Counter[str](), {}
+    numbers, found = Counter[str](), {}
     for word in words:
         if (named := re.match(r"([A-Za-z0-9_-]+)=", word)) is not None:
             kind, word = named[1], word[named.end() :]
         if kind not in KINDS:
             known = did_you_mean(kind, KINDS) or f"; known: {', '.join(KINDS)}"
-            raise ConfigError(f"backend: KIND=URL was expected, got the kind {kind!r}{known}")
-        url = _checked(word)
+            raise ConfigError(f"{option}: KIND=URL was expected, got the kind {kind!r}{known}")
+        url = _checked(word, option)
         if url in found:
-            raise ConfigError(f"backend: {url} is given twice")
+            raise ConfigError(f"{option}: {url} is given twice")
         found[url] = EngineAddress(f"{kind}-{numbers[kind]}", KINDS[kind].role, f"{kind}+{url}")
         numbers[kind] += 1
     roles = {address.role for address in found.values()}
     if roles and roles not in ({"any"}, {"prefill", "decode"}):
         raise ConfigError(
-            f"backend: vllm-prefill and vllm-decode need one another, and no other kind, got {', '.join(numbers)}"
+            f"{option}: vllm-prefill and vllm-decode need one another, and no other kind, got {', '.join(numbers)}"
         )
     return list(found.values())
+
+
+def read_fallback(word: str) -> EngineAddress:
+    """The address in [KIND=]URL; without a kind, a server of the kind openai. Raises ConfigError."""
+    return msgspec.structs.replace(read_backends([word], "fallback", "openai")[0], name="fallback", role="fallback")
 
 
 class Source(NamedTuple):
@@ -122,23 +153,23 @@ def read_source(text: str) -> Source:
     return Source(f"{host}:{port}", f"{host}:{replay}" if replay else "")
 
 
-def check_backends(key_file: Path | None) -> None:
+def check_backends(key_file: Path | None, option: str = "backend") -> None:
     """Raise ConfigError if there is no HTTP client, or the key cannot be used."""
     if importlib.util.find_spec("httpx") is None:
-        raise ConfigError("--backend needs httpx: pip install 'pdkv[backends]'")
+        raise ConfigError(f"--{option} needs httpx: pip install 'pdkv[backends]'")
     if key_file is not None:
-        read_backend_key(key_file)
+        read_backend_key(key_file, option)
 
 
-def read_backend_key(path: Path) -> str:
+def read_backend_key(path: Path, option: str = "backend") -> str:
     """The API key in a file. Raises ConfigError."""
-    key = read_own_file(path, "the key file of --backend-key-file", MAX_FILE_BYTES).strip()
+    key = read_own_file(path, f"the key file of --{option}-key-file", MAX_FILE_BYTES).strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ConfigError(f"the key file {path} must hold one line of ASCII: the key")
     return key
 
 
-def _checked(text: str) -> str:
+def _checked(text: str, option: str) -> str:
     """The URL without what is implied. Raises ConfigError."""
     try:
         url = urlsplit(text)
@@ -147,7 +178,7 @@ def _checked(text: str) -> str:
         is_good = False
     if not is_good or url.query or url.fragment or "@" in url.netloc or not text.isascii() or not text.isprintable():
         raise ConfigError(
-            "backend: a server's URL such as http://10.0.0.2:8000, without a user (see --backend-key-file), was "
+            f"{option}: a server's URL such as http://10.0.0.2:8000, without a user (see --{option}-key-file), was "
             f"expected, got {without_secrets(text)!r}"
         )
     return text.rstrip("/").removesuffix("/v1")

@@ -76,12 +76,13 @@ class OutlierScore:
 
     __slots__ = (
         *("_at", "_deaths", "_failing", "_held_until", "_is_on_trial", "_num_ejections"),
-        *("is_ejected", "num_paces", "pace"),
+        *("is_ejected", "num_in_row", "num_paces", "pace"),
     )
 
     def __init__(self) -> None:
         self.pace = 1.0  # average of the times of answers, each divided by what is expected of its role
         self.num_paces = 0  # times in that average
+        self.num_in_row = 0  # successes since the last failure
         self.is_ejected = False  # or on trial after that
         self._failing = 0.0
         self._deaths = 0.0
@@ -123,6 +124,7 @@ class OutlierScore:
     def succeeded(self, now: float, usual_pace: float) -> None:
         """Note a success. On trial, it has recovered, unless it is still slow, or has died too often lately."""
         self._failing -= SHARE * self._failing
+        self.num_in_row += 1
         if not self._is_on_trial:
             return
         is_slow = self.num_paces > 0 and self.pace > NOT_SLOW * usual_pace > 0
@@ -157,7 +159,7 @@ class OutlierScore:
         return math.pow(2.0, (self._at - now) / HALF_LIFE_S)
 
     def _bear(self, now: float, failing: float, deaths: float) -> None:
-        fading = self._fading(now)
+        fading, self.num_in_row = self._fading(now), 0
         self._failing, self._deaths, self._at = fading * self._failing + failing, fading * self._deaths + deaths, now
         if self._is_on_trial:
             self.eject(now)

@@ -15,7 +15,7 @@ from pdkv.wire.reports import BlockCounts, LoadReport
 
 EngineLife = Literal["starting", "ready", "dead"]
 
-Versions = tuple[tuple[str, int], ...]
+Versions = tuple[tuple[str, int | str], ...]
 """Wire formats of an engine's connectors, by name."""
 
 STEPS_AHEAD = 2
@@ -44,7 +44,7 @@ class EngineState:
     draining: bool = False  # an operator has drained it; outlives its incarnations
     assigned: str | None = None  # the role that an operator gave it; outlives its incarnations
     token_bytes: int = 0  # bytes of a token's KV on all ranks of the latest incarnation
-    versions: Versions = ()  # of its connectors' wire formats
+    versions: Versions = ()  # of its connectors' wire formats, and of what must be alike on its platform
     pace: float = 1.0  # of its role's work, relative to its peers'
     token_s: float = 0.0  # seconds of a prompt token while it has others to compute; 0: not known
     context_weight: float = CONTEXT_WEIGHT  # of a token of KV beside a prompt token that is to be computed
@@ -206,6 +206,7 @@ def _describe_card(card: EngineCard | None, load: LoadReport | None) -> dict[str
     parts = {} if load is None else load.connectors
     return {
         "version": card.version,
+        "platform": card.platform,
         "epoch": card.epoch,
         "model": card.model,
         "max_model_len": card.max_model_len,

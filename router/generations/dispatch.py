@@ -21,6 +21,7 @@ from pdkv.router.engines.fleet import ORDERS, Counters, Fleet
 from pdkv.router.engines.health import TICK_S
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.driver import Driver
+from pdkv.router.generations.fallback import ELSEWHERE, Fallback
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.listener import Listener
 from pdkv.router.generations.moves import Mover
@@ -54,6 +55,7 @@ class Dispatcher:
         recovery: RecoveryConfig | None = None,
         await_all: bool = True,
         identity: str = "",
+        fallback_wait_s: float = 0.0,
         health: HealthConfig = NO_PROBES,
         reuse: ReuseConfig | None = None,
         explain_share: float = 0.0,
@@ -63,6 +65,8 @@ class Dispatcher:
         """`orders` are the hand-off orders by preference; the first that both engines' connectors allow is used.
 
         `explain_share`: the share of requests whose choices of engines are recorded and logged.
+
+        `fallback_wait_s`: the predicted wait beyond which requests go to another deployment, if one is added.
 
         `await_all`: the dispatcher is ready only once every engine has been ready; otherwise as soon as a prompt can be
         run and decoded.
@@ -82,13 +86,14 @@ class Dispatcher:
         )  # fmt: skip
         self.room = Capacity(fleet, take_over=limits.take_over, clock=clock)
         self.recovery = losses = Recovery(limits, fleet, self.counters)
+        self.fallback = Fallback(fleet, self.is_down, fallback_wait_s)
         self.prober = Prober(fleet, orders, health.probe_interval_s)
         self.driver = driver = Driver(
             fleet=fleet,
             counters=self.counters,
             room=self.room,
             recovery=losses,
-            placing=Placement(self.routes, self.holdings, losses, clock),
+            placing=Placement(self.routes, self.holdings, losses, self.fallback, clock),
             prober=self.prober,
             clock=clock,
         )
@@ -150,9 +155,15 @@ class Dispatcher:
         if self.driver.closed:
             return "the router is shutting down"
         if not self.fleet.complete_once:
-            missing = [e.name for e in self.fleet.engines.values() if e.life != "ready"]
+            missing = [e.name for e in self.fleet.own() if e.life != "ready"]
             return f"still waiting for engines to become ready: {', '.join(missing)}"
-        return self.fleet.fault
+        return "" if self.fallback.is_open(self._clock()) else self.fleet.fault
+
+    def is_down(self) -> bool:
+        """Whether no engine of this deployment can serve."""
+        sides = self.fleet.sides.values()
+        serve = [any(engine.serves for engine in members.engines.values()) for members in sides]
+        return self.fleet.complete_once and not (any if self.recovery.config.take_over else all)(serve)
 
     def _tick(self) -> None:
         """Called once per TICK_S of this loop: while the loop is blocked, no engine's silence grows."""
@@ -184,6 +195,9 @@ class Dispatcher:
                     self.fleet.events.note(now, "well", name)
             self._suspects = silent
             self.driver.changed(engines=True)
+        self.fallback.look(now)
+        if self.fallback.cause == "disaster" and self.fallback.is_open(now):
+            self.driver.changed(engines=True)  # what waits may leave
         if self.listener.ready and (route := self.prober.due(now)) is not None:
             self.driver.begin(self.holdings.of(probe_request(route), now), route, now)
 
@@ -202,8 +216,7 @@ class Dispatcher:
         limit of a dead engine still counts, since it may be back before a request admitted meanwhile is run. Prefill
         engines may have lower limits: decode engines run longer prompts by themselves.
         """
-        engines = self.fleet.engines.values()
-        cards = (engine.card for engine in engines if engine.role != "prefill" and not engine.refusal)
+        cards = (engine.card for engine in self.fleet.own() if engine.role != "prefill" and not engine.refusal)
         return min((card.max_model_len for card in cards if card is not None), default=None)
 
     def engines(self) -> list[EngineState]:
@@ -231,7 +244,12 @@ class Dispatcher:
         now = self._clock()
         engines = [e.describe(now, num_requests[e.name]) | self._step_of(e.name) for e in self.fleet.engines.values()]
         pairs = [{"prefill": prefill, "decode": decode} for prefill, decode in self.fleet.pairs]
-        return {"engines": engines, "pairs": pairs, "proposed": self.proposed(), "router": router}
+        shown = {"engines": engines, "pairs": pairs, "proposed": self.proposed(), "router": router}
+        return shown | ({"fallback": there} if (there := self.describe_fallback()) else {})
+
+    def describe_fallback(self) -> dict[str, Any]:
+        """Another deployment, JSON-ready: `Fallback.describe`."""
+        return self.fallback.describe(self._clock())
 
     def describe_engine(self, name: str) -> dict[str, Any]:
         """One engine, JSON-ready: `EngineState.describe`."""
@@ -247,7 +265,7 @@ class Dispatcher:
     @property
     def num_running(self) -> int:
         """Generations that have begun and are not over."""
-        return self.room.num_generations
+        return len(self.driver.generations)
 
     def has_room(self) -> bool:
         """Whether a generation should begin now. Also True if none can run at all: `start` then reports that."""
@@ -257,9 +275,10 @@ class Dispatcher:
         """Digests of the tenants whose generations must wait for their earlier ones to end, although there is room."""
         return self.room.held_back()
 
-    def start(self, request: GenerateRequest) -> Generation:
+    def start(self, request: GenerateRequest, leaves: str = "") -> Generation:
         """Send a request to engines even if there is no room: the caller has checked, or has a reason not to. If a
-        fleet that was ready has no engine now, the request waits for one until its deadline.
+        fleet that was ready has no engine now, the request waits for one until its deadline. `leaves`: why another
+        deployment runs it; "": it stays.
 
         Raises:
             EngineUnavailable: no engine can take it now.
@@ -272,8 +291,10 @@ class Dispatcher:
         prompt = self.holdings.of(request, now)
         if self._explain_share and self._explain_rng.random() < self._explain_share:
             prompt.choices = []
+        self.fallback.began(leaves)
+        prompt.stays = leaves
         try:
-            route = self.routes.choose(prompt, now, may_stay=True)
+            route = ELSEWHERE if leaves else self.routes.choose(prompt, now, may_stay=True)
         except NoEngine:
             if not self.fleet.complete_once:
                 raise

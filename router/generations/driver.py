@@ -21,9 +21,8 @@ from pdkv.errors import (
     UnsendableMessage,
 )
 from pdkv.router.engines.backend import Backend
-from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.capacity import Capacity
-from pdkv.router.engines.fleet import Counters, Fleet
+from pdkv.router.engines.fleet import FALLBACK, Counters, Fleet
 from pdkv.router.engines.peer_news import PeerNews
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.evidence import Evidence
@@ -139,7 +138,6 @@ class Driver:
         self.generations[flow.request_id] = generation
         self.transfers[flow.transfer_id] = generation
         self.loans[flow.loan_id] = generation
-        self.room.enter(kv_tokens(request), request.tenant)
         self._apply(generation, flow.start(now))
         return generation
 
@@ -194,7 +192,7 @@ class Driver:
             self._apply(generation, sends)
             return
         if len(flow.output_token_ids) > generation.num_expected and (more := generation.expect_more()):
-            self.room.kv_tokens += more
+            self.room.kv_tokens += more * generation.is_in_room
             generation.enter(self.fleet)
             self.changed()
         for receiver, answer in sends:
@@ -321,6 +319,7 @@ class Driver:
         if flow.awaits_route or flow.awaits_decode or flow.may_bind_decode:
             self._send_all(self.placing.place(generation))
         generation.enter(self.fleet)
+        self._count_in(generation, not flow.ended and flow.route.prefill != FALLBACK)
         if self.recovery.track(generation):
             self._place_parked_soon()
         if flow.ended:
@@ -345,6 +344,12 @@ class Driver:
             generation.wake()
             self._forget(generation)
 
+    def _count_in(self, generation: Generation, is_in_room: bool) -> None:
+        """Count it among those that the engines here hold together, or no longer."""
+        if is_in_room != generation.is_in_room:
+            generation.is_in_room = is_in_room
+            (self.room.enter if is_in_room else self.room.leave)(generation.kv_tokens, generation.flow.request.tenant)
+
     def _forget(self, generation: Generation) -> None:
         """Count its end, once."""
         flow, counters = generation.flow, self.counters
@@ -352,7 +357,7 @@ class Driver:
             return
         self.transfers.pop(flow.transfer_id, None)
         self.loans.pop(flow.loan_id, None)
-        self.room.leave(generation.kv_tokens, flow.request.tenant)
+        self._count_in(generation, False)
         self.recovery.unpark(generation)
         if generation.timer is not None:
             generation.timer.cancel()
@@ -390,7 +395,7 @@ class Driver:
         in_vain: set[object] = set()  # the same for one of a kind as for all: thousands may wait
         num_placed = 0
         for generation in list(self.recovery.parked.values()):
-            kind = self.recovery.kind_of(generation)
+            kind = self.recovery.kind_of(generation), self.placing.may_leave(generation)
             if kind not in in_vain and not generation.flow.ended:
                 self.advance(generation, tuple, "placing it")
                 if generation.request_id in self.recovery.parked:

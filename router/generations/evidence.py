@@ -5,7 +5,7 @@ import logging
 from pdkv.errors import KVNotFound, StaleGeneration, TransferTimeout
 from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.faults import fault_of
-from pdkv.router.engines.fleet import Counters, Fleet
+from pdkv.router.engines.fleet import FALLBACK, Counters, Fleet
 from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
@@ -113,7 +113,7 @@ class Evidence:
             is_second = failures is not None and failures.doubted
             is_proven = now - self._fleet.engines[name].health.last_good < PROVEN_S
             fault = "engine" if is_second and not is_proven else "client"
-        if fault == "engine":
+        if fault == "engine" or (fault == "capacity" and name == FALLBACK):
             self._fleet.failed(name, now)
 
     def finished(self, generation: Generation, now: float) -> None:

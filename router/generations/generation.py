@@ -31,6 +31,7 @@ class Generation:
         self.reachable = (0, 0)  # of `PromptKV`, at its first choice of engines
         self.choices: list[Choice] | None = None  # why its engines were chosen; None: not asked for
         self.stays = ""  # of `PromptKV`
+        self.is_in_room = False  # it counts in the `Capacity`
         self.hindsight: dict[str, Any] | None = None  # once it has ended, what the best choice would have been
         self.has_lossy_store = False  # one of its engines keeps KV in a lossy codec
         self.prompt_run_in = -1  # the latest attempt in which the prompt was run

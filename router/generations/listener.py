@@ -7,8 +7,9 @@ from collections.abc import Collection, Sequence
 from functools import partial
 
 from pdkv.errors import IncompatiblePeers, PeerGone
-from pdkv.router.engines.cache_orders import CacheOrders
+from pdkv.router.engines.engine_orders import EngineOrders
 from pdkv.router.engines.event_publisher import EventPublisher
+from pdkv.router.engines.fleet import FALLBACK
 from pdkv.router.generations.driver import Driver
 from pdkv.router.generations.generation import Generation
 from pdkv.router.routing.prefix_index import PrefixIndex, keys_needed
@@ -32,8 +33,9 @@ from pdkv.wire.messages import (
     Tokens,
     Trial,
 )
+from pdkv.wire.profiles import Profile, Profiled
 from pdkv.wire.reports import LoadReport
-from pdkv.wire.tiers import CacheAnswer, TierEvents
+from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 from pdkv.wire.types import RequestKey
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,9 @@ class Listener:
 
     def __init__(self, driver: Driver, index: PrefixIndex, tiers: TierIndex) -> None:
         self.fleet, self.index, self.tiers = driver.fleet, index, tiers
-        self.cache_orders = CacheOrders(driver.send, driver.fleet.is_ready)
+        send, is_ready = driver.send, driver.fleet.is_ready
+        self.cache_orders = EngineOrders[CacheOrder, CacheAnswer](send, is_ready, CacheOrder.failed)
+        self.profiles = EngineOrders[Profile, Profiled](send, is_ready, Profile.failed)
         self.publisher: EventPublisher | None = None  # of what engines have cached
         self._driver, self._news, self._counters = driver, driver.news, driver.counters
         self._report_number = 0
@@ -141,6 +145,9 @@ class Listener:
             return
         logger.info("%s is ready (pid %d, epoch %s)", name, card.pid, card.epoch)
         self.fleet.events.note(self._driver.clock(), "up", name)
+        if name == FALLBACK:  # a peer of no engine
+            self._driver.changed(engines=True)
+            return
         keys_per_block = -(-card.layout.block_size // card.hash_block_size)
         num_needed = keys_needed(card.layout, card.hash_block_size)
         self.index.add_engine(name, card.num_blocks * keys_per_block, num_needed=num_needed)
@@ -161,7 +168,7 @@ class Listener:
         """Log a refusal; the first start ends with it."""
         logger.error("%s is refused: %s", name, error)
         self.fleet.events.note(self._driver.clock(), "refused", name, str(error))
-        if not self.fleet.complete_once:
+        if not self.fleet.complete_once and name != FALLBACK:
             self._refusal = error
             self._settled.set()
 
@@ -176,10 +183,12 @@ class Listener:
         logger.warning("%s is gone: %s", name, reason)
         self.fleet.events.note(self._driver.clock(), "down", name, reason)
         self.fleet.went_down(name, self._driver.clock())
-        self._news.went_down(name)
+        if name != FALLBACK:
+            self._news.went_down(name)
         self.index.remove_engine(name)
         self.tiers.remove_engine(name)
         self.cache_orders.engine_down(name)
+        self.profiles.engine_down(name)
         if self.publisher is not None:
             self.publisher.publish(name, [CacheCleared()])
         victims = [g for g in self._driver.generations.values() if name in g.flow.route[:2]]
@@ -263,6 +272,8 @@ class Listener:
                 self.tiers.apply(name, message)
             case CacheAnswer():
                 self._counters.dropped_messages += not self.cache_orders.answered(name, message)
+            case Profiled():
+                self._counters.dropped_messages += not self.profiles.answered(name, message)
             case _:
                 self._counters.dropped_messages += 1
 

@@ -12,8 +12,10 @@ from pdkv.base.options import did_you_mean
 from pdkv.errors import InvalidRequest
 from pdkv.router.engines.address import Role
 from pdkv.router.engines.backend import Backend
+from pdkv.router.engines.fleet import FALLBACK
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.dispatch import Dispatcher
+from pdkv.wire.profiles import Profile
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
@@ -29,6 +31,7 @@ class _Mark(msgspec.Struct, omit_defaults=True):
 
     draining: bool = False
     role: Role | None = None
+    share: float = 0.0  # of requests, by hand: of the other deployment
 
 
 class Operations:
@@ -108,10 +111,35 @@ class Operations:
         self._restore(self._dispatcher.fleet.engines[backend.name])
         self._changed(f"{backend.name} ({role}) at {endpoint} has joined ({source})")
 
+    def set_fallback(self, mode: str | None, share: float | None) -> dict[str, Any]:
+        """Let requests leave for another deployment by rule ("auto"), or not at all ("off"), and at least a share of
+        those that may (0 to 1); None: as it is. Returns its description.
+        """
+        dispatcher = self._dispatcher
+        if (engine := dispatcher.fallback.engine) is None:
+            raise InvalidRequest("this launch has no other deployment (--fallback)", status=_NOT_FOUND)
+        engine.draining = engine.draining if mode is None else mode == "off"
+        dispatcher.fallback.wanted = dispatcher.fallback.wanted if share is None else share
+        self._changed(f"fallback: {'off' if engine.draining else 'auto'}, a share of {dispatcher.fallback.wanted:g}")
+        return dispatcher.describe_fallback()
+
+    async def profile(self, name: str, steps: int, seconds: float) -> dict[str, Any]:
+        """A trace of the engine's next steps, at most so many or for so long: its file in the engine's directory."""
+        engine = self._engine(name)
+        if engine.card is None or not engine.card.profiles:
+            raise InvalidRequest(f"{name} takes no orders for profiles: its steps are not traced", status=_CONFLICT)
+        order = Profile(order_id="", steps=steps, seconds=seconds)
+        told = (await self._dispatcher.listener.profiles.ask([name], order))[name]
+        if told.code:
+            raise InvalidRequest(f"{name} has no profile: {told.problem}", status=_CONFLICT)
+        return {"engine": name, "file": told.file, "bytes": told.num_bytes, "steps": told.steps}
+
     def _restore(self, engine: EngineState) -> None:
         """Apply what an operator said about an engine to an earlier router."""
         if (mark := self._marks.pop(engine.name, None)) is not None:
             engine.draining, engine.assigned, engine.role = mark.draining, mark.role, mark.role or engine.role
+            if engine.name == FALLBACK:
+                self._dispatcher.fallback.wanted = mark.share
 
     def remove(self, name: str, *, force: bool = False) -> None:
         """Remove an engine. `force`: even one that still has requests, which end or continue elsewhere.
@@ -179,6 +207,8 @@ class Operations:
             return
         engines = self._dispatcher.fleet.engines.values()
         marks = {e.name: _Mark(e.draining and not e.leaving, e.assigned) for e in engines}  # type: ignore[arg-type]
+        if FALLBACK in marks:
+            marks[FALLBACK].share = self._dispatcher.fallback.wanted
         marks = self._marks | {name: mark for name, mark in marks.items() if mark != _Mark()}
         new = self._marks_file.with_suffix(".new")
         try:

@@ -5,6 +5,8 @@ from typing import Any
 
 from pdkv.errors import EngineUnavailable, NoEngine
 from pdkv.router.engines.candidate import Side
+from pdkv.router.engines.fleet import FALLBACK
+from pdkv.router.generations.fallback import ELSEWHERE, Fallback
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.recovery import Recovery
@@ -18,11 +20,17 @@ class Placement:
     """Chooses routes for generations without one, and decode engines for prompts that are handed off."""
 
     def __init__(
-        self, routes: RouteChooser, holdings: Holdings, recovery: Recovery, clock: Callable[[], float]
+        self,
+        routes: RouteChooser,
+        holdings: Holdings,
+        recovery: Recovery,
+        fallback: Fallback,
+        clock: Callable[[], float],
     ) -> None:
         self._routes = routes
         self._holdings = holdings
         self._recovery = recovery
+        self._fallback = fallback
         self._clock = clock
 
     def place(self, generation: Generation) -> Sends:
@@ -32,6 +40,8 @@ class Placement:
         try:
             sends = self._try(generation)
         except EngineUnavailable as error:
+            if self._fallback.is_down() and (reason := self._leaves(generation)):
+                return self._send_away(generation, reason)
             if isinstance(error, NoEngine) and self._recovery.may_wait(generation):
                 self._recovery.park(generation)
                 return ()
@@ -52,6 +62,28 @@ class Placement:
         self._recovery.note_draws(generation)
         without = {*self._recovery.excluded(generation), engine}
         return all(self._routes.can_go_on(side, self._clock(), without) for side in sides)
+
+    def may_leave(self, generation: Generation) -> bool:
+        """Whether another deployment could go on with it."""
+        return self._fallback.fits(generation.flow.request, len(generation.flow.output_token_ids))
+
+    def _leaves(self, generation: Generation) -> str:
+        """Why another deployment goes on with it; "": it stays. What killed an engine alone is passed on to none."""
+        failures, flow = generation.failures, generation.flow
+        if (failures is not None and failures.num_deaths_alone) or FALLBACK in self._recovery.excluded(generation):
+            return ""
+        self._fallback.look(now := self._clock())
+        return self._fallback.reason(flow.request, now, len(flow.output_token_ids))
+
+    def _send_away(self, generation: Generation, reason: str) -> Sends:
+        flow, now = generation.flow, self._clock()
+        self._fallback.began(reason)
+        prompt = self._holdings.of(flow.request, now)
+        prompt.stays = reason
+        generation.chose(prompt, len(flow.request.prompt_token_ids))
+        sends = [*(flow.reset() if flow.awaits_decode else ()), *flow.begin(ELSEWHERE, now)]
+        self._recovery.unpark(generation)
+        return sends
 
     def look_back(self, generation: Generation) -> dict[str, Any] | None:
         """What the best engine for its prompt would have been, by what caches have now; None: nothing is recorded."""

@@ -46,7 +46,7 @@ class Prober:
         """The next route to probe, if any; it counts as running until `ended`."""
         if not self._interval_s or len(self._under_way) >= MAX_AT_ONCE:
             return None
-        ready = [e for e in self._fleet.engines.values() if e.life == "ready" and not e.is_silent and not e.draining]
+        ready = [e for e in self._fleet.own() if e.life == "ready" and not e.is_silent and not e.draining]
         self._since = {key: self._since.get(key, now) for key in map(_incarnation, ready)}
         probed = {name for pair in self._under_way for name in pair}
         due = sorted((e for e in ready if e.name not in probed and self._is_due(e, now)), key=_probed_at)

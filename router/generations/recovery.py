@@ -12,7 +12,7 @@ from pdkv.config import RecoveryConfig
 from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError
 from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.faults import fault_of
-from pdkv.router.engines.fleet import Counters, Fleet
+from pdkv.router.engines.fleet import FALLBACK, Counters, Fleet
 from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import Sends
 from pdkv.router.generations.generation import Generation
@@ -150,7 +150,9 @@ class Recovery:
         """
         flow = generation.flow
         engine = self._fleet.engines.get(flow.route.decode or flow.route.prefill)
-        if flow.output_token_ids and not flow.request.params.greedy and engine is not None and engine.card is not None:
+        if engine is None or engine.card is None or engine.role == FALLBACK:
+            return
+        if flow.output_token_ids and not flow.request.params.greedy:
             failures = self._failures_of(generation)
             failures.draws = failures.draws or engine.card.draws
 

@@ -57,6 +57,7 @@ class Overview:
         shown = sorted(engines, key=lambda engine: engine.serves and not engine.score.is_ejected)[:MAX_ENGINES]
         return {
             "fault": dispatcher.fault,
+            "fallback": dispatcher.fallback.describe(self._clock()),
             "problems": dict([*dispatcher.connector_problems.items()][:MAX_NAMES]),
             "connector": next((f"{e.card.connector} ({e.card.kind})" for e in engines if e.card is not None), ""),
             "num_engines": len(engines),

@@ -181,6 +181,12 @@ class Metrics(Totals):
             yield totals(f"pdkv_{name}_hit_tokens", text, ["role", "tier"], hits.items())
         text = "Choices of engines by the default policy because --policy failed."
         yield counter("pdkv_policy_failures", text, self._dispatcher.routes.num_policy_failures)
+        fallback = self._dispatcher.fallback
+        if fallback.engine is not None:
+            sent = "Choices given to another deployment, by reason."
+            yield counters("pdkv_fallback_choices", sent, "reason", fallback.sent)
+            yield gauge("pdkv_fallback_share", "Share of the latest choices that were.", fallback.recent)
+            yield gauge("pdkv_fallback_active", "Whether a rule sends choices there.", bool(fallback.cause))
         yield counter("pdkv_kv_load_failures", "Failed KV loads from peers.", dispatched.load_failures)
 
     def _queue(self, admission: "Admission") -> Iterator[Metric]:

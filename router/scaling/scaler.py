@@ -48,7 +48,7 @@ class Scaler:
         clock: Callable[[], float] = MONOTONIC.now,
     ) -> None:
         """`clock`: the dispatcher's."""
-        is_aggregated = all(engine.role == "any" for engine in dispatcher.engines())
+        is_aggregated = all(engine.role == "any" for engine in dispatcher.fleet.own())
         bounds = {"any" if is_aggregated else role: each for role, each in config.bounds.items()}
         self.objectives = Objectives(
             config.slo_ttft_ms / 1e3, config.slo_tpot_ms / 1e3, config.slo_attainment, config.scale_down_after_s
@@ -73,7 +73,7 @@ class Scaler:
     def observe(self, told: Told, now: float) -> Observation:
         """What is known now. What waits in the router counts where it is held up."""
         dispatcher, admission, speeds = self._dispatcher, self._admission, self._dispatcher.fleet.speeds
-        engines = dispatcher.engines()
+        engines = dispatcher.fleet.own()
         prefill = [e for e in engines if e.role != "decode"]
         decode = [e for e in engines if e.role != "prefill"]
         at_prefill = not any(e.serves and e.has_room for e in prefill)

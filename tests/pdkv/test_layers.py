@@ -19,6 +19,7 @@ LAYERS = (
     "pdkv.wire.types",
     "pdkv.wire.kv",
     "pdkv.wire.tiers",
+    "pdkv.wire.profiles",
     "pdkv.wire.reports",
     "pdkv.wire.decoding",
     "pdkv.wire.messages",

@@ -9,11 +9,13 @@ from typing import Any
 
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.router.engines.books import Books
+from pdkv.router.engines.fleet import Fleet
 from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.outliers import OutlierScore
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.dispatch import Counters
+from pdkv.router.generations.fallback import Fallback
 from pdkv.router.generations.timeline import Delays
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.router.routing.prefix_index import PrefixIndex
@@ -141,6 +143,10 @@ class FakeDispatcher:
         self.counters.retried, self.counters.migrated, self.counters.dropped_messages = 2, 1, 3
         self.counters.failed["timeout"] = 4
         self.delays = Delays()
+        self.fallback = Fallback(Fleet(), self.is_down, 0.0)
+
+    def is_down(self) -> bool:
+        return False
 
     @property
     def fault(self) -> str:

@@ -72,14 +72,19 @@ def client_of(deployment: Running) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=deployment.url, timeout=BOUND_S, limits=limits, verify=NO_AUTHORITIES)
 
 
-async def send(client: httpx.AsyncClient, ask: Ask, on_event: Callable[[int], None] = lambda number: None) -> Answer:
+async def send(
+    client: httpx.AsyncClient,
+    ask: Ask,
+    on_event: Callable[[int], None] = lambda number: None,
+    bound_s: float = BOUND_S,
+) -> Answer:
     """Send one request and do to it what it says. `on_event(n)` is called at the n-th event of a stream.
 
     Raises:
-        TimeoutError: the server let it hang.
+        TimeoutError: the server let it hang, for `bound_s`.
     """
     headers = {"x-pd-timeout-s": str(ask.amount)} if ask.end == "deadline" else {}
-    async with asyncio.timeout(BOUND_S):
+    async with asyncio.timeout(bound_s):
         try:
             if ask.stream:
                 return await _stream(client, ask, headers, on_event)

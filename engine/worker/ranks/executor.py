@@ -104,7 +104,7 @@ class MultiProcessExecutor(ModelExecutor):
         Raises:
             RankError: a rank failed.
         """
-        self._local = local
+        self._local, self.profiler = local, local.profiler  # of rank 0 alone
         self._others = others
         self._timeout_s = timeout_s
         self._stopped = False

@@ -164,6 +164,7 @@ class Choice:
             cache_salt=self._job.cache_salt,
             kv_terms=self._job.kv_terms,
             tenant=self._job.tenant,
+            may_leave=self._job.may_leave,
             priority=self._job.priority,
             slo_ttft_s=self._job.slo_ttft_s,
             slo_tpot_s=self._job.slo_tpot_s,

@@ -75,7 +75,9 @@ class Fanout:
 
     @property
     def stays(self) -> str:
-        """How the first choice stays on one engine by cost: "local", "kept" or not ("")."""
+        """How the first choice stays on one engine by cost: "local", "kept" or not (""); or why another deployment runs
+        it: "overflow", "disaster" or "hand".
+        """
         return next((generation.stays for generation in self.generations.values()), "")
 
     @property

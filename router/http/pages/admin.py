@@ -27,6 +27,7 @@ from pdkv.router.http.server.errors import error_body, json_response
 from pdkv.router.scaling.autoscaler import Told
 from pdkv.router.scaling.scaler import Scaler
 from pdkv.wire.decoding import decode_total
+from pdkv.wire.profiles import MAX_PROFILE_S, MAX_PROFILE_STEPS
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
@@ -55,6 +56,21 @@ class RoleBody(_Strict):
     role: str
 
 
+class FallbackBody(_Strict):
+    """The body of POST /admin/fallback; what is left out stays."""
+
+    mode: Literal["auto", "off"] | None = None
+    share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
+
+
+class ProfileBody(_Strict):
+    """The body of POST /admin/profile."""
+
+    engine: str
+    steps: Annotated[int, Field(ge=1, le=MAX_PROFILE_STEPS)] = 32
+    seconds: Annotated[float, Field(gt=0, le=MAX_PROFILE_S, allow_inf_nan=False)] = 10.0
+
+
 class EngineBody(_Strict):
     """The body of PUT for an engine."""
 
@@ -79,6 +95,8 @@ class AdminPages:
     POST /admin/engines/NAME/drain   it gets no new request; with ?wait_s=N the answer comes when it is drained;
                                      move=true: what it has after that time goes on elsewhere
     POST /admin/engines/NAME/resume  it gets requests again
+    POST /admin/fallback             {"mode": "auto" | "off", "share": 0 to 1} (docs/fallback.md)
+    POST /admin/profile              {"engine", "steps", "seconds"}: traces its next steps; answers the file
     POST /admin/engines/NAME/role    {"role": "prefill" | "decode" | "any"}
     GET  /admin/cache                what pools and tiers of KV hold and gave (engines/cache_view.py)
     POST /admin/cache/ACTION         lookup, clear, pin, unpin, prefetch, move: of a prompt (cache_pages.py)
@@ -110,6 +128,8 @@ class AdminPages:
             ("POST", _ENGINE + "/resume", self._resume, []),
             ("POST", _ENGINE + "/role", self._set_role, []),
             ("GET", _SCALER, self._show_scaler, []),
+            ("POST", "/admin/fallback", self._set_fallback, []),
+            ("POST", "/admin/profile", self._profile, []),
             ("GET", "/admin/requests/{name:path}", self._requests, []),
             ("POST", "/admin/cache/{action}", self._order_cache, []),
             ("POST", RESET_PATH, self._reset_caches, []),
@@ -155,6 +175,12 @@ class AdminPages:
     async def _set_role(self, name: str, body: RoleBody, asked: Asked) -> Response:
         self._operations.set_role(name, body.role, force=asked.force)
         return self._answer(name)
+
+    async def _set_fallback(self, body: FallbackBody) -> Response:
+        return json_response(self._operations.set_fallback(body.mode, body.share))
+
+    async def _profile(self, body: ProfileBody) -> Response:
+        return json_response(await self._operations.profile(body.engine, body.steps, body.seconds))
 
     def _answer(self, name: str) -> Response:
         return json_response(self._operations.describe(name))

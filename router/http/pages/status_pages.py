@@ -100,8 +100,9 @@ class StatusPages:
         fault = self._dispatcher.fault
         if fault:
             return json_response(error_body(fault, status=503, code="not_ready"), status=503)
-        problems = self._dispatcher.connector_problems
-        return json_response({"status": "degraded", "connector_problems": problems} if problems else {"status": "ok"})
+        problems, cause = self._dispatcher.connector_problems, self._dispatcher.fallback.cause
+        told = {"connector_problems": problems} | ({"fallback": cause} if cause == "disaster" else {})
+        return json_response({"status": "degraded"} | told if any(told.values()) else {"status": "ok"})
 
     async def _models(self) -> ModelList:
         """The served model, by each of its names."""

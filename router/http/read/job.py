@@ -72,6 +72,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     prediction_token_ids: list[int] = []  # of the expected answer
     cache_salt: str = ""
     tenant: str = ""  # the key's digest; "": clients need no key
+    may_leave: bool = False  # another deployment may have it
     kv_terms: KVTerms | None = None  # from its tenant; no client can ask for terms
     priority: int = 0
     slo_ttft_s: float = 0.0  # see Wishes

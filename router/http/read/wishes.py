@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 from pdkv.router.admission.desk import Wishes
+from pdkv.router.engines.foreign_kinds import HOPS
 
 MAX_SLO_MS = 3_600_000
 """The longest time that may be asked for."""
@@ -35,6 +36,7 @@ def read_wishes(headers: Headers, objectives: Mapping[str, int]) -> Wishes:
         objective_header,
         fairness_id,
         _is_true(*_find(headers, EXPLAIN)),
+        _number(*_find(headers, HOPS)),
     )
 
 
@@ -50,6 +52,12 @@ def _is_true(name: str, text: str) -> bool:
     if text not in ("", "true", "false"):
         raise _wrong(name, "true or false was expected", text)
     return text == "true"
+
+
+def _number(name: str, text: str) -> int:
+    if not re.fullmatch("[0-9]{0,3}", text):
+        raise _wrong(name, "a number below 1000 was expected", text)
+    return int(text or 0)
 
 
 def _seconds(name: str, text: str) -> float:

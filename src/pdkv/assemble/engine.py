@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from pdkv.assemble.core import build_core
+from pdkv.assemble.platform import describe_platform
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.version import VERSION
 from pdkv.config import EngineConfig, HandoffConfig, is_paced, paced_part
@@ -415,6 +416,8 @@ def _connect(
         rank_pids=[rank.pid for rank in ranks],
         version=VERSION,
         wire_versions=known.wire_versions if plan.connector is not None else {},
+        platform=describe_platform(resolve_device(plan.config)),
+        alike=sorted({name for part in (known, *known.parts) for name in part.alike}),
         kv_checksum=plan.handoff.kv_checksum if plan.connector is not None else "off",
         draws=DRAWS,
     )

@@ -87,6 +87,8 @@ def check_deployment(deployment: Deployment) -> Deployment:
         )
     if deployment.launch.backend:
         check_backends(deployment.launch.backend_key_file)
+    if deployment.launch.fallback:
+        check_backends(deployment.launch.fallback_key_file, "fallback")
     find_policy(deployment.launch.policy)
     isa()  # PDKV_ISA may name a level that this host has not
     api = deployment.router.api

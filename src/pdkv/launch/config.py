@@ -10,12 +10,12 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from pdkv.base.limits import MAX_WAIT_S
-from pdkv.base.options import Names, Natural, Options, Positive, option
+from pdkv.base.options import Names, Natural, Options, Positive, Seconds, option
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers
 from pdkv.router.engines.address import EngineAddress, check_endpoint, check_engine_name, check_numeric
-from pdkv.router.engines.foreign_kinds import check_sources, read_backends
+from pdkv.router.engines.foreign_kinds import check_sources, read_backends, read_fallback
 from pdkv.router.engines.sources import split_dns_name
 from pdkv.wire.kv import Order
 
@@ -51,6 +51,14 @@ class LaunchConfig(Options):
     backend_key_file: Path | None = option(
         None, "file with the API key that is sent to the servers of --backend", metavar="FILE"
     )
+    fallback: str | None = option(
+        None,
+        "another deployment, for requests that this one has no engine or no room for; a server of the kind openai if "
+        "no kind is given",
+        metavar="[KIND=]URL",
+    )
+    fallback_wait_s: Seconds = option(10.0, "predicted wait in the queue beyond which requests go to --fallback")
+    fallback_key_file: Path | None = option(None, "file with the API key that is sent to --fallback", metavar="FILE")
     cluster: Literal["local", "ray"] = option("local", "where the engines run: on this host, or where Ray places them")
     address: str | None = option(
         None, "a Ray cluster that this host belongs to (default: the one that runs here)", metavar="HOST:PORT"
@@ -104,6 +112,10 @@ class LaunchConfig(Options):
             )
         if self.backend_key_file is not None and not self.backend:
             raise ConfigError("backend_key_file is given, but no --backend to send the key to")
+        if self.fallback is not None:
+            read_fallback(self.fallback)
+        elif self.fallback_key_file is not None:
+            raise ConfigError("fallback_key_file is given, but no --fallback to send the key to")
         check_sources(self.backend_kv_events, self.backends)
         if not self.remote_engines and not self.decode and not self.backend and not self.takes_others:
             raise ConfigError("decode must be at least 1 where there are no --remote-engines, and none may join, got 0")

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
+import msgspec
 import torch
 
 from pdkv.assemble.engine import RankPlace, build_engine, run_rank
@@ -175,7 +176,10 @@ def _run_first_rank(
             on_identity=ack.identified,
         )
         phases.end("KV pool, connector and warm-up")
-        server = EngineServer(spec.endpoint, core.card, core.watch, key)
+        if (profiler := core.executor.profiler) is not None:
+            profiler.directory, profiler.name = spec.run_dir, spec.name
+        card = msgspec.structs.replace(core.card, profiles=profiler is not None and spec.run_dir is not None)
+        server = EngineServer(spec.endpoint, card, core.watch, key)
     except StartGivenUp:
         return 1
     except Exception as error:

@@ -19,6 +19,7 @@ from pdkv.launch.supervisor import Fleet
 from pdkv.models.hub import hub_name
 from pdkv.models.weight_files import loaded_bytes
 from pdkv.router.engines.address import EngineAddress, Role
+from pdkv.router.engines.foreign_kinds import read_fallback
 from pdkv.router.spec import RouterSpec
 
 _DEFAULT_NAME = "pdkv-default"  # the embedded model's name in the API
@@ -74,6 +75,9 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         backend_kv_events=launch.backend_kv_events,
         backend_num_seqs=deployment.decode.max_num_seqs,
         backend_model_len=deployment.decode.max_model_len,
+        fallback=read_fallback(launch.fallback) if launch.fallback is not None else None,
+        fallback_key_file=launch.fallback_key_file,
+        fallback_wait_s=launch.fallback_wait_s,
     )
     return Fleet(
         engines=engines,

@@ -174,6 +174,11 @@ class EngineCard(Message, frozen=True):
     kv_checksum: ChecksumMode = "off"  # the hand-offs that have digests
     lends: bool = False  # it lends its cached KV, and reads others' (docs/kv-hierarchy.md)
     draws: Natural = 1  # version of its draws: those of equal ones draw the same tokens with the same seed
+    platform: Annotated[dict[Id, Text], Meta(max_length=64)] = {}  # versions of what it runs on, by name
+    alike: Annotated[
+        list[Id], Meta(max_length=64)
+    ] = []  # those that must be equal where KV passes, up to the second dot
+    profiles: bool = False  # it takes orders for profiles
     peer_changes: bool = False  # it takes Peers that name only what has changed
     backend: Id = ""  # the kind of another engine's server (docs/other-engines.md); "": one of pdkv's
     lacks: Annotated[list[Id], Meta(max_length=64)] = []  # fields of requests that it cannot take

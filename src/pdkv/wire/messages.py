@@ -16,6 +16,7 @@ from pdkv.errors import MalformedMessage
 from pdkv.sampling.params import SamplingParams
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.kv import EngineCard, KVHandoff, KVTerms
+from pdkv.wire.profiles import Profile, Profiled
 from pdkv.wire.reports import LoadReport, SourceCounts
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
 from pdkv.wire.types import (
@@ -347,9 +348,9 @@ class Beat(Message, frozen=True):
 
 RouterToEngine = (
     Hello | Submit | Abort | KVTicket | Continue | KVHandoff | KVReady | Release | Trial | Peers | Resync | CacheOrder
-    | AskReport
+    | AskReport | Profile
 )  # fmt: skip
 EngineToRouter = (
     Ready | Tokens | Finished | KVHandoff | HandedOff | Failed | Allocated | Loaded | KVReady | Release | Trial
-    | KVEvents | TierEvents | CacheAnswer | LoadReport | Disconnect | Beat
+    | KVEvents | TierEvents | CacheAnswer | Profiled | LoadReport | Disconnect | Beat
 )  # fmt: skip

@@ -33,6 +33,10 @@ class CacheOrder(Message, frozen=True, kw_only=True):
     source: Text = ""  # move: the source tier, named like `tier`, which is the destination
     copy: bool = False  # move: keep the values in the source, too
 
+    def failed(self, code: str, problem: str) -> "CacheAnswer":
+        """The answer of an engine none of whose tiers gives one."""
+        return CacheAnswer(self.order_id, [TierAnswer("", code=code, problem=problem)])
+
     def within(self, name: str) -> "CacheOrder":
         """The same order, addressed to the part of that name."""
         tier, source = self.tier.removeprefix(f"{name}/"), self.source.removeprefix(f"{name}/")

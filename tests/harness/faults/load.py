@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import httpx
 from deployments import Running
 from kills import FEW_TOKENS
-from traffic import Answer, Ask, client_of, send
+from traffic import BOUND_S, Answer, Ask, client_of, send
 
 MAX_TOKENS = 60
 PROMPTS = tuple(f"Fault {i}: " + "and so on, " * (i % 4 * 20) for i in range(12))
@@ -41,6 +41,7 @@ class Load:
     label: str
     rate: float
     limit_s: float | None = None
+    bound_s: float = BOUND_S  # after which one hangs
     sent: list[Sent] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -71,7 +72,7 @@ class Load:
         if self.limit_s is not None:
             ask = ask._replace(end="deadline", amount=self.limit_s)
         try:
-            sent.answer = await send(self.client, ask)
+            sent.answer = await send(self.client, ask, bound_s=self.bound_s)
         except TimeoutError:
             sent.answer = None
         sent.ended = time.monotonic()

@@ -16,7 +16,7 @@ from hosts import Hosts, Wire
 from hosts.deployment import deployed_between
 from hosts.machine import two_hosts
 from small_models import make_hf_model
-from traffic import wait_for_rest, wait_until_true
+from traffic import BOUND_S, wait_for_rest, wait_until_true
 
 from faults.inject import Strike
 from faults.load import load_on, right_answers
@@ -47,7 +47,7 @@ def _part(what: str) -> Callable[[Wire], None]:
 PARTED = {"router, decode": "control", "prefill, decode": "kv", "the hosts": "all"}
 
 TROUBLES = (
-    *(Trouble("partition", place, s, _part(what)) for place, what in PARTED.items() for s in (1.0, 10.0)),
+    *(Trouble("partition", place, s, _part(what)) for place, what in PARTED.items() for s in (1.0, 10.0, 60.0)),
     Trouble("cut", "the hosts", 0.0, lambda wire: wire.cut()),
     Trouble("delay of 100 ms", "the hosts", 10.0, lambda wire: wire.delay(0.1)),
     Trouble("loss of 5 %", "the hosts", 10.0, lambda wire: wire.lose(share=0.05)),
@@ -71,6 +71,9 @@ async def run_trouble(
         over.set()
 
     async with load_on(launch, f"network-{trouble.kind}-{trouble.seconds}".replace(" ", "_"), rate) as load:
+        load.client.timeout = load.bound_s = (
+            BOUND_S + trouble.seconds
+        )  # what waits for the network's return does not hang
         await load.run(num // 3)
         striking = asyncio.create_task(strike_it())
         await load.run(0, until=over)
@@ -102,10 +105,12 @@ def main() -> int:
     """Run it; the exit status is 1 where a request was lost."""
     parser = argparse.ArgumentParser(prog="faults.network", description=__doc__)
     parser.add_argument("--kinds", nargs="*", default=[], help="absent: all")
+    parser.add_argument("--seconds", type=float, nargs="*", default=[], help="how long troubles last; absent: all")
     parser.add_argument("--requests", type=int, default=60, help="per trouble, at least")
     parser.add_argument("--rate", type=float, default=5.0, help="requests a second")
     options = parser.parse_args()
     troubles = [each for each in TROUBLES if not options.kinds or each.kind in options.kinds]
+    troubles = [each for each in troubles if not options.seconds or each.seconds in options.seconds]
     print("\n".join(HEADER), flush=True)
     with tempfile.TemporaryDirectory(prefix="faults-model-") as directory, two_hosts() as hosts:
         model = make_hf_model(Path(directory) / "served", "llama", "float32")

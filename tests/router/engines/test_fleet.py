@@ -308,6 +308,19 @@ def test_connectors_of_different_versions_are_said_once_with_both(caplog: pytest
     assert fleet.can_hand_over("prefill-0", "decode-1")
 
 
+def test_platforms_whose_libraries_carry_kv_must_be_alike_up_to_the_second_dot(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fleet = Fleet()
+    for name, nixl in (("prefill-0", "1.5.0"), ("decode-0", "1.6.0"), ("decode-1", "1.5.2")):
+        fleet.add(name, name[:-2])
+        platform = {"NIXL": nixl, "torch": name}
+        fleet.came_up(name, make_card(name, name[:-2], wire_versions={"nixl": 1}, platform=platform, alike=["NIXL"]))
+    assert "no KV passes between decode-0 and prefill-0: NIXL is 1.6 and 1.5" in caplog.text
+    able = [fleet.can_hand_over("prefill-0", name) for name in ("decode-0", "decode-1")]
+    assert (able, fleet.engines["decode-0"].describe(0.0)["platform"]["NIXL"]) == ([False, True], "1.6.0")
+
+
 def test_an_engine_that_shortens_the_service_is_named_with_both_lengths(caplog: pytest.LogCaptureFixture) -> None:
     fleet = make_fleet()
     for role, length in (("prefill", 8), ("decode", 1 << 20), ("decode", 16)):

@@ -5,7 +5,7 @@ import { isFailure, kvUse } from "./series.js";
 
 const MAX_EVENTS = 200;
 
-export function drawFigures(series, { now, engines }) {
+export function drawFigures(series, { now, engines, fallback }) {
   const [ttft, tpot] = [series.quantiles("ttft"), series.quantiles("tpot")];
   const pool = engines.reduce((sum, { blocks = [] }) => sum + (blocks[0] ?? 0), 0);
   const failed = series.failed();
@@ -19,7 +19,7 @@ export function drawFigures(series, { now, engines }) {
     ["In flight", number(now.in_flight), `${number(now.queued)} queued${now.parked ? `, ${now.parked} parked` : ""}`, "in_flight"],
     ["KV in use", pool ? percent(kvUse(engines)) : "–", `of ${number(pool)} blocks`, "kv"],
     ["Failures", Number.isFinite(failed) ? `${number(failed * 60)}/min` : "–", "", "failed", failed > 0 ? "bad" : ""],
-  ];
+  ].concat(fallback?.mode ? [["Sent elsewhere", percent(fallback.recent_share), fallback.reason || fallback.mode, ""]] : []);
   at("figures").replaceChildren(...figures.map(([label, value, more, line, kind = ""]) =>
     h("div", { class: `figure ${kind}` }, h("span", { class: "muted" }, label), h("b", {}, value),
       h("span", { class: "muted small" }, more), line ? sparkline(series.points[line], 120, 28, kind) : "")));

@@ -15,7 +15,7 @@ from small_app import make_app, tokenizer
 
 from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.router.admission.api_keys import KeyRing, make_key
-from pdkv.router.engines.cache_orders import CacheOrders
+from pdkv.router.engines.engine_orders import EngineOrders
 from pdkv.router.generations.operations import Operations
 from pdkv.router.http.pages import cache_pages
 from pdkv.router.http.pages.admin import LauncherPages
@@ -365,7 +365,7 @@ def test_an_engine_that_dies_or_is_silent_is_told_of_beside_the_others() -> None
 
 def test_an_engine_that_goes_before_it_is_asked_is_not_awaited() -> None:
     sent: list[str] = []
-    orders = CacheOrders(lambda name, order: sent.append(name), lambda name: False)
+    orders = EngineOrders(lambda name, order: sent.append(name), lambda name: False, CacheOrder.failed)
     answers = asyncio.run(orders.ask(["decode-0"], CacheOrder(order_id="", action="clear", timeout_s=300.0)))
     assert not sent
     assert answers["decode-0"].tiers[0].code == "engine_died"
