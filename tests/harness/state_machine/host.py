@@ -175,7 +175,7 @@ class World:
         self.num_early = 0  # decode engines that began to read a prompt before its end
         self.num_late = 0  # masks that came when a step had gone on without them
         self.losses = 0
-        self.most_ahead = 0  # steps that were planned beyond the oldest that had not ended
+        self.most_ahead = 0  # steps that compute, planned beyond the oldest of those that had not ended
         for index in range(2 + chooser.below(2)):
             self.boot(f"e{index}")
         self.tell_peers()
@@ -312,7 +312,7 @@ class World:
                 steps.plan(self.now)
             else:
                 steps.begin_loads(self.now)
-            self.most_ahead = max(self.most_ahead, core.watch.num_under_way - 1)
+            self.most_ahead = max(self.most_ahead, core.watch.num_computing - 1)
         self.check_books(engine)
 
     def run_orders(self, engine: Engine, count: int) -> None:
