@@ -151,6 +151,8 @@ class PullScheduler(SchedulerConnector):
             self._begun[key] = start if match is None else match.stop
             if match is None:
                 return None  # no more than is loaded already
+        elif begun is not None and match is not None and match.stop < end:
+            match = None  # it lacks tokens that the first part's blocks were taken for
         if match is None:  # nothing was found: a load without a source fails with a reason
             match, more = Match("", "", start, end, self.block_size, NO_IDS, NO_IDS), False
         stop = min(end, match.stop)

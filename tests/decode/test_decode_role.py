@@ -559,3 +559,23 @@ def test_a_first_part_that_is_a_lie_costs_nothing_but_its_own_read(parts: Pair, 
     parts.deliver_all()
     assert of_type(parts.run(parts.decode), Loaded) == []
     finish(parts, reads=[(0, 22)])
+
+
+@pytest.mark.parametrize("num_tokens", [8, 9, 16, 40])
+def test_behind_a_first_part_a_hand_off_of_other_tokens_than_the_prompts_makes_no_wrong_output(
+    parts: Pair, num_tokens: int
+) -> None:
+    first_part(parts)
+    parts.deliver_all()
+    sent = chunk(parts)
+    while not (handed := of_type(sent, HandedOff)):
+        sent += chunk(parts)
+    first = output_of(sent, "a")
+    parts.decode.handle("r", Continue("a", 0, first), parts.now)
+    parts.decode.handle("r", msgspec.structs.replace(handed[0].handoff, num_tokens=num_tokens), parts.now)
+    messages = parts.run(parts.decode)
+    for _ in range(2):
+        parts.deliver_all()
+        messages += parts.run(parts.decode)
+    assert first + output_of(messages, "a") == expected_tokens(LONG, 4)
+    assert at_rest(parts.decode)
