@@ -95,7 +95,11 @@ class PullScheduler(SchedulerConnector):
         if config.kv_checksum == "off" or not self.shown:
             self.observes = OBSERVES_NOTHING
         else:
-            self.observes = OBSERVES_NOTHING._replace(confirmed=self.shown, confirmed_steps=CONFIRMED_STEPS)
+            self.observes = OBSERVES_NOTHING._replace(
+                scheduled=Shown.NONE if config.layout.groups else Shown.HANDOFFS,
+                confirmed=self.shown,
+                confirmed_steps=CONFIRMED_STEPS,
+            )
         self.block_size = config.layout.block_size
         self.peers = peers
         self._table = table
@@ -106,6 +110,7 @@ class PullScheduler(SchedulerConnector):
         self._queued: list[BlockLoad] = []  # for the next metadata
         self._begun: dict[TransferKey, int] = {}  # loads that wait for a hand-off of the rest: where that begins
         self._loading: set[TransferKey] = set()  # queued or with the worker
+        self._computing: list[DigestOrder] = []  # for the next metadata: of what the step of the last one computes
 
     # --- what a subclass may override -----------------------------------------------------------------------------
 
@@ -203,8 +208,22 @@ class PullScheduler(SchedulerConnector):
         for key in view.cancelled:
             self._begun.pop(key, None)  # nothing follows
         loads, self._queued = [_without_rest(load, view.cancelled) for load in self._queued], []
-        digests = digest_orders(view, self._table, self.config.kv_checksum, self.block_size) if view.confirmed else ()
-        return PullMetadata(step_id=view.step_id, loads=loads, digests=digests)
+        return PullMetadata(step_id=view.step_id, loads=loads, digests=self._digests(view))
+
+    def _digests(self, view: SchedulerView) -> Sequence[DigestOrder]:
+        """The digests to make before this step, of what is confirmed, and of hand-offs' tokens that the step before it
+        computes: where steps are planned ahead, those are read before a plan knows that they are confirmed.
+        """
+        computed = [order for order in self._computing if self._is_current(order)]
+        if not (view.confirmed or view.scheduled):
+            self._computing = []
+            return computed
+        of = self._table, self.config.kv_checksum, self.block_size
+        self._computing = digest_orders(view.scheduled, *of)
+        return computed + digest_orders(view.confirmed, *of)
+
+    def _is_current(self, order: DigestOrder) -> bool:
+        return self._table.generations_of(order.block_ids).tobytes() == order.generations
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         self._found.pop(request.transfer_key, None)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from pdkv.base.service_thread import ServiceThread
-from pdkv.connectors.base import BlockTables, SchedulerView
+from pdkv.connectors.base import BlockTables, ConfirmedRange, ScheduledRange
 from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.peer.checksums import is_checked
 from pdkv.connectors.step_done import StepDone
@@ -37,19 +37,19 @@ class DigestOrder(msgspec.Struct, frozen=True, array_like=True):
     stop: int
 
 
-def digest_orders(view: SchedulerView, table: BlockTable, mode: ChecksumMode, block_size: int) -> list[DigestOrder]:
-    """The digests to make for a step's news: for the ends of hand-offs with their tails, otherwise for whole hash
-    blocks.
-    """
+def digest_orders(
+    told: Sequence[ConfirmedRange | ScheduledRange], table: BlockTable, mode: ChecksumMode, block_size: int
+) -> list[DigestOrder]:
+    """The digests to make of tokens: for the ends of hand-offs with their tails, otherwise for whole hash blocks."""
     size, orders = unit_tokens(block_size), []
-    for confirmed in view.confirmed:
-        request = confirmed.request
+    for tokens in told:
+        request = tokens.request
         if mode != "on" and not (request.kv == "handoff" and is_checked(mode, request.transfer_id)):
             continue
-        start, stop = confirmed.start // size * size, confirmed.stop
-        stop = stop if confirmed.last else stop // size * size
+        start, stop = tokens.start // size * size, tokens.stop
+        stop = stop if isinstance(tokens, ConfirmedRange) and tokens.last else stop // size * size
         if start < stop:
-            orders += _of_tables(confirmed.block_tables, table, start, stop, block_size)
+            orders += _of_tables(tokens.block_tables, table, start, stop, block_size)
     return orders
 
 

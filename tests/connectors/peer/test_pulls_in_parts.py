@@ -56,3 +56,24 @@ def test_a_chunk_is_read_during_the_step_that_computes_the_next_one(
         prefill.rest()
         decode.rest()
         assert [first + output_of(decode.sent, "a")] == prefill.generate([PROMPT])
+
+
+@pytest.mark.parametrize("connector", ["shared_memory", "nixl"])
+def test_the_digests_of_a_chunk_are_made_before_the_step_behind_it_however_far_ahead_steps_are_planned(
+    connector: str, tiny_model_dir: Path
+) -> None:
+    """A reader has a thread wait for them, which then reads for nobody else."""
+    with SideBySide.of_model(tiny_model_dir, connector, max_num_batched_tokens=64) as engines:
+        core = engines.prefill.core
+        core.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
+        plans = [core.plan_step(0.0) for _ in range(3)]
+        orders: list[Any] = [[] if plan.kv_meta is None else plan.kv_meta.digests for plan in plans]  # type: ignore[attr-defined]
+        blocks = list(core.requests["a", 0].block_tables[0])
+        assert [[(list(o.block_ids), o.start, o.stop) for o in of_plan] for of_plan in orders] == [
+            [], [(blocks[:4], 0, 64)], [(blocks[4:8], 0, 64)],
+        ]  # fmt: skip
+        for plan in plans:
+            core.finish_step(core.executor.execute(plan), 0.0)
+        assert of_type(engines.prefill.run(), HandedOff)
+        engines.prefill.tell(Release("t-a", 0))
+        engines.prefill.rest()
