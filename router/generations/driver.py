@@ -38,6 +38,7 @@ from pdkv.router.generations.timeline import Delays
 from pdkv.router.request import NOWHERE, Route
 from pdkv.router.routing.holdings import PromptKV
 from pdkv.wire.frames import key_of
+from pdkv.wire.kv import KVHandoff
 from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, Release, RouterToEngine, Submit, Tokens
 
 logger = logging.getLogger(__name__)
@@ -248,6 +249,8 @@ class Driver:
             self._drop(message.transfer_id if isinstance(message, Release) else message.request_id)
             return
         flow = generation.flow
+        if isinstance(message, KVHandoff) and not self.placing.takes_part(flow):
+            return
         generation.timeline.heard(engine, message, flow, now)
         sends = flow.handle(engine, message, now)
         if isinstance(message, HandedOff):

@@ -56,9 +56,21 @@ class Mover:
         rooms = {side: [r for r in all_rooms if r.role in (side, "any")] for side in SIDES}
         if self._take_over:
             rooms = {side: rooms[side] or all_rooms for side in SIDES}
-        if all_rooms and self._allowance >= 1.0:
+        if self._driver.placing.goes_elsewhere:
+            self._send_away(suspects, generations)
+        elif all_rooms and self._allowance >= 1.0:
             for item in heapq.nsmallest(MAX_TRIES, self._find_movable(suspects, generations, rooms)):
                 self._try(item, suspects[item.engine], rooms)
+
+    def _send_away(self, suspects: Mapping[str, str], generations: Iterable[Generation]) -> None:
+        """Requests go on in another deployment, while it takes them."""
+        placing = self._driver.placing
+        for item in sorted(s for g in generations if (s := _find_stuck(g, suspects)) and placing.may_leave(g)):
+            if self._allowance < 1.0 or not placing.goes_elsewhere:
+                return
+            if self._driver.move(item.generation, suspects[item.engine], away_from=item.engine):
+                self._allowance -= 1.0
+                self.num_moved += 1
 
     def _review_staying(self, takers: Iterable[EngineState], generations: Collection[Generation]) -> None:
         """If engines have become free, allow all requests to be tried again; forget those that ended."""

@@ -7,7 +7,7 @@ from pdkv.errors import EngineUnavailable, NoEngine
 from pdkv.router.engines.candidate import Side
 from pdkv.router.engines.fleet import FALLBACK
 from pdkv.router.generations.fallback import ELSEWHERE, Fallback
-from pdkv.router.generations.flow import Sends
+from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.request import Route
@@ -61,7 +61,18 @@ class Placement:
         sides = self._recovery.sides_needed(generation) if route.aggregated else one
         self._recovery.note_draws(generation)
         without = {*self._recovery.excluded(generation), engine}
-        return all(self._routes.can_go_on(side, self._clock(), without) for side in sides)
+        if all(self._routes.can_go_on(side, self._clock(), without) for side in sides):
+            return True
+        return self.goes_elsewhere and self.may_leave(generation) and FALLBACK not in without
+
+    @property
+    def goes_elsewhere(self) -> bool:
+        """Whether no engine here can serve, and another deployment takes requests."""
+        return self._fallback.is_open(self._clock()) and self._fallback.is_down()
+
+    def takes_part(self, flow: RequestFlow) -> bool:
+        """Whether its decode engine, if it has one, may hear of a part of the prompt."""
+        return not flow.route.decode or self._routes.reads_parts(flow.route.decode)
 
     def may_leave(self, generation: Generation) -> bool:
         """Whether another deployment could go on with it."""
@@ -104,6 +115,8 @@ class Placement:
             prefill = flow.route.prefill
             if self._routes.has_engine("decode", now, {*without, prefill}):
                 engine = self._routes.choose_decode(prompt, prefill, now, without=without)
+                if not (flow.awaits_decode or self._routes.reads_parts(engine)):
+                    return ()
                 generation.chose(prompt)
                 return flow.bind_decode(engine, now)
         if not (flow.awaits_decode or flow.awaits_route):

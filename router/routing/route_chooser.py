@@ -232,6 +232,11 @@ class RouteChooser:
         """Whether an engine outside `without` is ready for this side."""
         return bool(self._candidates(side, now, without))
 
+    def reads_parts(self, engine: str) -> bool:
+        """Whether an engine takes hand-offs of a prompt's parts."""
+        card = self._fleet.engines[engine].card
+        return card is not None and card.reads_parts
+
     def can_go_on(self, side: Side, now: float, without: Collection[str]) -> bool:
         """Whether a request that loses its engine of this side has another one, or one of the other side that takes
         over.

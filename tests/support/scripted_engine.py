@@ -71,6 +71,7 @@ def make_card(name: str, role: str, kind: ConnectorKind = "pull", **changes: Any
         "num_blocks": 100,
         "max_model_len": 512,
         "max_num_seqs": 8,
+        "reads_parts": True,
     }
     return EngineCard(engine=name, role=role, kind=kind, **(values | changes))
 

@@ -344,7 +344,7 @@ class SimulatedEngine:
             model="simulated", layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens,
-            peer_changes=True,
+            peer_changes=True, reads_parts=True,
         )  # fmt: skip
         worker = SimulatedWorker(self) if self._connected else None
         config = ConnectorConfig(

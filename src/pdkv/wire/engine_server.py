@@ -153,7 +153,8 @@ class EngineServer:
             self._heartbeat = Heartbeat(self._context, _second(endpoint), card.epoch, self._watch, self._doorkeeper)
             if self._doorkeeper is not None:
                 self._doorkeeper.start([self.endpoint, self._heartbeat.endpoint])
-            self.card = msgspec.structs.replace(card, beats=self._heartbeat.endpoint, peer_changes=True)
+            beats = self._heartbeat.endpoint
+            self.card = msgspec.structs.replace(card, beats=beats, peer_changes=True, reads_parts=True)
         except zmq.ZMQError as error:
             self.close()
             raise StartupError(f"{card.engine} cannot listen on {endpoint}: {error}") from error

@@ -182,6 +182,7 @@ class EngineCard(Message, frozen=True):
     peer_changes: bool = False  # it takes Peers that name only what has changed
     backend: Id = ""  # the kind of another engine's server (docs/other-engines.md); "": one of pdkv's
     lacks: Annotated[list[Id], Meta(max_length=64)] = []  # fields of requests that it cannot take
+    reads_parts: bool = False  # it takes hand-offs of a prompt's parts; others would take one for the whole
 
 
 class KVHandoff(Message, frozen=True):

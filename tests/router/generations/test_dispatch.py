@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from coroutines import clock
 from dispatch_rig import InProcessBackend, System, check_right, collect, live, until
-from scripted_engine import ORDERS_OF, expected_output, make_request, token_at
+from scripted_engine import ORDERS_OF, ScriptedEngine, expected_output, make_request, token_at
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE, extend_keys, root_key
 from pdkv.errors import (
@@ -290,6 +290,26 @@ async def test_decode_is_bound_with_the_first_part_of_a_prompt_but_for_a_suspect
         )
 
 
+async def test_an_engine_that_knows_no_parts_gets_none() -> None:
+    """One of an earlier version would take the first part for all that there is."""
+    async with live(System(1, 0)) as system:
+        system.dispatcher.add_backend(old := InProcessBackend(ScriptedEngine("decode-0", "pull")), "decode")
+        old.start(system.card("decode-0", reads_parts=False))
+        prefill = system.backends["prefill-0"]
+        prefill.held = True
+        request = make_request()
+        generation = system.dispatcher.start(request)
+        flow = generation.flow
+        part = KVHandoff(
+            flow.request_id, 0, flow.transfer_id, "prefill-0", system.card("prefill-0").epoch, 8, b"", more=True
+        )
+        prefill.say(part)
+        assert old.heard(Submit) == []
+        prefill.release()
+        assert (await collect(generation))[0] == expected_output(request)
+        assert [submit.handoff.more for submit in old.heard(Submit)] == [False]
+
+
 async def test_an_engine_s_failure_goes_elsewhere_and_a_client_s_mistake_does_not() -> None:
     system = System(2, 1)
     system.dispatcher.routes.policy = lambda snapshot: snapshot.engines[0]
@@ -566,6 +586,7 @@ async def test_topology_and_snapshots_show_what_engines_said_last() -> None:
             "max_model_len": 512,
             "max_num_seqs": 8,
             "tp": 1,
+            "platform": {},
             "connector_parts": ["pull"],
             "kv_paths": {"pull": {"prefill-0": "arena"}},
             "content_addressed": False,

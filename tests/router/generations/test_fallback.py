@@ -23,12 +23,14 @@ from pdkv.router.engines import foreign
 from pdkv.router.engines.address import check_engine_name
 from pdkv.router.engines.fleet import FALLBACK
 from pdkv.router.engines.foreign import ForeignEngine, Terms
+from pdkv.router.engines.health import SILENT_TICKS
 from pdkv.router.generations.fallback import BACK_S, FIRST_REQUESTS, MORE_REQUESTS
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.operations import Operations
 from pdkv.router.request import GenerateRequest
 from pdkv.sampling.params import SamplingParams
 from pdkv.text import Tokenizer
+from pdkv.wire.messages import Beat
 
 WAIT_S = 2.0
 TERMS = Terms(
@@ -154,6 +156,25 @@ def test_without_an_engine_streams_and_what_waits_go_on_elsewhere_and_come_back_
             system.now += BACK_S
             await system.ask(number=71)
             assert system.sent["disaster"] == 18
+
+    run(main())
+
+
+def test_what_a_silent_engine_runs_goes_on_elsewhere_if_its_key_allows_it() -> None:
+    async def main() -> None:
+        async with rig() as system:
+            system.own.start(system.card("any-0", epoch="e1", beats="ipc:///beats"))
+            system.own.held = True
+            leaves, stays = system.ask(number=30), system.ask(system.tenant("b", fallback=False), 31)
+            await turns()
+            for _ in range(SILENT_TICKS):
+                system.other.say(Beat("e0", 0.0))
+                system.dispatcher.look_after_engines()
+                await turns()
+            assert await asyncio.wait_for(leaves, 5.0) == expected_output(make_request(30))
+            assert (system.sent, stays.done()) == ({"disaster": 1}, False)
+            system.own.release()
+            assert await stays == expected_output(make_request(31))
 
     run(main())
 
