@@ -98,11 +98,6 @@ class Timeline:
                 if leg.ended is None:
                     leg.ended = now
 
-    @property
-    def queued_s(self) -> float:
-        """Seconds in engines' queues; a decode engine's load of the KV is part of them."""
-        return sum(leg.queued_s for leg in self.legs)
-
     def _end_leg(
         self, engine: str, attempt: int, now: float, outcome: str, queued_s: float = 0.0, ran_s: float = 0.0
     ) -> None:
