@@ -22,6 +22,7 @@ class DecodeRole(DecodeHooks):
     Args:
         local_prefill_tokens: a conditional request with fewer tokens missing is prefilled here.
         policy: what to do when a load fails: compute the prompt here, loudly, or fail the request.
+        longest_blocks: blocks of the longest request.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class DecodeRole(DecodeHooks):
         send: SendToRouter,
         policy: LoadFailurePolicy,
         local_prefill_tokens: int,
+        longest_blocks: int,
     ) -> None:
         self._counts = LoadCounts(0, 0, 0, 0.0)
         self._pool = pool
@@ -39,10 +41,12 @@ class DecodeRole(DecodeHooks):
         self._send = send
         self._policy = policy
         self._local_prefill_tokens = local_prefill_tokens
+        self._longest_blocks = longest_blocks
 
     def may_load(self, request: Request, num_blocks: int, num_others: int) -> bool:
         """Whether one block per running or loading request stays free, and prefills that have not ended hold at most
-        half of the pool.
+        half of the pool. Those of which only parts are there leave room for the longest request: a prefill engine that
+        has no room for the rest of one prompt waits until another one's hand-off is read.
         """
         if self._pool.num_available - num_blocks < num_others:
             return False
@@ -52,8 +56,12 @@ class DecodeRole(DecodeHooks):
                 for load in self._external.loads.values()
                 if load.request.kv == "await_peer" and not load.request.output_token_ids
             )
-            may_have_all = reserved == 0 and not request.awaits_rest  # which need not begin before its prompt's end
-            return may_have_all or reserved + num_blocks <= self._pool.num_blocks // 2
+            most = self._pool.num_blocks // 2
+            if request.awaits_rest:  # which need not begin before its prompt's end
+                most = min(most, self._pool.num_blocks - self._longest_blocks - num_others - 1)
+            elif not reserved:
+                return True
+            return reserved + num_blocks <= most
         return True
 
     def declines(self, request: Request, num_missing: int) -> bool:

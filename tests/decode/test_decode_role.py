@@ -40,7 +40,9 @@ PROMPT = list(range(100, 110))
 class Pair:
     """A prefill and a decode engine on a fabric whose deliveries the test makes."""
 
-    def __init__(self, name: str, *, mode: str = "pull", policy: str = "recompute", num_blocks: int = 16) -> None:
+    def __init__(
+        self, name: str, *, mode: str = "pull", policy: str = "recompute", num_blocks: int = 16, **sizes: Any
+    ) -> None:
         self.now = 1.0
         self.name = name
         self.fabric = MemoryFabric(manual=True, clock=lambda: self.now)
@@ -56,6 +58,7 @@ class Pair:
             "connector": STAND_IN_STORE if mode == "store" else "memory",
             "options": options,
             "handoff": handoff,
+            **sizes,
         }
         self.prefill = make_core(name="p", num_blocks=num_blocks, **fields)
         self.decode = make_core(name="d", num_blocks=num_blocks, **fields)
@@ -423,10 +426,12 @@ LONG = list(range(100, 122))  # three chunks of at most eight tokens
 
 
 @pytest.fixture
-def parts(pull: Pair) -> Pair:
-    """A pair whose prefill engine computes eight tokens a step."""
-    pull.prefill.scheduler.limits = SchedulerLimits(8, max_num_batched_tokens=8)
-    return pull
+def parts() -> Iterator[Pair]:
+    """A pair whose prefill engine computes eight tokens a step, with room for two requests of the longest length."""
+    pair = Pair("decode-parts", max_model_len=28)
+    pair.prefill.scheduler.limits = SchedulerLimits(8, max_num_batched_tokens=8)
+    yield pair
+    MemoryFabric.unbind("decode-parts")
 
 
 def chunk(pair: Pair, *messages: Submit) -> list[EngineToRouter]:
@@ -503,8 +508,10 @@ def test_a_part_that_its_source_has_lost_is_loaded_again_with_the_rest(parts: Pa
     """The source preempts the prompt: its blocks are another's when they are read."""
     first_part(parts)
     parts.prefill.scheduler._preempt(parts.prefill.requests["a", 0])
-    parts.prefill.handle("r", submit(list(range(200, 263)), request_id="b", max_tokens=1, priority=-1), parts.now)
-    while ("b", 0) in parts.prefill.requests:
+    others = {f"b{i}": list(range(200 + 30 * i, 227 + 30 * i)) for i in range(3)}  # more than the pool holds
+    for name, prompt in others.items():
+        parts.prefill.handle("r", submit(prompt, request_id=name, max_tokens=1, priority=-1), parts.now)
+    while any((name, 0) in parts.prefill.requests for name in others):
         chunk(parts)
     parts.deliver_all()
     assert of_type(parts.run(parts.decode), Loaded) == []
@@ -528,16 +535,31 @@ def test_an_abort_between_two_parts_gives_all_blocks_back(parts: Pair, has_arriv
 
 
 def test_what_waits_for_memory_to_read_a_first_part_lets_others_pass(parts: Pair) -> None:
-    parts.decode.handle("r", submit(list(range(300, 336)), request_id="big", max_tokens=20), parts.now)
+    for name in ("big", "bigger"):
+        parts.decode.handle("r", submit(list(range(300, 320)), request_id=name, max_tokens=8), parts.now)
     parts.decode.step(parts.now)
     (part,) = of_type(chunk(parts, submit(LONG, until="first_token", kv="handoff")), KVHandoff)
     parts.decode.handle("r", submit(LONG, kv="await_peer", handoff=part), parts.now)
     parts.decode.handle("r", submit([7, 8, 9], request_id="small", max_tokens=1), parts.now)
     messages = parts.run(parts.decode)
-    assert {m.request_id for m in of_type(messages, Finished)} == {"big", "small"}
+    assert {m.request_id for m in of_type(messages, Finished)} == {"big", "bigger", "small"}
     assert under_way(parts) == [(0, 8)]  # once there was room
     parts.deliver_all()
     finish(parts, reads=[(8, 22)])
+
+
+def test_a_first_part_leaves_room_for_the_longest_hand_off() -> None:
+    """Else that waited for blocks kept for a prompt that waited, in prefill's pool, until the hand-off was read."""
+    pair = Pair("decode-parts", max_model_len=44)
+    try:
+        pair.prefill.scheduler.limits = SchedulerLimits(8, max_num_batched_tokens=8)
+        (part,) = of_type(chunk(pair, submit(LONG, until="first_token", kv="handoff")), KVHandoff)
+        pair.decode.handle("r", submit(LONG, kv="await_peer", handoff=part), pair.now)
+        pair.decode.step(pair.now)
+        assert not pair.decode.external.loads
+        finish(pair, reads=[(0, 22)])
+    finally:
+        MemoryFabric.unbind("decode-parts")
 
 
 def test_a_hand_off_is_for_a_later_attempt_of_its_request_too(parts: Pair) -> None:

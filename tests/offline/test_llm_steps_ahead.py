@@ -52,13 +52,13 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def watch_steps_ahead(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
-    """How many steps were under way beside each one that was planned; gets longer."""
+    """How many steps computed beside each one that was planned; gets longer."""
     watch, seen = llm._engine.core.watch, [0]
     plan = Ahead.plan
 
     def planned(self: Ahead, now: float) -> bool:
         was_run_here = plan(self, now)
-        seen.append(watch.num_under_way - 1)
+        seen.append(watch.num_computing - 1)
         return was_run_here
 
     patch.setattr(Ahead, "plan", planned)

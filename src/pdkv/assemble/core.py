@@ -71,7 +71,8 @@ def build_core(
         hit_tokens=hit_tokens,
         caches=prefix_caching,
     )
-    assert kv.num_at_once(card.max_model_len) <= card.num_blocks, "a request of the longest length must fit alone"
+    longest_blocks = kv.num_at_once(card.max_model_len)
+    assert longest_blocks <= card.num_blocks, "a request of the longest length must fit alone"
     watch = StepWatch()
     swap = SwapRule(preemption, watch.times.predict_s, limits.max_num_batched_tokens)
     external = ExternalKV(connector, pool, swap, block_size=layout.block_size, num_groups=layout.num_groups)
@@ -98,6 +99,7 @@ def build_core(
         send=outbox,
         policy=handoff.kv_load_failure_policy,
         local_prefill_tokens=local_prefill_tokens,
+        longest_blocks=longest_blocks,
     )
 
     stop_rules = StopRules(

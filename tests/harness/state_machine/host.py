@@ -148,7 +148,7 @@ class World:
         MemoryFabric.bind(self.fabric_name, self.fabric)
         self.load = load
         self.block_size = forward.block_sizes[chooser.below(3)]
-        num_blocks = (12, 10, 16)[chooser.below(3)]
+        pool = chooser.below(3)
         chosen = chooser.below(3)
         self.max_lag = chosen if lag is None else lag
         chosen = (0, 1, 3)[chooser.below(3)]
@@ -162,7 +162,7 @@ class World:
         )
         windows, most = forward.layout(self.block_size).windows, self.limits.max_num_batched_tokens
         longest = num_held_at_once(windows, forward.max_model_len, self.block_size, most, self.hit_tokens)
-        self.num_blocks = max(num_blocks, longest + 2)
+        self.num_blocks = max((12, 10, 2 * longest + 8)[pool], longest + 2)
         lease_timeout_s = (12.0, 5.5)[chooser.below(2)]
         policy = "fail" if chooser.below(8) == 1 else "recompute"
         self.handoff = HandoffConfig(
