@@ -344,7 +344,7 @@ class Admission:
 
     def _let_leave(self) -> None:
         """Send some of what waits elsewhere while no engine can serve; the others follow with the next ticks."""
-        if not (self._may_leave and self._dispatcher.is_down() and self.fallback.is_open(self._clock())):
+        if not (self._may_leave and self.fallback.takes_over(self._clock())):
             return
         for waiter in list(itertools.islice(self._may_leave, _STARTS_IN_A_ROW)):
             if reason := self.leaves(waiter.request):

@@ -196,7 +196,7 @@ class Dispatcher:
             self._suspects = silent
             self.driver.changed(engines=True)
         self.fallback.look(now)
-        if self.fallback.cause == "disaster" and self.fallback.is_open(now):
+        if self.fallback.takes_over(now):
             self.driver.changed(engines=True)  # what waits may leave
         if self.listener.ready and (route := self.prober.due(now)) is not None:
             self.driver.begin(self.holdings.of(probe_request(route), now), route, now)

@@ -63,6 +63,10 @@ class Fallback:
             return False
         return engine.books.requests < self.limit
 
+    def takes_over(self, now: float) -> bool:
+        """Whether no engine here can serve, and it takes one more request now."""
+        return self.is_open(now) and self.is_down()
+
     @property
     def limit(self) -> int:
         """Requests that it is given at once."""

@@ -68,7 +68,7 @@ class Placement:
     @property
     def goes_elsewhere(self) -> bool:
         """Whether no engine here can serve, and another deployment takes requests."""
-        return self._fallback.is_open(self._clock()) and self._fallback.is_down()
+        return self._fallback.takes_over(self._clock())
 
     def takes_part(self, flow: RequestFlow) -> bool:
         """Whether its decode engine, if it has one, may hear of a part of the prompt."""
