@@ -10,11 +10,10 @@ from serving_checks import serve_directory
 from small_models import FEATURES
 
 from pdkv import LLM, SamplingParams
-from pdkv.engine.worker.attention import select
-from pdkv.models import heads, linear, loader, passes
+from pdkv.models import passes
 
 
-@pytest.mark.usefixtures("in_triton")
+@pytest.mark.usefixtures("in_triton", "as_on_a_gpu")
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "phi3"))])
 def test_an_engine_over_the_kernels_says_what_transformers_says(
     family: str,
@@ -26,12 +25,6 @@ def test_an_engine_over_the_kernels_says_what_transformers_says(
     """Prompts in chunks beside decodes, one of them found in the cache in part; windows, and queries and keys that are
     normed, for qwen3.
     """
-    monkeypatch.setattr(select, "on_device", lambda _: True)
-    monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
-    for module in (heads, passes):
-        monkeypatch.setattr(module, "by_triton", lambda _: True)
-    monkeypatch.setattr(linear, "_is_row", lambda x: len(x) == 1)
-    monkeypatch.setattr(linear, "_adds_in_place", lambda _: True)
     directory = hf_model(family, initializer_range=0.2, **FEATURES.get(family, {}))
     prompts = [list(range(3, 3 + length)) for length in (5, 21, 33)]
     prompts.append([*prompts[-1], 7, 9])

@@ -10,8 +10,6 @@ from small_models import make_hf_model
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-from pdkv.engine.worker.attention import select
-from pdkv.models import heads, linear, loader, passes
 from tests.engine.worker.step_driver import StepDriver
 
 PROJECTED = Counter({"_heads_kernel": 1, "_paged_attention_kernel": 1, "_combine_kernel": 1})
@@ -53,7 +51,7 @@ def launches(directory: Path, num_requests: int, monkeypatch: pytest.MonkeyPatch
     return noted.names
 
 
-@pytest.mark.usefixtures("in_triton")
+@pytest.mark.usefixtures("in_triton", "as_on_a_gpu")
 @pytest.mark.parametrize(("family", "num_posts"), [("qwen3", 0), ("gemma2", 2)])
 def test_a_layer_launches_few_kernels(
     family: str, num_posts: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -61,12 +59,6 @@ def test_a_layer_launches_few_kernels(
     """Seven for a row, ten for several; each norm of what is added to the residual stream is one more."""
     if device.type == "cuda":
         pytest.skip("launches are counted in the interpreter")
-    monkeypatch.setattr(select, "on_device", lambda _: True)
-    monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
-    for module in (heads, passes):
-        monkeypatch.setattr(module, "by_triton", lambda _: True)
-    monkeypatch.setattr(linear, "_is_row", lambda x: len(x) == 1)
-    monkeypatch.setattr(linear, "_adds_in_place", lambda _: True)
     models = [make_hf_model(tmp_path / str(n), family, "float32", num_hidden_layers=n) for n in (2, 3)]
     added = Counter({"linear" if num_posts else "addmm_": 2})
     for num_requests, expected in ((1, ROW), (3, ROWS + added)):

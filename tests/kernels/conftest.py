@@ -49,3 +49,17 @@ def in_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
         monkeypatch.setattr(kv_copy, "write_kv", write_kv_triton)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models choose the layers and the kernels that they choose on a GPU."""
+    from pdkv.engine.worker.attention import select
+    from pdkv.models import heads, linear, loader, passes
+
+    monkeypatch.setattr(select, "on_device", lambda _: True)
+    monkeypatch.setattr(loader, "linear_kind", lambda *_: "plain")
+    for module in (heads, passes):
+        monkeypatch.setattr(module, "by_triton", lambda _: True)
+    monkeypatch.setattr(linear, "_is_row", lambda x: len(x) == 1)
+    monkeypatch.setattr(linear, "_adds_in_place", lambda _: True)
