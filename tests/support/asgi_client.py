@@ -2,22 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.types import ASGIApp, Message
-
-T = TypeVar("T")
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a test's coroutine; what waits for ever fails."""
-
-    async def bounded() -> T:
-        async with asyncio.timeout(30):
-            return await main
-
-    return asyncio.run(bounded())
 
 
 class Exchange:

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from asgi_client import Exchange, begin, call, run
+from asgi_client import Exchange, begin, call
+from coroutines import run
 from dispatch_rig import System, live
 from fake_dispatcher import FakeDispatcher, logprob, tokens
 from small_app import MODEL, make_app, served, tokenizer

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from asgi_client import call
-from asgi_client import run as run_main
+from coroutines import run as run_main
 from dispatch_rig import System, check_right, collect, live
 from scripted_engine import make_request
 

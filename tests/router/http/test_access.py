@@ -8,7 +8,8 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 import pytest
-from asgi_client import Exchange, begin, call, run
+from asgi_client import Exchange, begin, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, FakeGeneration, say, tokens
 from small_app import MODEL, ids, make_app
 

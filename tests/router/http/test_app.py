@@ -10,7 +10,8 @@ import weakref
 from typing import Any, cast
 
 import pytest
-from asgi_client import Exchange, begin, call, run
+from asgi_client import Exchange, begin, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say, tokens
 from small_app import MAX_MODEL_LEN, MODEL, ids, make_app, served
 from starlette.types import Message

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from asgi_client import call
-from asgi_client import run as run_in_process
 from client_bodies import BODIES
 from client_programs import python_with, run_program
+from coroutines import run as run_in_process
 from deployments import link_text_model
 from fake_dispatcher import FakeDispatcher, say
 from http_server import serving

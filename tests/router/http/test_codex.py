@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi_client import Exchange, call, run
+from asgi_client import Exchange, call
 from codex_bodies import CODEX, DOCS, HISTORY, PATCH, SHELL
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from response_events import typed_events, whole_of
 from small_app import MODEL, eos, ids, make_app, tokenizer

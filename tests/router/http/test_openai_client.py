@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import asgi_client
 import openai
 import pytest
 import uvicorn
+from coroutines import run as run_main
 from fake_dispatcher import FakeDispatcher, say, tokens
 from openai import AsyncOpenAI
 from small_app import MODEL, eos, ids, make_app
@@ -40,7 +40,7 @@ def run(dispatcher: FakeDispatcher, use: Callable[[AsyncOpenAI], Awaitable[Any]]
         async with serve(make_app(dispatcher, **options)) as client:
             return await use(client)
 
-    return asgi_client.run(main())
+    return run_main(main())
 
 
 def test_completions_streaming_and_not() -> None:

@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import pytest
 import small_tokenizers
-from asgi_client import Exchange, call, run
+from asgi_client import Exchange, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, tokens
 from reply_check import check
 from small_app import MAX_MODEL_LEN, TEMPLATE, ids, make_app, model_config, served

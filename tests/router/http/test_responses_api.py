@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import small_app
 import small_tokenizers
-from asgi_client import Exchange, begin, call, run
+from asgi_client import Exchange, begin, call
+from coroutines import run
 from fake_dispatcher import Answer, FakeDispatcher, logprob, say, tokens
 from openai.types.responses import Response
 from recorded_answers import ANSWERS, THOUGHTS, TOOLS, Recorded, Thought

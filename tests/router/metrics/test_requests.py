@@ -5,7 +5,8 @@ import itertools
 import time
 
 import pytest
-from asgi_client import begin, call, run
+from asgi_client import begin, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say, tokens
 from prometheus_client import CollectorRegistry, exposition
 from prometheus_client.parser import text_string_to_metric_families

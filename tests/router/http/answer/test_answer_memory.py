@@ -3,7 +3,8 @@
 import asyncio
 import json
 
-from asgi_client import begin, call, run
+from asgi_client import begin, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say, tokens
 from small_app import MODEL, ids, make_app
 

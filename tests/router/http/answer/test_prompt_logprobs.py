@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from asgi_client import call, run
+from asgi_client import call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say, tokens
 from small_app import MODEL, ids, make_app
 

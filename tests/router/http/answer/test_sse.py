@@ -4,7 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from asgi_client import Exchange, begin, call, run
+from asgi_client import Exchange, begin, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, logprob, say, tokens
 from small_app import MODEL, eos, ids, make_app, tokenizer
 

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from admin_keys import admin_keys, never
 from asgi_client import Exchange, call
-from asgi_client import run as run_alone
 from coroutines import clock
 from coroutines import run as run_on_loop
 from dispatch_rig import System, live, run
@@ -61,7 +60,7 @@ def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> No
 def test_what_pools_and_tiers_hold() -> None:
     dispatcher: Any = FakeDispatcher()
     app = LauncherPages(dispatcher, Operations(dispatcher, never), make_app(dispatcher).state.caches).app()
-    (engine,) = run_alone(call(app, "GET", "/admin/cache")).json()["engines"]
+    (engine,) = run_on_loop(call(app, "GET", "/admin/cache")).json()["engines"]
     assert (engine["name"], engine["role"]) == ("decode-1", "decode")
     assert (engine["blocks"]["total"], engine["blocks"]["free"], engine["blocks"]["cached"]) == (10, 4, 3)
     assert (engine["prompt_tokens"]["computed"], engine["prompt_tokens"]["local_hit"]) == (5, 7)
@@ -95,7 +94,7 @@ def test_what_keys_with_terms_hold_is_told_by_name(tmp_path: Path) -> None:
     dispatcher: Any = Holding()
     caches: CachePages = make_app(dispatcher, keys=ring).state.caches
     app = LauncherPages(dispatcher, Operations(dispatcher, never), caches).app()
-    (engine,) = run_alone(call(app, "GET", "/admin/cache")).json()["engines"]
+    (engine,) = run_on_loop(call(app, "GET", "/admin/cache")).json()["engines"]
     [tier] = engine["tiers"]
     assert (tier["bytes"], tier["keys"]) == (3 << 20, {"a": 2 << 20})
 

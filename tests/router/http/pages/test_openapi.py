@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
-from asgi_client import call, run
+from asgi_client import call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings

@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
-from asgi_client import Exchange, begin, call, run
-from coroutines import clock
+from asgi_client import Exchange, begin, call
+from coroutines import clock, run
 from coroutines import run as run_on_loop
 from fake_dispatcher import FakeDispatcher, tokens
 from small_app import MAX_MODEL_LEN, MODEL, ids, make_app, tokenizer

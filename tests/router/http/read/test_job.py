@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from asgi_client import Exchange, call, run
+from asgi_client import Exchange, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, logprob, say, tokens
 from small_app import MAX_MODEL_LEN, MODEL, eos, ids, make_app, tokenizer
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from asgi_client import Exchange, call, run
+from asgi_client import Exchange, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher
 from small_app import MAX_MODEL_LEN, MODEL, make_app, tokenizer
 

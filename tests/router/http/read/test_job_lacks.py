@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from asgi_client import call, run
+from asgi_client import call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, eos, ids, make_app
 

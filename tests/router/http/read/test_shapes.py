@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from asgi_client import Exchange, call, run
+from asgi_client import Exchange, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from grammar_walks import ByteGrammars
 from small_app import MODEL, eos, ids, make_app

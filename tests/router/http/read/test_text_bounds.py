@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from asgi_client import begin, call, run
+from asgi_client import begin, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, ids, make_app, model_config, tokenizer
 

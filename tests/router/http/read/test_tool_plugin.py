@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi_client import Exchange, call, run
+from asgi_client import Exchange, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, eos, ids, make_app
 

@@ -8,7 +8,8 @@ import pytest
 import small_app
 import small_tokenizers
 import tokenizers
-from asgi_client import Exchange, call, run
+from asgi_client import Exchange, call
+from coroutines import run
 from fake_dispatcher import Answer, FakeDispatcher, logprob, say, tokens
 from recorded_answers import ANSWERS, THOUGHTS, TOOLS, Recorded, Thought
 from reply_check import check

@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from asgi_client import call, run
+from asgi_client import call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, ids, make_app
 from starlette.datastructures import Headers

@@ -8,7 +8,8 @@ import zlib
 from typing import Any
 
 import pytest
-from asgi_client import Exchange, run
+from asgi_client import Exchange
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, ids, make_app
 from starlette.types import Message
