@@ -1,5 +1,6 @@
 """Any backend between any engines: the tokens are those of transformers; decode computes none of the prompt (F20)."""
 
+import itertools
 import os
 import random
 import re
@@ -22,7 +23,8 @@ from equality import (
     run_all,
     run_until_preempted,
 )
-from kills import check_that_no_client_notices, right_answers
+from faults.replies import STREAM, ask_all_and_move
+from kills import KILLS_BOUND_S, check_that_no_client_notices, num_migrations, right_answers
 from matrix_rows import (
     BACKENDS,
     FAMILIES,
@@ -35,8 +37,9 @@ from matrix_rows import (
     window_rows,
 )
 from oracle import check_departures
-from serving_checks import complete_all, serve_directory
+from serving_checks import complete_all, serve_directory, settled_books
 from small_models import FEATURES
+from traffic import wait_until_true
 
 from pdkv.host.processor import emulates_bfloat16
 
@@ -47,7 +50,10 @@ RESULTS = "MATRIX_RESULTS"
 HOST_BYTES = 24 * (64 << 10)
 """Of each engine's host memory: pages for fewer blocks than its prompts have."""
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+EVERY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", *FAMILIES, "deepseek_v3")
+
+MOVE_AT = 200
+"""The event, over all forty streams, from which on those of an engine go on elsewhere."""
 
 
 @pytest.fixture(scope="session")
@@ -120,7 +126,7 @@ def test_families_over_each_kind_of_connector(row: Row, hf_model: Callable[..., 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_families_in_pools_that_are_too_small_and_under_kills(
     family: str, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -136,8 +142,29 @@ def test_families_in_pools_that_are_too_small_and_under_kills(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "backend"), list(zip(EVERY_FAMILY, itertools.cycle(("p2p", "store redis")), strict=False))
+)
+def test_families_moved_in_mid_stream(family: str, backend: str, hf_model: Callable[..., Path], tmp_path: Path) -> None:
+    """With chunks of prompts, off an engine that is drained."""
+    workload = greedy_workload(hf_model(family, initializer_range=0.2), tmp_path / "model")
+    common = {"return_token_ids": True, "allowed_token_ids": None, **STREAM}
+    cases = {str(i): {**body, **common} for i, body in enumerate(workload.bodies)}
+    flags = ("--prefill", "1", "--decode", "2", *CHUNKED)
+    with BACKENDS[backend](directory=tmp_path) as chosen, deployed(workload, *flags, *chosen.flags) as deployment:
+
+        def move_some() -> int:
+            replies = ask_all_and_move(deployment, cases, "moved", "decode-0", MOVE_AT)
+            assert [reply.token_ids[0] for reply in replies.values()] == [e.output for e in workload.expected]
+            return num_migrations(deployment)
+
+        wait_until_true(move_some, "streams that move", KILLS_BOUND_S)
+        check_decode_computed_nothing(settled_books(deployment, lambda now: True))
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(emulates_bfloat16(), reason="the processor has no products of bfloat16")
-@pytest.mark.parametrize("family", [*DENSE, *FAMILIES, "deepseek_v3"])
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_bfloat16_departs_where_its_rounding_decides(
     family: str, hf_model: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -50,6 +50,12 @@ def link_text_model(model_dir: Path, path: Path) -> Path:
 class Running(Deployment):
     """With what tests ask of it."""
 
+    @property
+    def run_dir(self) -> Path:
+        """Of a running launch."""
+        (path,) = self.directory.glob(f"pdkv-{self.process.pid}-*")
+        return path
+
     def get(self, path: str, *, fresh: bool = True) -> httpx.Response:
         """GET a path of the router. `fresh`: of engines, what they say now, which is awaited for two seconds."""
         query = "?fresh=true" if fresh and path in ("/metrics", "/topology") else ""

@@ -115,14 +115,9 @@ def _know(deployment: Running, max_tokens: int) -> Known:
 Operation = Callable[[Running], Awaitable[None]]
 
 
-def _run_dir(deployment: Running) -> Path:
-    (path,) = deployment.directory.glob(f"pdkv-{deployment.process.pid}-*")
-    return path
-
-
 async def _drain(deployment: Running) -> None:
     """Each engine in turn."""
-    router = RouterAdmin(_run_dir(deployment))
+    router = RouterAdmin(deployment.run_dir)
     for engine in await router.engines():
         drained = await router.drain(engine["name"], DRAIN_S)
         assert drained["drained"], drained
@@ -131,7 +126,7 @@ async def _drain(deployment: Running) -> None:
 
 async def _flip(deployment: Running) -> None:
     """One engine of each role does the other's work, and then its own again."""
-    router = RouterAdmin(_run_dir(deployment))
+    router = RouterAdmin(deployment.run_dir)
     for name, role, other in (("decode-1", "decode", "prefill"), ("prefill-1", "prefill", "decode")):
         for new in (other, role):
             await router.set_role(name, new)
@@ -141,16 +136,16 @@ async def _flip(deployment: Running) -> None:
 async def _scale(deployment: Running) -> None:
     """Up and down, each role."""
     for prefill, decode in ((None, 3), (None, 2), (3, None), (2, None)):
-        await give_order(_run_dir(deployment), Scale(prefill, decode, DRAIN_S), lambda text: None)
+        await give_order(deployment.run_dir, Scale(prefill, decode, DRAIN_S), lambda text: None)
 
 
 async def _restart(deployment: Running) -> None:
-    await give_order(_run_dir(deployment), Restart(DRAIN_S), lambda text: None)
+    await give_order(deployment.run_dir, Restart(DRAIN_S), lambda text: None)
 
 
 async def _restart_at_once(deployment: Running) -> None:
     """What runs is moved."""
-    await give_order(_run_dir(deployment), Restart(0.0), lambda text: None)
+    await give_order(deployment.run_dir, Restart(0.0), lambda text: None)
 
 
 async def _gone(deployment: Running, role: str) -> None:

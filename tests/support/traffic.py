@@ -66,10 +66,10 @@ class Answer(NamedTuple):
         return self.error is not None and bool(self.error["message"]) and self.error["type"] == "server_error"
 
 
-def client_of(deployment: Running) -> httpx.AsyncClient:
-    """An asynchronous client with room for everything at once."""
+def client_of(deployment: Running, bound_s: float = BOUND_S) -> httpx.AsyncClient:
+    """An asynchronous client with room for everything at once, which waits for so long for each part of a reply."""
     limits = httpx.Limits(max_connections=None)
-    return httpx.AsyncClient(base_url=deployment.url, timeout=BOUND_S, limits=limits, verify=NO_AUTHORITIES)
+    return httpx.AsyncClient(base_url=deployment.url, timeout=bound_s, limits=limits, verify=NO_AUTHORITIES)
 
 
 async def send(

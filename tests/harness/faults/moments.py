@@ -38,8 +38,7 @@ _MIDDLE = range(8, 48)
 @contextlib.asynccontextmanager
 async def admin_of(deployment: Running) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the operators' socket."""
-    (socket,) = deployment.directory.glob(f"pdkv-{deployment.process.pid}-*/admin.sock")
-    transport = httpx.AsyncHTTPTransport(uds=str(socket), verify=NO_AUTHORITIES)
+    transport = httpx.AsyncHTTPTransport(uds=str(deployment.run_dir / "admin.sock"), verify=NO_AUTHORITIES)
     async with httpx.AsyncClient(base_url="http://admin", transport=transport, timeout=30) as client:
         yield client
 

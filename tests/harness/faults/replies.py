@@ -13,7 +13,10 @@ import httpx
 import pytest
 from deployments import Running
 from kills import FEW_TOKENS, KILLS_BOUND_S, num_migrations
+from serving_checks import REQUEST_BOUND_S
 from traffic import client_of, wait_for_engines, wait_for_rest, wait_until_true
+
+from pdkv.launch.router_admin import RouterAdmin
 
 PROMPT = "A request outlives the engines that serve it. " * 3
 NUM_OUTPUT = 160
@@ -92,11 +95,30 @@ async def ask_all(
 ) -> dict[str, Reply]:
     """All cases at once; the events of all streams together are numbered from 1."""
     numbers = itertools.count(1)
-    async with client_of(deployment) as client:
+    async with client_of(deployment, REQUEST_BOUND_S) as client:  # they wait for each other
         replies = await asyncio.gather(
             *(ask(client, fields, f"{salt}: {name}", lambda: on_event(next(numbers))) for name, fields in cases.items())
         )
     return dict(zip(cases, replies, strict=True))
+
+
+def ask_all_and_move(
+    deployment: Running, cases: dict[str, dict[str, Any]], salt: str, name: str, move_at: int
+) -> dict[str, Reply]:
+    """All cases at once; what the engine of that name runs goes on elsewhere from the event of that number on."""
+    router, tasks = RouterAdmin(deployment.run_dir), list[asyncio.Task[Any]]()
+
+    def move(number: int) -> None:
+        if number == move_at:
+            tasks.append(asyncio.ensure_future(router.drain(name, 0.0, move=True)))
+
+    async def run() -> dict[str, Reply]:
+        replies = await ask_all(deployment, cases, salt, move)
+        await asyncio.gather(*tasks)
+        await router.resume(name)
+        return replies
+
+    return asyncio.run(run())
 
 
 async def ask_each(
@@ -108,7 +130,7 @@ async def ask_each(
         async with asyncio.timeout(HANGS_S):
             return await ask(client, fields, f"{salt}: {name}", lambda: None)
 
-    async with client_of(deployment) as client:
+    async with client_of(deployment, HANGS_S) as client:
         found = await asyncio.gather(*(one(*case) for case in cases.items()), return_exceptions=True)
     return dict(zip(cases, found, strict=True))
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments import Running, launches
-from faults.replies import Reply, ask_all
+from faults.replies import Reply, ask_all, ask_all_and_move
 from matrix_rows import BACKENDS
 from traffic import wait_for_engines, wait_for_rest
 
@@ -28,7 +28,6 @@ from benchmarks.models import find_wide
 from guesses.asks import all_asks, predicted
 from guesses.cells import Cell, cover
 from pdkv.config import DEFAULT_MODEL
-from pdkv.launch.router_admin import RouterAdmin
 
 MISHAP_AT = 150
 """The number of the event, over all streams, with which something happens."""
@@ -66,18 +65,14 @@ def disturbed(deployment: Running, cell: Cell, asks: dict[str, Any]) -> dict[str
     """The answers to all requests at once, and what the cell has happen amid them."""
     pids = deployment.pids()
     name = next(name for name in pids if not name.startswith("prefill"))
-    (run_dir,) = deployment.directory.glob(f"pdkv-{deployment.process.pid}-*")
-    router, tasks = RouterAdmin(run_dir), []
+    if cell.mishap == "migration":
+        return ask_all_and_move(deployment, asks, "guesses", name, MISHAP_AT)
 
     def happen(number: int) -> None:
         if number == MISHAP_AT and cell.mishap == "kill":
             os.kill(pids[name], signal.SIGKILL)
-        elif number == MISHAP_AT and cell.mishap == "migration":
-            tasks.append(asyncio.ensure_future(router.drain(name, 0.0, move=True)))
 
     replies = asyncio.run(ask_all(deployment, asks, "guesses", happen))
-    if tasks:
-        asyncio.run(router.resume(name))
     wait_for_engines(deployment, [pids[name]] if cell.mishap == "kill" else ())
     return replies
 

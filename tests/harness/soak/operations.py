@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from deployments import Running
 
@@ -32,13 +31,8 @@ class Operator:
         self._turn = asyncio.Lock()
 
     @property
-    def _run_dir(self) -> Path:
-        (path,) = self._deployment.directory.glob(f"pdkv-{self._deployment.process.pid}-*")
-        return path
-
-    @property
     def _router(self) -> RouterAdmin:
-        return RouterAdmin(self._run_dir)
+        return RouterAdmin(self._deployment.run_dir)
 
     async def do(self, event: Event) -> bool:
         """Do it and undo it; False where it was refused or failed, which chaos may make it."""
@@ -84,7 +78,7 @@ class Operator:
                 await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _order(self, order: Scale | Restart) -> None:
-        text = await give_order(self._run_dir, order, lambda text: self._journal.note(f"{order}: {text}"))
+        text = await give_order(self._deployment.run_dir, order, lambda text: self._journal.note(f"{order}: {text}"))
         self._journal.note(f"{order}: {text}")
 
     async def _drain(self, event: Event) -> None:
