@@ -96,13 +96,17 @@ class KeyLookups:
         self._probe_interval_s = probe_interval_s
         self._next_probe = inf if probe_interval_s == inf else 0.0  # when the store is probed although nothing waits
         self._changed = threading.Condition()  # its lock guards all of this
+        self._threads: list[ServiceThread] = []
+        self._start()
+        store.on_problem(notify)
+
+    def _start(self) -> None:
         self._threads = [
             ServiceThread(self._serve, self._wake, "pdkv-lookup"),
             ServiceThread(self._watch, self._wake, "pdkv-lookup-deadline"),
         ]
         for thread in self._threads:
             thread.start()
-        store.on_problem(notify)
 
     @property
     def stats(self) -> ConnectorStats:
@@ -303,32 +307,37 @@ class KeyLookups:
                     self._clock.wait(self._changed, self._next_probe if self._next_probe < inf else None)
                 if stopping.is_set():
                     return
-                lookups, self._queue = self._queue, []
-            error = ""
-            stored: set[bytes] = set()
-            try:
-                stored = self._look_all_up(lookups)
-            except TransferError as failure:
-                error = f"a lookup failed ({failure.code}: {failure})"
-            except Exception as failure:  # the thread goes on, and the caller gets a miss
-                if not self._problem:
-                    logger.exception("KV store: a lookup raised an error other than StoreError")
-                error = f"a lookup failed ({failure!r})"
-            with self._changed:
-                before = self._problem
-                for lookup in lookups:
-                    self._answer(lookup, stored)
-                if error:
-                    self.num_failed += len(lookups)
-                    self._failed(error)
-                else:
-                    if self._problem:
-                        logger.info("KV store: it answers again")
-                    self._problem, self._next_probe = "", inf
-                wanted = any(lookup.wanted for lookup in lookups)
-                has_changed = before != self._problem
-            if wanted or has_changed:
-                self._notify()
+            self._answer_all()
+
+    def _answer_all(self) -> None:
+        """Answer what is queued."""
+        with self._changed:
+            lookups, self._queue = self._queue, []
+        error = ""
+        stored: set[bytes] = set()
+        try:
+            stored = self._look_all_up(lookups)
+        except TransferError as failure:
+            error = f"a lookup failed ({failure.code}: {failure})"
+        except Exception as failure:  # the thread goes on, and the caller gets a miss
+            if not self._problem:
+                logger.exception("KV store: a lookup raised an error other than StoreError")
+            error = f"a lookup failed ({failure!r})"
+        with self._changed:
+            before = self._problem
+            for lookup in lookups:
+                self._answer(lookup, stored)
+            if error:
+                self.num_failed += len(lookups)
+                self._failed(error)
+            else:
+                if self._problem:
+                    logger.info("KV store: it answers again")
+                self._problem, self._next_probe = "", inf
+            wanted = any(lookup.wanted for lookup in lookups)
+            has_changed = before != self._problem
+        if wanted or has_changed:
+            self._notify()
 
     def _look_all_up(self, lookups: Sequence[_Lookup]) -> set[bytes]:
         """Which values are stored, for these lookups; with no lookups, whether the store answers."""

@@ -41,6 +41,10 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         "engine that lacks few tokens of a prompt computes them itself (default: auto)")  # fmt: skip
     add("--kill", action="append", default=[], metavar="NAME@AT[+BACK]", help="kill an engine at this second; it comes "
         "back after BACK seconds (repeatable)")  # fmt: skip
+    add("--stop", action="append", default=[], metavar="NAME@AT[+BACK]", help="have an engine's process stand still "
+        "from this second on, for BACK seconds (repeatable)")  # fmt: skip
+    add("--slow", action="append", default=[], metavar="NAME@AT[+BACK]xTIMES", help="have its steps take so many times "
+        "longer from this second on, for BACK seconds (repeatable)")  # fmt: skip
     add("--autoscale", nargs="+", default=[], metavar="ROLE=MIN..MAX", help="let the "
         "autoscaler choose the numbers of engines from then on, within these, so as to meet --goodput")  # fmt: skip
     add("--scale-down-after", type=float, default=120.0, metavar="SECONDS", help="for so long an engine must not have "
@@ -78,6 +82,10 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     add("--profile", default="h100", metavar="NAME", help="their curves: a name, or a file of `pd profile` (default: "
         "h100)")  # fmt: skip
     add("--kv-tokens", type=int, default=0, metavar="N", help="tokens that a pool holds (default: the profile's)")
+    add("--kv-host-tokens", type=int, default=0, metavar="N", help="tokens that each engine's host memory holds "
+        "(default: none)")  # fmt: skip
+    add("--push", action="store_true", help="prefill engines write each hand-off into the decode engine's pool while "
+        "they compute it (default: decode engines read it)")  # fmt: skip
     add("--block-size", type=int, default=16, metavar="N", help="tokens per KV block (default: 16)")
     add("--max-num-seqs", type=int, default=256, metavar="N", help="requests in one step (default: 256)")
     add("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="tokens in one step (default: 2048)")
@@ -103,7 +111,8 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     orders: dict[str, Any] = {} if arguments.order == "auto" else {"orders": [arguments.order]}
     topology = Topology(
         _engine(arguments), arguments.prefill, arguments.decode, arguments.policy,
-        failures=[_failure(text) for text in arguments.kill], **orders,
+        failures=[_failure(kind, text) for kind in ("kill", "stop", "slow") for text in getattr(arguments, kind)],
+        **orders,
         autoscale=_autoscale(arguments, slo.bounds), start_s=arguments.start,
     )  # fmt: skip
     load = _load(arguments)
@@ -165,7 +174,7 @@ def _engine(arguments: argparse.Namespace) -> "EngineOptions":
     from pdkv.testing.paced import read_profile
 
     check_numbers(arguments, "block_size", "max_num_seqs", "max_num_batched_tokens")
-    check_numbers(arguments, "kv_tokens", "hop", zero=True)
+    check_numbers(arguments, "kv_tokens", "kv_host_tokens", "hop", zero=True)
     if arguments.block_size % 16:
         raise ConfigError(f"--block-size: a multiple of 16 was expected, got {arguments.block_size}")
     if arguments.max_num_batched_tokens < arguments.max_num_seqs:
@@ -175,7 +184,8 @@ def _engine(arguments: argparse.Namespace) -> "EngineOptions":
         )
     return EngineOptions(
         read_profile(Path(PACED + arguments.profile)), arguments.kv_tokens, arguments.block_size,
-        arguments.max_num_seqs, arguments.max_num_batched_tokens, hop_s=arguments.hop,
+        arguments.max_num_seqs, arguments.max_num_batched_tokens, hop_s=arguments.hop, push=arguments.push,
+        host_tokens=arguments.kv_host_tokens,
     )  # fmt: skip
 
 
@@ -187,15 +197,21 @@ def _load(arguments: argparse.Namespace) -> "Load":
     return Load(as_tokens(read_sessions(arguments, arguments.seed)), pace)
 
 
-def _failure(text: str) -> "Failure":
+def _failure(kind: str, text: str) -> "Failure":
     from pdkv.simulate.deployment import Failure
 
     name, _, rest = text.partition("@")
+    rest, _, slowness = rest.partition("x")
     at, _, back = rest.partition("+")
     try:
-        found = Failure(name, float(at), float(back or 0))
+        found = Failure(name, float(at), float(back or 0), kind, float(slowness or 1))
     except ValueError:
         found = Failure(name, -1.0)
-    if not (0 <= found.at_s < float("inf") and 0 <= found.back_s < float("inf")):
-        raise ConfigError(f"--kill {text}: NAME@AT or NAME@AT+BACK with seconds was expected, as in decode-0@5+2")
+    given = (found.at_s, found.back_s, found.slowness - 1.0)
+    if not all(0 <= value < float("inf") for value in given) or bool(slowness) != (kind == "slow"):
+        times = "xTIMES" if kind == "slow" else ""
+        raise ConfigError(
+            f"--{kind} {text}: NAME@AT{times} or NAME@AT+BACK{times} with seconds was expected, as in "
+            f"decode-0@5+2{times and 'x10'}"
+        )
     return found

@@ -20,16 +20,19 @@ from pdkv.sampling.params import SamplingParams
 from pdkv.simulate.engine import EngineOptions, SimulatedEngine
 from pdkv.simulate.loop import VirtualTime
 from pdkv.simulate.scaling import ScaledLaunch
+from pdkv.simulate.transfers import HostMemory
 from pdkv.wire.kv import Order
 from pdkv.wire.messages import Tokens
 
 
 class Failure(NamedTuple):
-    """An engine that is killed, and comes back after a time; 0: never."""
+    """An engine that is killed, stands still or becomes slow, and recovers after a time; 0: never."""
 
     engine: str
     at_s: float
     back_s: float = 0.0
+    kind: str = "kill"  # as the option is called: kill, stop or slow
+    slowness: float = 1.0  # of slow steps: how many times longer they take
 
 
 class Topology(NamedTuple):
@@ -57,8 +60,8 @@ class Simulation:
     """One run of a topology under a load; `run` is called once.
 
     Args:
-        on_event: told of (time, name, what) when a request arrives, begins to answer or ends, and when engines die or
-            come back.
+        on_event: told of (time, name, what) when a request arrives, begins to answer or ends, and when engines fail or
+            recover.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class Simulation:
         on_event: Callable[[float, str, str], None] = lambda time, name, what: None,
     ) -> None:
         """Raises ConfigError: a policy or an engine to be killed is unknown."""
+        if any(failure.kind != "kill" for failure in topology.failures):
+            topology = topology._replace(engine=topology.engine._replace(beats=True))
         self._loop = loop = VirtualTime()  # type: ignore[abstract]  # what else a loop has is not for simulations
         self._timeout_s, self._on_event, self._failures = timeout_s, on_event, topology.failures
         self._stamps: dict[str, array[float]] = {}  # of each generation's tokens, by request_id
@@ -82,16 +87,22 @@ class Simulation:
         )  # fmt: skip
         self._admission = Admission(self.dispatcher, clock=loop.clock.now)
         peers: dict[str, SimulatedEngine] = {}
+        self._memory: list[HostMemory] = []
 
         def make(name: str, role: str) -> SimulatedEngine:
             options, connected = topology.others.get(name, topology.engine), topology.prefill > 0
-            return SimulatedEngine(loop, name, role, options, peers, self._stamped, connected=connected)
+            memory = None
+            if options.host_tokens:
+                num_bytes = options.host_tokens * options.layout.token_bytes
+                memory = HostMemory(f"{id(self)}/{name}", num_bytes, self._memory)
+                self._memory.append(memory)
+            return SimulatedEngine(loop, name, role, options, peers, self._stamped, connected=connected, memory=memory)
 
         self.engines = {name: make(name, role) for name, role in topology.roles}
         for failure in topology.failures:
             if failure.engine not in self.engines and topology.autoscale is None:  # which may add one of that name
                 known = ", ".join(list(self.engines)[:8])
-                raise ConfigError(f"--kill {failure.engine}: an engine's name was expected: {known}")
+                raise ConfigError(f"--{failure.kind} {failure.engine}: an engine's name was expected: {known}")
         for engine in self.engines.values():
             self.dispatcher.add_backend(engine, engine.role)
         self.launch: ScaledLaunch | None = None
@@ -108,26 +119,36 @@ class Simulation:
         self.dispatcher.connect()
         await self._loop.clock.pause(WARM_S)
         for failure in self._failures:
-            self._loop.call_later(failure.at_s, self._kill, failure)
+            self._loop.call_later(failure.at_s, self._fail, failure)
         scaling = self._loop.create_task(self.launch.run()) if self.launch is not None else None
         try:
             return await send_by(self._ask, sessions, pace, progress, clock=self._loop.clock)
         finally:
             if scaling is not None:
                 scaling.cancel()
+            for memory in self._memory:
+                memory.close()
 
-    def _kill(self, failure: Failure) -> None:
-        if failure.engine not in self.engines:  # there is none at the moment
+    def _fail(self, failure: Failure) -> None:
+        if (engine := self.engines.get(failure.engine)) is None:  # there is none at the moment
             return
-        self._on_event(self._loop.clock.now(), failure.engine, "killed")
-        self.engines[failure.engine].die()
+        self._on_event(self._loop.clock.now(), failure.engine, _WHAT[failure.kind])
+        if failure.kind == "kill":
+            engine.die()
+        elif failure.kind == "stop":
+            engine.stop(failure.back_s)
+        else:
+            engine.slow(failure.slowness)
         if failure.back_s:
-            self._loop.call_later(failure.back_s, self._come_back, failure.engine)
+            self._loop.call_later(failure.back_s, self._recover, failure)
 
-    def _come_back(self, name: str) -> None:
-        if name in self.engines:
-            self._on_event(self._loop.clock.now(), name, "back")
-            self.engines[name].come_back()
+    def _recover(self, failure: Failure) -> None:
+        if (engine := self.engines.get(failure.engine)) is not None:
+            self._on_event(self._loop.clock.now(), failure.engine, "back")
+            if failure.kind == "kill":
+                engine.come_back()
+            else:
+                engine.slow(1.0)
 
     async def _ask(self, ahead: Conversation, turn: Turn, reply: Reply) -> None:
         """One request, from the client's point of view."""
@@ -179,6 +200,8 @@ class Simulation:
             own = stamps[-len(message.token_ids) :][first:]
             known.extend(stamp + 2 * self._hop_s for stamp in own)
 
+
+_WHAT = {"kill": "killed", "stop": "stopped", "slow": "slow"}
 
 WARM_S = 1.0
 """Seconds before the first request, in which engines are told of each other."""

@@ -7,7 +7,7 @@ What arrives in the meantime ends the run with the step under way, and the draft
 import asyncio
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from math import inf
 from typing import Any, NamedTuple
@@ -15,29 +15,33 @@ from typing import Any, NamedTuple
 from pdkv.assemble.core import build_core
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.config import HandoffConfig
-from pdkv.connectors.base import (
-    NO_TRANSFERS,
-    ConnectorConfig,
-    Direction,
-    KVConnectorMetadata,
-    TransferKey,
-    TransferOutcome,
-    TransferResults,
-    WorkerConnector,
-)
+from pdkv.connectors.base import NO_TRANSFERS, ConnectorConfig, SchedulerConnector, WorkerConnector
 from pdkv.connectors.block_table import LocalBlockTable
-from pdkv.connectors.peer.cards import PeerCards
-from pdkv.connectors.peer.pull_scheduler import BlockLoad, PullMetadata, PullScheduler
-from pdkv.connectors.plan import INTERFACE, NO_PLAN, ConnectorPlan
+from pdkv.connectors.multi.connector import compose
+from pdkv.connectors.multi.scheduler import MultiScheduler
+from pdkv.connectors.multi.worker import MultiWorker
+from pdkv.connectors.plan import NO_PLAN, ConnectorPlan
 from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.step_loop import Ahead
 from pdkv.engine.worker.executor import Ended, Executor
 from pdkv.engine.worker.step_queue import Result, StepQueue
-from pdkv.errors import PeerGone, TransferCancelled
 from pdkv.router.engines.engine_client import EngineListener
 from pdkv.simulate.loop import VirtualTime
+from pdkv.simulate.transfers import (
+    HOST,
+    PULL,
+    PUSH,
+    HostMemory,
+    Pulls,
+    PullWorker,
+    Pushes,
+    PushWorker,
+    SimulatedWorker,
+    host_sides,
+)
 from pdkv.testing.paced import Profile
+from pdkv.wire.heartbeat import next_beat
 from pdkv.wire.kv import EngineCard, KVLayout
 from pdkv.wire.messages import EngineToRouter, RouterToEngine, Tokens
 from pdkv.wire.messages import Peers as PeersMessage
@@ -49,7 +53,6 @@ TOKEN = 2
 MAX_RUN_S = 0.5
 """Seconds after which a run of steps is told, so that the router does not judge by what is long over."""
 
-_PLAN = ConnectorPlan(interface=INTERFACE, kind="pull", name="simulated", lends=True)
 _ROUTER = "router"
 
 
@@ -65,6 +68,9 @@ class EngineOptions(NamedTuple):
     in_turn_below_s: float = 0.05  # as in EngineConfig
     hop_s: float = 0.0003  # of a message between two processes
     runs: bool = True  # take steps in which nothing changes at once
+    push: bool = False  # hand-offs go into blocks that decode engines name
+    host_tokens: int = 0  # that its host memory holds; 0: it has none
+    beats: bool = False  # it beats, so that the router notices if it stands still
 
     @property
     def num_blocks(self) -> int:
@@ -72,75 +78,15 @@ class EngineOptions(NamedTuple):
         return (self.kv_tokens or self.profile.kv_tokens) // self.block_size
 
     @property
+    def layout(self) -> KVLayout:
+        """Of the KV."""
+        made = self.profile
+        return KVLayout(made.num_layers, made.num_kv_heads, made.head_size, self.block_size, "float32", 4)
+
+    @property
     def max_model_len(self) -> int:
         """Most tokens of a request."""
         return min(self.profile.max_model_len, self.num_blocks * self.block_size)
-
-
-class SimulatedWorker(WorkerConnector):
-    """Reads that take their time on both engines' links, one at a time on each, and move nothing."""
-
-    def __init__(self, engine: "SimulatedEngine") -> None:
-        self._engine = engine
-        self._loads: dict[TransferKey, list[BlockLoad]] = {}  # by transfer, the parts that have not landed
-        self._done: dict[TransferKey, TransferOutcome] = {}
-        self._failed: dict[TransferKey, TransferOutcome] = {}
-
-    def start_load_kv(self, meta: KVConnectorMetadata) -> None:
-        assert isinstance(meta, PullMetadata)
-        loop, profile = self._engine.loop, self._engine.options.profile
-        for load in meta.loads:
-            if load.continues and load.key not in self._loads:
-                continue  # an earlier part has failed
-            self._loads.setdefault(load.key, []).append(load)
-            source = self._engine.peers.get(load.engine)
-            ends_of = [self._engine, source or self._engine]
-            began = max(loop.clock.now(), *(engine.link_free_at for engine in ends_of))
-            for engine in ends_of:
-                engine.link_free_at = began + (load.stop - load.start) * profile.transfer_token_s
-            lands = self._engine.link_free_at + profile.transfer_s
-            loop.call_at(lands, self._land, load, lands - loop.clock.now())
-
-    def _land(self, load: BlockLoad, seconds: float) -> None:
-        parts = self._loads.get(load.key, [])
-        if not any(each is load for each in parts):
-            return
-        parts.remove(load)
-        source = self._engine.peers.get(load.engine)
-        if source is None or source.card.epoch != load.epoch:
-            del self._loads[load.key]
-            self._failed[load.key] = TransferOutcome(PeerGone.code)
-        elif not (parts or load.more):  # they land in order
-            del self._loads[load.key]
-            num_bytes = (load.stop - load.start) * self._engine.token_bytes
-            self._done[load.key] = TransferOutcome(num_bytes=num_bytes, seconds=seconds)
-        self._engine.wake()
-
-    def cancel(self, key: TransferKey, direction: Direction) -> None:
-        if direction == "receive" and self._loads.pop(key, None) is not None:
-            self._failed[key] = TransferOutcome(TransferCancelled.code)
-
-    def get_finished(self) -> TransferResults:
-        if not (self._done or self._failed):
-            return NO_TRANSFERS
-        results = TransferResults({}, {}, self._done, self._failed)
-        self._done, self._failed = {}, {}
-        return results
-
-
-class Peers(PullScheduler):
-    """The scheduler side of a pull from any engine of the simulation, all of which have one layout."""
-
-    def __init__(self, config: ConnectorConfig, table: LocalBlockTable, peers: Mapping[str, "SimulatedEngine"]) -> None:
-        super().__init__(config, table, PeerCards(config))
-        self._engines = peers
-
-    def source_block_size(self, engine: str, epoch: str) -> int | None:
-        source = self._engines.get(engine)
-        return self.block_size if source is not None and source.card.epoch == epoch else None
-
-    def update_peers(self, cards: Sequence[EngineCard]) -> None:
-        """No effect: the simulation knows who is there."""
 
 
 class CurveTimes(StepTimes):
@@ -164,17 +110,22 @@ class Device(StepQueue, Executor):
 
     execute: Any = None
 
-    def __init__(
-        self, loop: VirtualTime, profile: Profile, worker: SimulatedWorker | None, on_end: Callable[[], None]
-    ) -> None:
-        super().__init__(self, on_end)
-        self._loop, self._profile, self._worker, self._on_end = loop, profile, worker, on_end
+    def __init__(self, engine: "SimulatedEngine", worker: WorkerConnector | None) -> None:
+        super().__init__(self, engine.turn)
+        self._loop, self._profile, self._worker = engine.loop, engine.options.profile, worker
+        self._on_end, self._stands_still = engine.turn, engine.stands_still
         self._plans: deque[StepPlan] = deque()
         self._found: list[Result] = []
         self._ends: list[float] = []  # of the step, or the steps of a run, under way
+        self.slowness = 1.0
         self._timer: asyncio.TimerHandle
         self.stamps: Sequence[float] = ()
         """When the tokens of the step that ended last were drawn."""
+
+    @property
+    def step_ends(self) -> float:
+        """When the step under way ends."""
+        return self._ends[-1]
 
     @property
     def is_done(self) -> bool:
@@ -221,12 +172,12 @@ class Device(StepQueue, Executor):
 
     def _begin(self) -> None:
         plan = self._plans[0]
+        self._ends = self._durations(plan)
         if self._worker is not None:
             for cancel in plan.cancels:
                 self._worker.cancel(*cancel)
             if plan.kv_meta is not None:
                 self._worker.start_load_kv(plan.kv_meta)
-        self._ends = self._durations(plan)
         self._timer = self._loop.call_at(self._ends[-1], self._end)
 
     def _durations(self, plan: StepPlan) -> list[float]:
@@ -245,11 +196,14 @@ class Device(StepQueue, Executor):
             else:
                 rest, count, prompts = rest + num_own, 1, prompts + share.samples
         profile = self._profile
-        first = profile.seconds(decodes, rest, context) + profile.prompt_s * prompts
-        more = profile.context_token_s * decodes
+        first = (profile.seconds(decodes, rest, context) + profile.prompt_s * prompts) * self.slowness
+        more = profile.context_token_s * decodes * self.slowness
         return list(accumulate((first + i * more for i in range(count)), initial=now))[1:]
 
     def _end(self) -> None:
+        if self._stands_still(self._end):
+            return
+        self._ends[-1] = self._loop.clock.now()
         plan, self.stamps, self._ends = self._plans.popleft(), self._ends, []
         sampled = {
             share.key: SampledTokens([TOKEN] * len(self.stamps), None) for share in plan.scheduled if share.samples
@@ -273,7 +227,7 @@ class Steps(Ahead):
         self._limits = engine.core.scheduler.limits
         self._step_s = options.profile.step_s
         # Behind longer ones others are planned, whatever arrives meanwhile.
-        self._runs = options.runs and self._step_s < (options.in_turn_below_s or inf)
+        self._runs = options.runs and not options.beats and self._step_s < (options.in_turn_below_s or inf)
 
     def plan(self, now: float) -> bool:
         count = self._num_steps(now) if self._runs else 1
@@ -308,6 +262,7 @@ class SimulatedEngine:
 
     Args:
         peers: all engines that are there, by name; it enters itself.
+        memory: host memory that it saves to; None: none.
         stamped: told of each token message, and when its tokens were drawn.
     """
 
@@ -321,11 +276,14 @@ class SimulatedEngine:
         stamped: Callable[[Tokens, Sequence[float]], None],
         *,
         connected: bool,
+        memory: HostMemory | None = None,
     ) -> None:
         self.name, self.role, self.options, self.loop, self.peers = name, role, options, loop, peers
         self.num_dropped = 0
         self.link_free_at = 0.0
-        self._stamped, self._connected = stamped, connected
+        self.transfers: SimulatedWorker | None = None
+        self._stamped, self._connected, self._memory = stamped, connected, memory
+        self._goes_on_at = 0.0
         self._listener: EngineListener | None = None
         self._epoch = 0
         self._wakes_at = inf
@@ -333,38 +291,56 @@ class SimulatedEngine:
 
     def _build(self) -> None:
         """A new incarnation."""
-        options, profile = self.options, self.options.profile
-        layout = KVLayout(profile.num_layers, profile.num_kv_heads, profile.head_size, options.block_size, "float32", 4)
-        self.token_bytes = layout.block_bytes // options.block_size
+        options, profile, layout = self.options, self.options.profile, self.options.layout
+        self.token_bytes = layout.token_bytes
         num_blocks = options.num_blocks
-        table, plan = LocalBlockTable(num_blocks), _PLAN if self._connected else NO_PLAN
+        table, plans = LocalBlockTable(num_blocks), self._plans()
+        plan = compose(plans) if len(plans) > 1 else next(iter(plans), NO_PLAN)
         self._epoch += 1
         self.card = EngineCard(
             engine=self.name, epoch=f"{self.name}.{self._epoch}", role=self.role, pid=0, **plan.on_card(),
             model="simulated", layout=layout, hash_block_size=HASH_BLOCK_SIZE, num_blocks=num_blocks,
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens,
-            peer_changes=True, reads_parts=True,
+            peer_changes=True, reads_parts=not options.push, beats="ipc://simulated" if options.beats else "",
         )  # fmt: skip
-        worker = SimulatedWorker(self) if self._connected else None
         config = ConnectorConfig(
-            engine=self.name, epoch=self.card.epoch, layout=layout, num_blocks=num_blocks, plan=plan, kv_checksum="off"
-        )
-        self.device = Device(self.loop, profile, worker, self.turn)
+            engine=self.name, epoch=self.card.epoch, layout=layout, num_blocks=num_blocks, plan=plan,
+            kv_checksum="off", clock=self.loop.clock, block_table=table,
+        )  # fmt: skip
+        sides = [*self._link(config), *self._host(config)]
+        schedulers, workers = [side[0] for side in sides], [side[1] for side in sides]
+        connector = MultiScheduler(config, schedulers) if len(sides) > 1 else next(iter(schedulers), None)
+        worker = MultiWorker(plans, workers) if len(sides) > 1 else next(iter(workers), None)
+        self.device = Device(self, worker)
         self.core = build_core(
             card=self.card,
             executor=self.device,
-            connector=Peers(config, table, self.peers) if self._connected else None,
+            connector=connector,
             block_table=table,
             handoff=HandoffConfig(),
             limits=SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens),
             eos_token_ids=(),
             vocab_size=profile.vocab_size,
             shutdown=lambda: None,
+            hit_tokens=plan.hit_tokens,
         )
         self.core.watch.clock, self.core.watch.times = self.loop.clock, CurveTimes(profile)
         self.steps = Steps(self)
         self.peers[self.name] = self
+
+    def _plans(self) -> list[ConnectorPlan]:
+        link = [PUSH if self.options.push else PULL] if self._connected else []
+        return link if self._memory is None else [*link, HOST]
+
+    def _link(self, config: ConnectorConfig) -> Iterator[tuple[SchedulerConnector, SimulatedWorker]]:
+        if self._connected:
+            self.transfers = PushWorker(self) if self.options.push else PullWorker(self)
+            yield (Pushes if self.options.push else Pulls)(config, self.peers), self.transfers
+
+    def _host(self, config: ConnectorConfig) -> Iterator[tuple[SchedulerConnector, WorkerConnector]]:
+        if self._memory is not None:
+            yield host_sides(self, config, self._memory)
 
     # --- the dispatcher's side ------------------------------------------------------------------------------------
 
@@ -373,6 +349,8 @@ class SimulatedEngine:
         self._listener = listener
         listener.engine_up(self.name, self.card)
         self.core.router_joined(_ROUTER, "1")
+        if self.options.beats:
+            self._beat(self.core)
         self.turn()
 
     def send(self, message: RouterToEngine) -> None:
@@ -385,29 +363,56 @@ class SimulatedEngine:
         self._listener = None
 
     def die(self) -> None:
-        """End as a process does that is killed: all that it had is lost."""
+        """End as a process does that is killed: all that it had is lost, but not its host memory."""
         self.device.close()
         self.peers.pop(self.name, None)
         if self._listener is not None:
             self._listener.engine_down(self.name, "it was killed by the simulation")
 
     def come_back(self) -> None:
-        """Come up again, with nothing."""
+        """Come up again, with nothing in its pool."""
+        self._goes_on_at = 0.0
         self._build()
         if self._listener is not None:
             self.connect(self._listener)
 
+    def stop(self, seconds: float) -> None:
+        """Stand still as a stopped process does, so that what should happen meanwhile happens after these seconds; 0:
+        for ever. The step under way ends, and is noticed then.
+        """
+        self.device.cut()
+        self._goes_on_at = self.loop.clock.now() + seconds if seconds else inf
+
+    def slow(self, slowness: float) -> None:
+        """Have all further steps take so many times what their curve says."""
+        self.device.slowness = slowness
+
+    def stands_still(self, call: Callable[..., object], *args: Any) -> bool:
+        """Whether its process is stopped; if so, the call is made when it goes on."""
+        if self.loop.clock.now() >= self._goes_on_at:
+            return False
+        if self._goes_on_at < inf:
+            self.loop.call_at(self._goes_on_at, call, *args)
+        return True
+
     # --- the engine's loop ----------------------------------------------------------------------------------------
 
+    def _beat(self, core: object) -> None:
+        if core is not self.core or self._listener is None or self.stands_still(self._beat, core):
+            return
+        beat, wait_s = next_beat(self.core.watch, self.card.epoch, self.loop.clock.now())
+        self.loop.call_later(self.options.hop_s, self._deliver, core, [beat], ())
+        self.loop.call_later(wait_s, self._beat, core)
+
     def _receive(self, core: object, message: RouterToEngine) -> None:
-        if core is self.core and self.name in self.peers:
+        if core is self.core and self.name in self.peers and not self.stands_still(self._receive, core, message):
             self.core.handle_guarded(_ROUTER, message, self.loop.clock.now())
             self.device.cut()
             self.turn()
 
     def wake(self) -> None:
         """Act on a transfer that has ended."""
-        if self.name in self.peers:
+        if self.name in self.peers and not self.stands_still(self.wake):
             self.device.cut()
             self.steps.wake()
             self.turn()
@@ -427,7 +432,7 @@ class SimulatedEngine:
 
     def _alarm(self) -> None:
         self._wakes_at = inf
-        if self.name in self.peers:
+        if self.name in self.peers and not self.stands_still(self._alarm):
             self.turn()
 
     def _deliver(self, core: object, messages: Sequence[EngineToRouter], stamps: Sequence[float]) -> None:

@@ -54,6 +54,9 @@ class Profile(Options):
     transfer_token_s: Annotated[float, Meta(ge=0, le=60)] = option(
         0.0, "for each token of a hand-off, on the links of both engines (simulator)"
     )
+    host_token_s: Annotated[float, Meta(ge=0, le=60)] = option(
+        0.0, "for each token that is read from host memory, or saved to it (simulator)"
+    )
     request_s: Annotated[float, Meta(ge=0, le=60)] = option(
         0.0, "of a request beside its steps: HTTP, routing, messages (simulator)"
     )
