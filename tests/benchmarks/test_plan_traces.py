@@ -20,6 +20,6 @@ def test_a_draw_has_its_turns_and_the_same_seed_draws_it_again() -> None:
     assert {len(session.turns) for session in first.sessions} == {8}
 
 
-def test_a_plan_is_measured_on_another_draw(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_measured_on_its_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert judge("labels", trial("labels", 4.0), 4.0, real=False)
     assert capsys.readouterr().out.startswith("| labels | ")

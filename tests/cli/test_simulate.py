@@ -29,11 +29,11 @@ def test_a_simulation_prints_the_report_of_pd_bench(tmp_path: Path, capsys: pyte
 
 
 def test_a_plan_prints_every_division_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--engines", "2", "--slo-ttft", "1", "--slo-tpot", "0.1", "--rate", "4"]
+    flags = ["--engines", "2", "--slo-ttft-ms", "1s", "--slo-tpot-ms", "100", "--rate", "4"]
     assert main(["plan", *SMALL, *flags]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("2 aggregated", "1P1D", "1P1D conditional", "recommended:", "runner-up:"))
-    assert main(["plan", *SMALL, *flags, "--slo-tpot", "1e-5", "--json"]) == 1
+    assert main(["plan", *SMALL, *flags, "--slo-tpot-ms", "0.01ms", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["recommended"]["rate"] == 0
 
 
@@ -47,7 +47,7 @@ def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytes
     report = json.loads(capsys.readouterr().out)
     assert (report["completed"], report["cached_input_tokens"]) == (2, 32)
     assert report["duration"] > 2.0
-    assert main(["plan", "--trace", str(path), "--engines", "1", "--slo-ttft", "1", "--slo-tpot", "1"]) == 0
+    assert main(["plan", "--trace", str(path), "--engines", "1", "--slo-ttft-ms", "1000", "--slo-tpot-ms", "1000"]) == 0
     assert "1 aggregated" in capsys.readouterr().out
 
 
@@ -59,6 +59,10 @@ def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytes
         (["simulate", "--profile", "h900"], "unknown profile 'h900'"),
         (["simulate", "--policy", "nonsense"], "nonsense"),
         (["simulate", "--kill", "decode-0"], "NAME@AT or NAME@AT+BACK"),
+        (["simulate", "--stop", "decode-0@1x2"], "--stop decode-0@1x2: NAME@AT or NAME@AT+BACK"),
+        (["simulate", "--slow", "decode-0@1"], "--slow decode-0@1: NAME@ATxTIMES or"),
+        (["simulate", "--slow", "x@1x2"], "--slow x: an engine's name"),
+        (["simulate", "--kv-host-tokens", "-1"], "--kv-host-tokens: a number 0 or more"),
         (["simulate", "--kill", "x@1"], "--kill x: an engine's name"),
         (["simulate", "--block-size", "24"], "a multiple of 16"),
         (["simulate", "--kv-tokens", "8"], "take at most 0"),
@@ -67,11 +71,11 @@ def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytes
         (["simulate", "--num-prompts", "1", "--input-len", "40000"], "a request of 40128 tokens"),
         (["simulate", "--input-len", "99999999"], "--input-len: at most 16777216 tokens"),
         (["simulate", *SMALL, "--request-rate", "1e-9"], "a load of 6e+09 s"),
-        (["plan", "--engines", "2", "--slo-ttft", "1", "--slo-tpot", "1"], "--rate: requests a second"),
-        (["plan", "--engines", "0", "--slo-ttft", "1", "--slo-tpot", "1", "--rate", "1"], "--engines"),
+        (["plan", "--engines", "2", "--slo-ttft-ms", "1", "--slo-tpot-ms", "1"], "--rate: requests a second"),
+        (["plan", "--engines", "0", "--slo-ttft-ms", "1", "--slo-tpot-ms", "1", "--rate", "1"], "--engines"),
         (
-            ["plan", "--engines", "2", "--slo-ttft", "500", "--slo-tpot", "50", "--rate", "1"],
-            "--slo-tpot: seconds below 10",
+            ["plan", "--engines", "2", "--slo-ttft-ms", "1", "--slo-tpot-ms", "5min", "--rate", "1"],
+            "--slo-tpot-ms: a number of milliseconds above 0 and up to 1,000,000,000 was expected, got '5min'",
         ),
         (["profile", "--output", "/nowhere/x.toml"], "there is no folder /nowhere"),
         (["profile", "--like", "h900", "--output", "x.toml"], "unknown profile 'h900'"),

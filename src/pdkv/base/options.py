@@ -96,6 +96,14 @@ def parse_size(text: str) -> int:
     return size
 
 
+def parse_time(text: str, unit: str) -> float:
+    """A time such as "500ms" or "0.5s", in a unit, which is "s" or "ms", and that of a plain number. Raises
+    ValueError.
+    """
+    own = next((known for known in ("ms", "s") if text.rstrip().endswith(known)), unit)
+    return float(text.rstrip().removesuffix(own)) * {("s", "ms"): 1e3, ("ms", "s"): 1e-3}.get((own, unit), 1.0)
+
+
 def parse_numbers(name: str, text: str) -> tuple[int, ...]:
     """The numbers of a list such as "0-3" or "0,2", each once, in its order.
 
@@ -188,6 +196,12 @@ class Option:
         return str(self.details.get("metavar", words))
 
     @property
+    def _unit(self) -> str:
+        """Of a time, as its name says: s or ms; empty: it is none."""
+        unit = self.name.rpartition("_")[2]
+        return unit if self.base is float and unit in ("s", "ms") else ""
+
+    @property
     def expected(self) -> str:
         """The accepted values, in words that follow "expected"."""
         if self.choices or "expected" in self.details:
@@ -197,7 +211,7 @@ class Option:
         words = {int: "a whole number", float: "a number", bool: "true or false", Names: "a list of non-empty texts"}
         has_keys = isinstance(self.base, msgspec.StructMeta) or typing.get_origin(self.base) in (dict, Mapping)
         found = "a list" if self.is_list else "a mapping" if has_keys else "text"
-        found = words.get(self.base, found) + " of seconds" * (self.base is float and self.name.endswith("_s"))
+        found = words.get(self.base, found) + {"s": " of seconds", "ms": " of milliseconds"}.get(self._unit, "")
         if "multiple_of" in self.bounds:
             found = f"a multiple of {self.bounds['multiple_of']}"
         form = "," if self.base is int else ",.10g"
@@ -241,7 +255,7 @@ class Option:
             return value
         reads: dict[Any, Callable[[str], Any]] = {
             int: parse_size if "size" in self.details else parse_count,
-            float: float,
+            float: lambda text: parse_time(text, self._unit) if self._unit else float(text),
             bool: lambda text: msgspec.convert(text, bool, strict=False),
             Path: lambda text: Path(text).expanduser(),
         }

@@ -61,8 +61,9 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     plan = new_command(commands, "plan", run_plan, summary)
     add = plan.add_argument_group("question").add_argument
     add("--engines", type=int, required=True, metavar="N", help="engines, all of one kind")
-    add("--slo-ttft", type=float, required=True, metavar="SECONDS", help="time to first token that a request may take")
-    add("--slo-tpot", type=float, required=True, metavar="SECONDS", help="time that each further token may take")
+    add("--slo-ttft-ms", required=True, metavar="MS", help="time to first token that a request may take: 500, 500ms or "
+        "0.5s")  # fmt: skip
+    add("--slo-tpot-ms", required=True, metavar="MS", help="time that each further token may take: 50, 50ms or 0.05s")
     add("--rate", type=float, metavar="RATE", help="requests (or sessions) a second (default: the trace's own)")
     add(
         "--attainment",
@@ -126,9 +127,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from pdkv.simulate.plan import Question, plan, print_plan
 
     check_folder(arguments.save_result, "--save-result")
-    check_numbers(arguments, "engines", "slo_ttft", "slo_tpot")
-    if arguments.slo_tpot >= 10:  # what other options count in milliseconds
-        raise ConfigError(f"--slo-tpot: seconds below 10 were expected, such as 0.05, got {arguments.slo_tpot:g}")
+    check_numbers(arguments, "engines")
+    ttft_s, tpot_s = (_slo_s(arguments, name) for name in ("slo_ttft_ms", "slo_tpot_ms"))
     if not 0 < arguments.attainment <= 1:
         raise ConfigError(f"--attainment: a share from 0 to 1 was expected, got {arguments.attainment:g}")
     if arguments.rate is not None:
@@ -141,14 +141,23 @@ def run_plan(arguments: argparse.Namespace) -> int:
     load = load if arguments.rate is None else load.at_rate(arguments.rate)
     if load.rate == float("inf"):
         raise ConfigError("--rate: requests a second were expected, since all of the trace begin at once")
-    question = Question(
-        load, arguments.engines, _engine(arguments), arguments.slo_ttft, arguments.slo_tpot, arguments.attainment
-    )
+    question = Question(load, arguments.engines, _engine(arguments), ttft_s, tpot_s, arguments.attainment)
     answer = plan(question)
     if not arguments.json:
         print_plan(question, answer, sys.stdout)
     show_report(answer.describe(), arguments)
     return int(answer.best.rate < load.rate)
+
+
+def _slo_s(arguments: argparse.Namespace, name: str) -> float:
+    """The seconds of an objective, which a launch's autoscaler would read in the same way."""
+    from pdkv.base.options import options_of
+    from pdkv.config import AutoscaleConfig
+
+    try:
+        return float(options_of(AutoscaleConfig)[name].convert(getattr(arguments, name))) / 1e3
+    except ConfigError as error:
+        raise ConfigError(f"--{name.replace('_', '-')}: {error}") from None
 
 
 def _autoscale(arguments: argparse.Namespace, slo: Mapping[str, float]) -> "AutoscaleConfig | None":

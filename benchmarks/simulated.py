@@ -1,0 +1,126 @@
+"""The simulator beside the deployments that it stands for: paced engines in processes of their own, the same load.
+
+    python -m benchmarks.run simulated
+
+Engines are those of the profile h100, ten times as slow (steps of 70 to 90 ms), so that what two cores take beside the
+steps counts less; what it is, is known from `pd profile`. All deployments run side by side.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks.report import Claim, Context
+from benchmarks.servers import pdkv
+from pdkv.bench.datasets import Maker, Shape, load
+from pdkv.bench.report import Slo, summarize
+from pdkv.bench.serve import Pace, Target, run_loop, send
+from pdkv.config import PACED
+from pdkv.simulate.deployment import Topology
+from pdkv.simulate.engine import EngineOptions
+from pdkv.simulate.load import Load, simulate
+from pdkv.testing.paced import Profile, read_profile
+
+TIMES = 10.0
+OWN = {"request_s": 0.0037, "prompt_s": 0.0017, "transfer_s": 0.0046}
+"""What two quiet cores take beside the steps (docs/simulator.md)."""
+
+CURVE = ("step_s", "row_s", "prompt_token_s", "context_token_s")
+LENGTH = 4096
+PERCENTS = {50: 0.05, 99: 0.1}
+"""Goals: so far off at most."""
+
+RANDOM = Shape(num_prompts=70, input_len=512, output_len=40, range_ratio=0.5)
+TALKS = Shape(num_prompts=30, input_len=256, output_len=32, turns=4)
+AGENTS = Shape(num_prompts=12, input_len=256, output_len=16, turns=6, max_context=2048)
+
+
+class Case(NamedTuple):
+    """A deployment, and what it is sent: sessions a second of engines that are not slow."""
+
+    prefill: int
+    decode: int
+    data: str
+    shape: Shape
+    rate: float
+    kv_tokens: int = 65_536
+    host_tokens: int = 0
+    push: bool = False
+
+    def options(self, token_bytes: int) -> Sequence[str]:
+        """Of the launch."""
+        options = ["--threads", "1", "--local-turns", "auto", "--max-model-len", str(LENGTH)]
+        options += ["--kv-cache-memory", str(self.kv_tokens * token_bytes)]
+        options += ["--connector", "p2p"] if self.push else []
+        return options + (["--kv-host-memory", str(self.host_tokens * token_bytes)] if self.host_tokens else [])
+
+
+CASES: Mapping[str, Case] = {
+    "1 aggregated": Case(0, 1, "random", RANDOM, 6),
+    "1P1D": Case(1, 1, "random", RANDOM, 7),
+    "2P2D": Case(2, 2, "random", RANDOM, 12),
+    "3P5D": Case(3, 5, "random", RANDOM, 20),
+    "2P2D, pushes": Case(2, 2, "random", RANDOM, 12, push=True),
+    "2P2D, conversations": Case(2, 2, "conversations", TALKS, 4),
+    "2P2D, agents": Case(2, 2, "agents", AGENTS, 2),
+    "2P2D, conversations, host memory": Case(2, 2, "conversations", TALKS, 4, 8192, 65_536),
+}
+
+
+def slower(profile: Profile, times: float) -> Profile:
+    """The same engines, so many times as slow."""
+    return replace(profile, **{name: getattr(profile, name) * times for name in CURVE})
+
+
+def as_file(profile: Profile, folder: str) -> Path:
+    """A profile as a model's path."""
+    path = Path(folder, "engine.toml")
+    path.write_text("".join(f"{name} = {value}\n" for name, value in vars(profile).items()))
+    return Path(f"{PACED}{path}")
+
+
+def run(context: Context, cases: Mapping[str, Case] = CASES) -> list[Claim]:
+    """Every case, measured and simulated."""
+    cases = dict([*cases.items()][:2]) if context.quick else cases
+    profile = replace(slower(read_profile(Path(f"{PACED}h100")), TIMES), max_model_len=LENGTH)
+    with tempfile.TemporaryDirectory(prefix="pdkv-simulated-") as folder, ThreadPoolExecutor(len(cases)) as pool:
+        model = as_file(profile, folder)
+        measured = [*pool.map(lambda case: _measured(case, profile, model, context), cases.values())]
+    pairs = zip(cases.items(), measured, strict=True)
+    return [
+        claim for (name, case), found in pairs for claim in _claims(name, found, _simulated(case, profile, context))
+    ]
+
+
+def _load(case: Case, context: Context) -> Load:
+    shape = msgspec.structs.replace(case.shape, num_prompts=6) if context.quick else case.shape
+    return Load(load(case.data, None, shape, Maker(1, as_text=False)), Pace(rate=case.rate / TIMES, seed=1))
+
+
+def _measured(case: Case, profile: Profile, model: Path, context: Context) -> Mapping[str, Any]:
+    asked, options = _load(case, context), case.options(EngineOptions(profile).layout.token_bytes)
+    with pdkv(model, prefill=case.prefill, decode=case.decode, options=options) as server:
+        target = Target(server.url, server.model, extra={"return_token_ids": True}, keep_text=True)
+        return summarize(run_loop(send(target, asked.sessions, asked.pace)), list(PERCENTS), Slo({}))
+
+
+def _simulated(case: Case, profile: Profile, context: Context) -> Mapping[str, Any]:
+    engine = EngineOptions(
+        replace(profile, **OWN), case.kv_tokens, host_tokens=case.host_tokens, push=case.push
+    )  # fmt: skip
+    return simulate(Topology(engine, case.prefill, case.decode), _load(case, context), list(PERCENTS), Slo({}))[1]
+
+
+def _claims(name: str, measured: Mapping[str, Any], simulated: Mapping[str, Any]) -> Iterator[Claim]:
+    """How far off each figure is, as a share of what was measured."""
+    keys = {f"p{percent}_{kind}_ms": most for kind in ("ttft", "tpot") for percent, most in PERCENTS.items()}
+    for key, most in (keys | {"cached_input_tokens": PERCENTS[50]}).items():
+        both = {"measured": float(measured[key]), "simulated": float(simulated[key])}
+        if both["measured"] or both["simulated"]:
+            off = abs(both["simulated"] - both["measured"]) / max(both["measured"], 1e-9)
+            yield Claim(f"{name}: {key}, off by", off, most, "lower", both)
