@@ -11,15 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any, NamedTuple
 
 import msgspec
 
 from benchmarks.report import Claim, Context
-from benchmarks.servers import pdkv
+from benchmarks.servers import START_TIMEOUT_S, pdkv
 from pdkv.bench.datasets import Maker, Shape, load
 from pdkv.bench.report import Slo, summarize
 from pdkv.bench.serve import Pace, Target, run_loop, send
+from pdkv.bench.workload import LAST_ID, one_turn
 from pdkv.config import PACED
 from pdkv.simulate.deployment import Topology
 from pdkv.simulate.engine import EngineOptions
@@ -36,8 +38,9 @@ PERCENTS = {50: 0.05, 99: 0.1}
 """Goals: so far off at most."""
 
 RANDOM = Shape(num_prompts=70, input_len=512, output_len=40, range_ratio=0.5)
-TALKS = Shape(num_prompts=30, input_len=256, output_len=32, turns=4)
-AGENTS = Shape(num_prompts=12, input_len=256, output_len=16, turns=6, max_context=2048)
+TALKS = Shape(num_prompts=96, input_len=256, output_len=32, turns=4)
+PAUSES = Shape(num_prompts=96, input_len=256, output_len=32, turns=4, pause_s=10)
+AGENTS = Shape(num_prompts=48, input_len=256, output_len=16, turns=6, max_context=2048)
 
 
 class Case(NamedTuple):
@@ -66,9 +69,9 @@ CASES: Mapping[str, Case] = {
     "2P2D": Case(2, 2, "random", RANDOM, 12),
     "3P5D": Case(3, 5, "random", RANDOM, 20),
     "2P2D, pushes": Case(2, 2, "random", RANDOM, 12, push=True),
-    "2P2D, conversations": Case(2, 2, "conversations", TALKS, 4),
-    "2P2D, agents": Case(2, 2, "agents", AGENTS, 2),
-    "2P2D, conversations, host memory": Case(2, 2, "conversations", TALKS, 4, 8192, 65_536),
+    "2P2D, conversations": Case(2, 2, "conversations", TALKS, 6),
+    "2P2D, agents": Case(2, 2, "agents", AGENTS, 3),
+    "2P2D, conversations, host memory": Case(2, 2, "conversations", PAUSES, 8, 4096, 65_536),
 }
 
 
@@ -90,7 +93,8 @@ def run(context: Context, cases: Mapping[str, Case] = CASES) -> list[Claim]:
     profile = replace(slower(read_profile(Path(f"{PACED}h100")), TIMES), max_model_len=LENGTH)
     with tempfile.TemporaryDirectory(prefix="pdkv-simulated-") as folder, ThreadPoolExecutor(len(cases)) as pool:
         model = as_file(profile, folder)
-        measured = [*pool.map(lambda case: _measured(case, profile, model, context), cases.values())]
+        ready = Barrier(len(cases))
+        measured = [*pool.map(lambda case: _measured(case, profile, model, context, ready), cases.values())]
     pairs = zip(cases.items(), measured, strict=True)
     return [
         claim for (name, case), found in pairs for claim in _claims(name, found, _simulated(case, profile, context))
@@ -102,10 +106,13 @@ def _load(case: Case, context: Context) -> Load:
     return Load(load(case.data, None, shape, Maker(1, as_text=False)), Pace(rate=case.rate / TIMES, seed=1))
 
 
-def _measured(case: Case, profile: Profile, model: Path, context: Context) -> Mapping[str, Any]:
+def _measured(case: Case, profile: Profile, model: Path, context: Context, ready: Barrier) -> Mapping[str, Any]:
     asked, options = _load(case, context), case.options(EngineOptions(profile).layout.token_bytes)
     with pdkv(model, prefill=case.prefill, decode=case.decode, options=options) as server:
         target = Target(server.url, server.model, extra={"return_token_ids": True}, keep_text=True)
+        warm = [one_turn([LAST_ID - i] * 32, 4) for i in range(2 * (case.prefill + case.decode))]
+        run_loop(send(target, warm, Pace()))
+        ready.wait(START_TIMEOUT_S)
         return summarize(run_loop(send(target, asked.sessions, asked.pace)), list(PERCENTS), Slo({}))
 
 
