@@ -25,6 +25,8 @@ STOP ?= 10
 N ?= 3
 LOAD ?= 0
 STOPS ?=
+SINCE ?= HEAD
+CHECKED ?=
 PARTS ?=
 GPU_CARRY ?= .bench/gpu-carry.tar.xz
 
@@ -64,9 +66,13 @@ lint: install
 	CC=false $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --target build/typecheck .
 	MYPYPATH=build/typecheck $(BIN)/mypy -p pdkv
 
-# Between two commits: lint, and every test that starts no process, with fewer random cases and one model family.
-check: lint
-	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow" --check -q -r fE
+# Between two commits: ruff, and of the folders that changed since one (SINCE=HEAD) the tests that start no process, with
+# fewer random cases and one model family. CHECKED="tests" has those of all folders: four minutes.
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -n 2 --dist loadscope -m "not gpu and not slow" --check -q -r fE \
+		$(or $(CHECKED),$(shell $(PYTHON) tests/support/changed.py $(SINCE)))
 
 # Interpreters by the dozen keep what they compile, although PYTHONDONTWRITEBYTECODE may be set here.
 demo serve test: export PYTHONDONTWRITEBYTECODE =

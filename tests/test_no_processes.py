@@ -4,6 +4,7 @@ import functools
 import subprocess
 
 import pytest
+from changed import ALWAYS, folders_of
 from no_processes import EVENTS, ProcessGuard, starts
 
 
@@ -70,3 +71,15 @@ def test_a_test_that_starts_a_process_all_the_same_fails_and_others_do_not() -> 
     finally:
         run.close()
     guard.audit("os.fork", ())
+
+
+def test_a_change_is_checked_by_the_nearest_folder_that_mirrors_it_once() -> None:
+    paths = [
+        "router/http/read/new.py",
+        "router/process.py",
+        "src/pdkv/base/clock.py",
+        "README.md",
+        "src/pdkv/config.py",
+    ]
+    assert set(folders_of(paths)) == {*ALWAYS, "tests/router", "tests/base"}
+    assert set(folders_of(["router/http/read/new.py", "docs/a.md"])) == {*ALWAYS, "tests/router/http/read"}
