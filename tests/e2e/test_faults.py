@@ -32,7 +32,7 @@ NUM, RATE, STOP_S = 12, 12.0, 1.5
 COVER = {(cell.backend, cell.kind): cell for cell in cover(BACKENDS)}
 HERE = {
     "shared_memory": ("kill", "refused transfer", "full pool"),
-    "store redis": ("cut", "cut transfer"),
+    "store redis": ("cut",),
 }
 EVERY_MOMENT = {"on prefill", "in transfer", "mid-stream"}
 

@@ -20,8 +20,9 @@ LONG_S = "600"
 
 @pytest.fixture(scope="module")
 def deployment(module_launch: Launch) -> Running:
-    """No lease ends by its deadline while a test runs."""
-    return module_launch("--prefill", "1", "--decode", "1", "--kv-load-timeout-s", "500", "--lease-timeout-s", LONG_S)
+    """No lease ends by its deadline while a test runs; that a stream's client has left is seen by the second ping."""
+    flags = ("--kv-load-timeout-s", "500", "--lease-timeout-s", LONG_S, "--stream-ping-s", "1")
+    return module_launch("--prefill", "1", "--decode", "1", *flags)
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,6 @@ from equality import (
 )
 from kills import kill_engines
 
-SHAPES = {**TOPOLOGIES, "TP1-TP2": (*TOPOLOGIES["1P1D"], "--decode-tp", "2")}
-
 
 def multi(*names: str, **options: str) -> list[str]:
     """Flags for a multi of these connectors."""
@@ -27,11 +25,10 @@ def multi(*names: str, **options: str) -> list[str]:
     return ["--connector", "multi", "--connector-config", *pairs]
 
 
-@pytest.mark.parametrize("topology", [*(pytest.param(t, marks=pytest.mark.slow) for t in ("1P1D", "2P2D")), "TP1-TP2"])
-def test_tokens_over_shared_memory_and_a_store(workload: Workload, tmp_path: Path, topology: str) -> None:
+def test_tokens_over_shared_memory_and_a_store(workload: Workload, tmp_path: Path) -> None:
     """Two passes, then other engines: what they find is the store's, and it is right."""
     flags = multi("shared_memory", "shared_storage", shared_storage__path=f"{tmp_path}/kv")
-    with deployed(workload, *SHAPES[topology], *CHUNKED, *flags) as deployment:
+    with deployed(workload, *TOPOLOGIES["1P1D"], "--decode-tp", "2", *CHUNKED, *flags) as deployment:
         first, _ = run_twice(deployment, workload)
         kill_engines(deployment)
         later = run_all(deployment, workload)

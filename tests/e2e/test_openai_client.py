@@ -8,7 +8,6 @@ from typing import Any
 import openai
 import pytest
 import torch
-import transformers
 from deployments import Launch, Running
 from openai import AsyncOpenAI, OpenAI
 from openai_replies import chat, complete, gather
@@ -280,7 +279,9 @@ def test_embeddings_are_those_of_transformers_and_of_prefill_engines(
     assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (sum(map(len, texts)),) * 2
     ids = Tokenizer.from_dir(served_model).encode(texts[59])
     [of_ids] = client.embeddings.create(model="served", input=ids, encoding_format="float").data
-    model = transformers.AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
     with torch.inference_mode():
         state = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0, -1]
     expected = torch.nn.functional.normalize(state, dim=0).tolist()

@@ -89,13 +89,10 @@ def test_tokens_over_files(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "topology"),
-    [("redis", "2P2D"), *((kind, "1P1D") for kind in SERVERS)],
-)
-def test_tokens_over_servers(workload: Workload, urls: Callable[[str], str], kind: str, topology: str) -> None:
+@pytest.mark.parametrize("kind", SERVERS)
+def test_tokens_over_servers(workload: Workload, urls: Callable[[str], str], kind: str) -> None:
     """F22: real servers, several units per value."""
-    check_both_passes(workload, [*TOPOLOGIES[topology], *CHUNKED, *over("store", f"url={urls(kind)}")])
+    check_both_passes(workload, [*TOPOLOGIES["1P1D"], *CHUNKED, *over("store", f"url={urls(kind)}")])
 
 
 def usages(deployment: Running, prompt: list[int], salt: str) -> list[dict[str, int]]:
@@ -117,18 +114,6 @@ def test_usage_says_what_a_codec_may_have_changed(
     assert [said.get("lossy_tokens") for said in (*lossy, *exact)] == [len(prompt)] * 2 + [None] * 2
     assert [said["cached_tokens"] > 0 for said in (*lossy, *exact)] == [False, True] * 2
     assert books.sources("decode")["computed"] == 0
-
-
-@pytest.mark.slow  # a row of the matrix has them in every run
-def test_tokens_over_tiers(workload: Workload, urls: Callable[[str], str]) -> None:
-    tiers = over("store", f"url=memory://tier,{urls('file')}", "capacity=64MiB")
-    check_both_passes(workload, [*TOPOLOGIES["1P1D"], *tiers])
-
-
-@pytest.mark.slow  # like tiers
-def test_tokens_over_shared_storage(workload: Workload, tmp_path: Path) -> None:
-    storage = over("shared_storage", f"path={tmp_path}/kv", "capacity=64MiB")
-    check_both_passes(workload, [*TOPOLOGIES["2P2D"], *storage])
 
 
 def test_preempted_requests_say_the_right_tokens(workload: Workload, urls: Callable[[str], str]) -> None:
@@ -272,7 +257,7 @@ def test_a_store_that_is_down_at_the_start_is_said_at_once_until_it_is_up(failin
     assert deployment.get("/health").json() == {"status": "ok"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_a_store_that_does_not_answer_costs_hits_and_nothing_else(
     workload: Workload, failing: tuple[RedisServer, Running], number: signal.Signals
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_inputs import FLOAT32_FIRST, MIXED, attention_inputs, randn
+from kernel_inputs import BFLOAT16_FIRST, FLOAT32_FIRST, MIXED, attention_inputs, randn
 
 from pdkv.kernels import paged_attention_triton as paged_attention_module
 from pdkv.kernels.paged_attention import paged_attention_reference
@@ -63,6 +63,7 @@ def test_windows(
 
 
 @pytest.mark.parametrize("window", [None, 65])
+@pytest.mark.parametrize("dtype", BFLOAT16_FIRST, indirect=True, ids=str)
 def test_soft_caps(window: int | None, dtype: torch.dtype, device: torch.device) -> None:
     q, pool, *index = attention_inputs(MIXED, (4, 2), 32, 16, padding=3)
     q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
@@ -78,6 +79,7 @@ IN_PARTS = [(1, 200), (3, 130), (1, 64), (0, 70), (1, 65), (2, 2), (9, 110)]  # 
 @pytest.mark.parametrize(
     ("heads", "head_size", "block_size", "window"), [((4, 2), 32, 16, None), ((6, 2), 24, 48, 90)], ids=str
 )
+@pytest.mark.parametrize("dtype", BFLOAT16_FIRST, indirect=True, ids=str)
 def test_parts_of_the_kv_are_combined(
     heads: tuple[int, int],
     head_size: int,

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-import transformers
 from deployments import write_tokenizer
 
 from pdkv import LLM
@@ -32,7 +31,9 @@ def path(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 @torch.inference_mode()
 def test_embeddings_and_scores_equal_transformers(path: Path) -> None:
     """In chunks, beside each other; last tokens' states also behind cached prefixes."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with LLM(path, device="cpu", threads=1, max_num_batched_tokens=64, max_num_seqs=8) as llm:
         for pooling in ("last", "mean", "last"):
             found = llm.embed([*TEXTS, {"prompt": TEXTS[1]}], pooling=pooling, use_tqdm=False)  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
 FEWER = ("llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES[1:]))
 """Tokens and logprobs of every family, with some tokens cached, are in `tests/engine/worker/test_families.py`."""
 
-TWO = (*FEWER[:3], "qwen3", *FEWER[4:])
-"""One whose queries and keys are normed, with windows, besides."""
+NORMED = [pytest.param(name, marks=() if name == "qwen3" else pytest.mark.slow) for name in FAMILIES]
+"""Queries and keys are normed, with windows."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def test_bigger_blocks_and_small_batches(family: Family) -> None:
         family.check(llm)
 
 
-@pytest.mark.parametrize("family", TWO, indirect=True)
+@pytest.mark.parametrize("family", NORMED, indirect=True)
 def test_logprobs_in_chunks_and_under_preemption(family: Family) -> None:
     params = msgspec.structs.replace(GREEDY, logprobs=2, prompt_logprobs=0)
     with family.llm(**CHUNKS, **family.small_pool) as llm:

@@ -11,6 +11,12 @@ FLOAT32_FIRST = [
 ]
 """For the fixture `dtype`, where others differ by roundings alone."""
 
+BFLOAT16_FIRST = [
+    torch.bfloat16,
+    *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.float16, torch.float32)),
+]
+"""Of kernels that compute in float32 whatever they are given."""
+
 
 def randn(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))

@@ -48,7 +48,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("kernel")
-@pytest.mark.parametrize("head_size", [4, 160, 1600])
+@pytest.mark.parametrize("head_size", [4, 1600, pytest.param(160, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layers", [range(3), range(1, 3)])
 @pytest.mark.parametrize("case", _IDS)
 def test_copied_blocks_are_equal_and_others_untouched(case: str, layers: range, head_size: int) -> None:

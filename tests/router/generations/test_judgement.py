@@ -147,7 +147,7 @@ LOADS = (("prefill", 1), ("decode", 20), ("any", 5), ("prefill", 20), ("decode",
 @pytest.mark.parametrize(
     ("fault", "side", "burst"),
     [
-        pytest.param(fault, *load, marks=() if i % len(LOADS) in (j, (j + 2) % len(LOADS)) else pytest.mark.slow)
+        pytest.param(fault, *load, marks=() if i % len(LOADS) == j else pytest.mark.slow)
         for i, fault in enumerate(FAULTS)
         for j, load in enumerate(LOADS)
     ],

@@ -13,6 +13,7 @@ from grammar_walks import ByteGrammars
 from small_app import MODEL, eos, ids, make_app
 
 from pdkv.config import HttpApi
+from pdkv.grammar import schema_time
 from pdkv.sampling.shape import Grammar
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -270,7 +271,9 @@ SMALL = {
 
 
 @pytest.mark.parametrize("schema", [pytest.param(LARGE, marks=pytest.mark.slow), SMALL], ids=["large", "small"])
-def test_a_schema_that_takes_long_holds_nobody_up(schema: dict[str, Any]) -> None:
+def test_a_schema_that_takes_long_holds_nobody_up(schema: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schema_time, "MAX_SECONDS", 0.5)
+
     async def count_turns() -> tuple[Exchange, int]:
         """The reply, and how often others had their turn meanwhile."""
         app = make_app(FakeDispatcher(), max_model_len=2000)
