@@ -13,6 +13,8 @@ import secrets
 import ssl
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
@@ -150,6 +152,9 @@ class ForeignEngine:
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S, read=None, pool=None),  # reading has its own deadlines
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_S),
             verify=ssl.create_default_context() if self.url.startswith("https:") else False,
+            cookies=CookieJar(
+                DefaultCookiePolicy(allowed_domains=())
+            ),  # kept, they would bind all requests to a replica
             trust_env=False,
         )
         self._living = asyncio.create_task(self._live())
@@ -158,8 +163,9 @@ class ForeignEngine:
         """Take a message; those about KV mean nothing to such a server."""
         match message:
             case Submit():
-                task = asyncio.create_task(self._run(message))
-                self._requests[message.request_id, message.attempt] = task
+                key = message.request_id, message.attempt
+                self._requests[key] = task = asyncio.create_task(self._run(message))
+                task.add_done_callback(partial(self._ended, key))
             case Abort() if (running := self._requests.get((message.request_id, message.attempt))) is not None:
                 running.cancel()
             case AskReport():
@@ -351,7 +357,6 @@ class ForeignEngine:
 
     async def _run(self, submit: Submit) -> None:
         """Run a request to its last message. If its stream breaks, the others may be lost, too: the server is asked."""
-        key = submit.request_id, submit.attempt
         try:
             await self._exchange(submit)
         except PdkvError as error:
@@ -364,9 +369,11 @@ class ForeignEngine:
         except Exception as error:
             logger.exception("%s: an error in a request", self.name)
             self._fail(submit, fault(submit, f"an error in the router: {type(error).__name__}"))
-        finally:
-            if self._requests.get(key) is asyncio.current_task():
-                del self._requests[key]
+
+    def _ended(self, key: RequestKey, task: asyncio.Task[None]) -> None:
+        """Forget a task, even one that was cancelled before it began."""
+        if self._requests.get(key) is task:
+            del self._requests[key]
 
     async def _ask_health(self) -> None:
         """Return once the server has been well since now. If it is not, this task is cancelled."""
@@ -456,10 +463,12 @@ async def _read(response: httpx.Response, most: int) -> bytes:
 async def _refusal(submit: Submit, response: httpx.Response) -> PdkvError:
     """The failure that an answer without a stream means. What it says is the request's own fault is tried once more."""
     status = response.status_code
+    if status in (401, 403):  # what such answers say of the operator's key is for no client
+        return fault(submit, f"HTTP {status}: the key that it was sent is not accepted there")
     text = f"HTTP {status}: {(await _read(response, 300)).decode('utf-8', 'replace')}"
     if status in (429, 503):
         return ServerBusy(text)
-    return fault(submit, text, retryable=status >= 500 or status in (401, 403, 404, 408))
+    return fault(submit, text, retryable=status >= 500 or status in (404, 408))
 
 
 def _words(error: Exception) -> str:

@@ -96,14 +96,24 @@ def submit(name: str = "r") -> Submit:
 def test_a_request_becomes_tokens_and_an_end_and_only_the_operator_s_key_leaves() -> None:
     async def main() -> None:
         server = Server()
+        answer = server.answer
+
+        async def with_cookie(writer: asyncio.StreamWriter) -> None:
+            writer.write(HEAD.removesuffix(b"\r\n") + b"set-cookie: replica=1\r\n\r\n")
+            writer.write(event([1, 2]) + event([3], "stop") + b"data: [DONE]\n\n")
+            server.answer = answer  # type: ignore[method-assign]
+
+        server.answer = with_cookie  # type: ignore[method-assign]
         async with rig(server) as (engine, heard):
             assert (heard.cards[0].max_model_len, heard.cards[0].backend) == (64, "vllm")
             engine.send(submit())
             await heard.until(lambda: bool(heard.of(Finished)))
             assert heard.of(Tokens) == [Tokens("r", 0, 0, [1, 2]), Tokens("r", 0, 2, [3])]
+            engine.send(submit("s"))
+            await heard.until(lambda: len(heard.of(Finished)) == 2)
             engine.send(AskReport(5))
             await heard.until(lambda: any(isinstance(m, LoadReport) and m.answers == 5 for m in heard.of(LoadReport)))
-        (head,), (body,) = server.heads, server.bodies
+        head, body = server.heads[-1], server.bodies[-1]
         names = {line.partition(b":")[0] for line in head.split(b"\r\n")[1:] if line}
         known = {"host", "accept", "accept-encoding", "connection", "user-agent", "authorization", "content-length"}
         assert names == {name.encode() for name in known | {"content-type"}}
@@ -142,6 +152,7 @@ def test_another_model_is_refused_with_both_values(page: bytes, length: int | No
         (b"nonsense\r\n\r\n", "the stream broke", True),
         (b"HTTP/1.1 500 No\r\n\r\nwhy", "HTTP 500: why", True),
         (b"HTTP/1.1 400 No\r\n\r\nwhy", "HTTP 400: why", False),
+        (b"HTTP/1.1 401 No\r\n\r\nsk is no key", "HTTP 401: the key", True),
         (b"HTTP/1.1 302 No\r\nlocation: http://127.0.0.1:1/\r\n\r\n", "HTTP 302", False),
     ],
 )
@@ -159,6 +170,7 @@ def test_an_answer_that_is_none_costs_its_own_request(data: bytes, error: str, r
             (failed,) = heard.of(Failed)
             assert isinstance(failed, Failed)
             assert error in failed.message
+            assert TERMS.key not in failed.message
             assert failed.retryable == retryable
             assert heard.downs == []
 
@@ -347,7 +359,7 @@ async def comment(writer: asyncio.StreamWriter, speaks: asyncio.Event | None = N
             await asyncio.sleep(0.01)
 
 
-def test_an_abort_closes_the_connection() -> None:
+def test_an_abort_closes_the_connection_and_leaves_nothing() -> None:
     async def main() -> None:
         server, closed = Server(), asyncio.Event()
 
@@ -357,11 +369,15 @@ def test_an_abort_closes_the_connection() -> None:
 
         server.answer = until_gone  # type: ignore[method-assign]
         async with rig(server) as (engine, heard):
+            engine.send(submit("s"))
+            engine.send(Abort("s", 0))  # before it began
             engine.send(submit())
             await heard.until(lambda: bool(heard.of(Tokens)))
             engine.send(Abort("r", 0))
             await closed.wait()
-            assert heard.of(Failed) == []
+            engine.send(AskReport(5))
+            await heard.until(lambda: any(isinstance(m, LoadReport) and m.answers == 5 for m in heard.of(LoadReport)))
+            assert (heard.of(LoadReport)[-1].running, heard.of(Failed)) == (0, [])  # type: ignore[attr-defined]
 
     run(main())
 

@@ -27,6 +27,7 @@ from pdkv.router.engines.health import SILENT_TICKS
 from pdkv.router.generations.fallback import BACK_S, FIRST_REQUESTS, MORE_REQUESTS
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.operations import Operations
+from pdkv.router.http.pages.cache_pages import _choose
 from pdkv.router.request import GenerateRequest
 from pdkv.sampling.params import SamplingParams
 from pdkv.text import Tokenizer
@@ -208,6 +209,35 @@ def test_without_another_deployment_there_is_nothing_to_set() -> None:
 def test_no_engine_takes_its_name() -> None:
     with pytest.raises(ConfigError, match="another deployment's name"):
         check_engine_name("fallback")
+
+
+def test_before_it_was_ever_there_no_salt_leaves_and_its_role_is_what_it_is() -> None:
+    async def main() -> None:
+        system = System(0, 1)
+        backend = ForeignEngine(FALLBACK, "openai+http://127.0.0.1:1", TERMS)
+        system.dispatcher.add_backend(backend, FALLBACK, endpoint="openai+http://127.0.0.1:1")
+        admission = Admission(system.dispatcher, AdmissionConfig())
+        tenant = Tenant("a", Grant(fallback=True), lambda: 0.0)
+        for salt in ("", "secret"):
+            with admission.arrive(tenant) as visit:
+                terms = visit.judge(msgspec.structs.replace(ASKED, cache_salt=salt))
+            assert terms.may_leave == (not salt)
+        ops = Operations(system.dispatcher, lambda name, endpoint: backend)
+        with pytest.raises(InvalidRequest, match="fallback is a openai server"):
+            ops.set_role(FALLBACK, "any")
+
+    run(main())
+
+
+def test_it_is_no_engine_of_this_launch(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with rig() as system:
+            system.other.die()
+            system.other.start(make_card(FALLBACK, FALLBACK, epoch="e1", backend="vllm", max_model_len=8))
+            assert "so the service does" not in caplog.text
+            assert [engine.name for engine in _choose(system.dispatcher.fleet, None)] == ["any-0"]
+
+    run(main())
 
 
 def test_what_another_deployment_sent_goes_no_further() -> None:
