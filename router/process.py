@@ -426,7 +426,7 @@ async def _announce(dispatcher: Dispatcher, on_ready: Callable[[], None] | None)
     ready = asyncio.ensure_future(dispatcher.listener.wait_ready())
     try:
         while not (await asyncio.wait({ready}, timeout=_WAITING_S))[0]:
-            late = [f"{e.name} {e.condition}" for e in dispatcher.fleet.engines.values() if e.life != "ready"]
+            late = [f"{e.name} {e.condition}" for e in dispatcher.fleet.own() if e.life != "ready"]
             logger.info("waiting for engines: %s", ", ".join(late))
         ready.result()
     finally:

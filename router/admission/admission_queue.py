@@ -162,7 +162,9 @@ class Admission:
         """
         if not asked.wishes.num_hops:
             there = self.fallback.engine
-            lacks = there.card.lacks if there is not None and there.card is not None else ()
+            lacks = (
+                there.card.lacks if there is not None and there.card is not None else ["cache_salt"]
+            )  # not known yet
             return there is not None and tenant.grant.fallback and not (asked.cache_salt and "cache_salt" in lacks)
         if self._dispatcher.is_down():
             raise EngineUnavailable("no engine can serve here, where another deployment's fallback has sent this")

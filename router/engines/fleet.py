@@ -143,12 +143,13 @@ class Fleet:
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.own())
         self.look_at(state)
         self._compare_versions(state)
-        self._compare_lengths(state, card)
+        if self._is_own(name):
+            self._compare_lengths(state, card)
         return state
 
     def _compare_lengths(self, state: EngineState, card: EngineCard) -> None:
         """Say that an engine takes shorter requests than all others that decode: its limit is the service's."""
-        decoding = (e for e in self.engines.values() if e is not state and e.role != "prefill" and e.life == "ready")
+        decoding = (e for e in self.own() if e is not state and e.role != "prefill" and e.life == "ready")
         shortest = min((e.card.max_model_len for e in decoding if e.card is not None), default=0)
         if state.role != "prefill" and card.max_model_len < shortest:
             lengths = card.max_model_len, shortest

@@ -4,6 +4,7 @@ import importlib.util
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -54,6 +55,9 @@ HOPS = "x-pdkv-hops"
 _NEUTRAL = SamplingParams()
 
 _SOURCE = re.compile(r"(tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]*]+)):([0-9]{1,5})(?:/([0-9]{1,5}))?")
+_URL = re.compile(
+    r"https?://(?:\[([0-9a-f:.]+)\]|([0-9.]+)|[a-z0-9_.-]+)(?::[0-9]+)?(?:/[!-\"$->@-~]*)?", re.ASCII | re.IGNORECASE
+)
 _MORE = ("logprobs", "prompt_logprobs", "structured_outputs", "cache_salt", "pooling")
 
 
@@ -172,11 +176,13 @@ def read_backend_key(path: Path, option: str = "backend") -> str:
 def _checked(text: str, option: str) -> str:
     """The URL without what is implied. Raises ConfigError."""
     try:
-        url = urlsplit(text)
-        is_good = url.scheme in ("http", "https") and url.hostname and (url.port is None or url.port > 0)
+        found = _URL.fullmatch(text)
+        is_good = found is not None and urlsplit(text).port != 0
+        if found is not None and (address := found[1] or found[2]):
+            ip_address(address)
     except ValueError:
         is_good = False
-    if not is_good or url.query or url.fragment or "@" in url.netloc or not text.isascii() or not text.isprintable():
+    if not is_good:
         raise ConfigError(
             f"{option}: a server's URL such as http://10.0.0.2:8000, without a user (see --{option}-key-file), was "
             f"expected, got {without_secrets(text)!r}"

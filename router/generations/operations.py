@@ -13,6 +13,7 @@ from pdkv.errors import InvalidRequest
 from pdkv.router.engines.address import Role
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.fleet import FALLBACK
+from pdkv.router.engines.foreign_kinds import is_foreign, split_endpoint
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.wire.profiles import Profile
@@ -85,8 +86,9 @@ class Operations:
         if role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}, got {role!r}", param="role")
         engine = self._engine(name)
-        if engine.card is not None and engine.card.backend and role != engine.card.role:
-            raise InvalidRequest(f"{name} is a {engine.card.backend} server: its role is given by that", param="role")
+        if is_foreign(engine.endpoint) and role != engine.role:  # though it was never there
+            kind, _ = split_endpoint(engine.endpoint)
+            raise InvalidRequest(f"{name} is a {kind} server: its role is given by that", param="role")
         if not force and engine.role != role:
             self._check_rest(f"the role {role} for", engine, role)
         engine.role = engine.assigned = role

@@ -308,7 +308,7 @@ def _parse_keys(texts: Sequence[str]) -> list[bytes]:
 def _choose(fleet: Fleet, name: str | None) -> list[EngineState]:
     """The engines to ask: all that are ready, or the named one."""
     if name is None:
-        ready = [engine for engine in fleet.engines.values() if engine.life == "ready"]
+        ready = [engine for engine in fleet.own() if engine.life == "ready"]
         if not ready:
             raise EngineUnavailable("no engine is ready")
         return ready

@@ -100,8 +100,9 @@ class StatusPages:
         fault = self._dispatcher.fault
         if fault:
             return json_response(error_body(fault, status=503, code="not_ready"), status=503)
-        problems, cause = self._dispatcher.connector_problems, self._dispatcher.fallback.cause
-        told = {"connector_problems": problems} | ({"fallback": cause} if cause == "disaster" else {})
+        problems, there = self._dispatcher.connector_problems, self._dispatcher.fallback
+        takes_over = there.engine is not None and there.cause == "disaster"
+        told = {"connector_problems": problems} | ({"fallback": there.cause} if takes_over else {})
         return json_response({"status": "degraded"} | told if any(told.values()) else {"status": "ok"})
 
     async def _models(self) -> ModelList:

@@ -47,6 +47,7 @@ def test_a_router_is_alive_before_its_engines_are_ready(path: str) -> None:
     assert (status, body["error"]["code"]) == (503, "not_ready")
     assert get(dispatcher, "/live") == (200, {"status": "ok"})
     dispatcher.ready = True
+    dispatcher.fallback.cause = "disaster"  # lately, and there is no other deployment
     assert get(dispatcher, path) == (200, {"status": "ok"})
     dispatcher.connector_problems = {"decode-0": "no answer"}
     degraded = {"status": "degraded", "connector_problems": {"decode-0": "no answer"}}
