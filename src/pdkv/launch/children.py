@@ -148,6 +148,8 @@ def describe_exit(status: int, *, out_of_memory: bool = False) -> str:
         return f"exited with {status}"
     if out_of_memory:
         return "was killed by the kernel because memory ran out; run fewer engines or lower --kv-cache-memory"
+    if status == -signal.SIGBUS:  # no exception: the kernel has no other way to say it
+        return "killed by SIGBUS: a file that it read in place, such as the weights, became shorter or is damaged"
     try:
         return f"killed by {signal.Signals(-status).name}"
     except ValueError:
