@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from pdkv.base.options import TCP
 from pdkv.errors import ConfigError
 
 Role = Literal["prefill", "decode", "any"]
@@ -27,7 +28,6 @@ class EngineAddress(msgspec.Struct, frozen=True):
 
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_ENDPOINT = re.compile(r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})")
 
 
 def check_engine_name(name: str) -> None:
@@ -40,7 +40,7 @@ def check_engine_name(name: str) -> None:
 
 def check_endpoint(endpoint: str) -> None:
     """Raise ConfigError for an endpoint that other hosts cannot reach. The highest port is left for the beats."""
-    found = _ENDPOINT.fullmatch(endpoint)
+    found = re.fullmatch(TCP, endpoint)
     if found is None or not 1 <= int(found[2]) < 65535:
         raise ConfigError(f"an address such as tcp://10.0.0.2:7000 was expected (ports 1 to 65534), got {endpoint!r}")
 

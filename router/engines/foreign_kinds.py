@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from pdkv.base.options import did_you_mean
+from pdkv.base.options import TCP, did_you_mean
 from pdkv.base.secret_options import MAX_FILE_BYTES, read_own_file, without_secrets
 from pdkv.errors import ConfigError
 from pdkv.router.engines.address import EngineAddress, Role
@@ -54,7 +54,7 @@ HOPS = "x-pdkv-hops"
 
 _NEUTRAL = SamplingParams()
 
-_SOURCE = re.compile(r"(tcp://(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]*]+)):([0-9]{1,5})(?:/([0-9]{1,5}))?")
+_SOURCE = re.compile(rf"{TCP}(?:/([0-9]{{1,5}}))?")
 _URL = re.compile(
     r"https?://(?:\[([0-9a-f:.]+)\]|([0-9.]+)|[a-z0-9_.-]+)(?::[0-9]+)?(?:/[!-\"$->@-~]*)?", re.ASCII | re.IGNORECASE
 )
@@ -151,10 +151,10 @@ def check_sources(texts: Mapping[str, str], backends: Sequence[EngineAddress]) -
 def read_source(text: str) -> Source:
     """The endpoints in tcp://HOST:PORT[/REPLAY_PORT]. Raises ConfigError."""
     found = _SOURCE.fullmatch(text)
-    if found is None or not all(1 <= int(port) < 65536 for port in found.groups()[1:] if port):
+    if found is None or "*" in found[1] or not all(1 <= int(port) < 65536 for port in found.groups()[1:] if port):
         raise ConfigError(f"backend_kv_events: tcp://HOST:PORT or tcp://HOST:PORT/REPLAY_PORT expected, got {text!r}")
     host, port, replay = found.groups()
-    return Source(f"{host}:{port}", f"{host}:{replay}" if replay else "")
+    return Source(f"tcp://{host}:{port}", f"tcp://{host}:{replay}" if replay else "")
 
 
 def check_backends(key_file: Path | None, option: str = "backend") -> None:

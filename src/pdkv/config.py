@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from pdkv.base.options import (
     MAX_SECONDS,
+    TCP,
     Bytes,
     Names,
     Natural,
@@ -662,8 +663,8 @@ class RouterConfig:
 
 def _check_publisher(endpoint: str | None, has_key: bool) -> None:
     """Raise ConfigError for an endpoint at which nothing can be published, or to which strangers could subscribe."""
-    found = re.fullmatch(r"tcp://[^\s/@]+:(\d{1,5})|ipc:///\S+", endpoint or "ipc:///none")
-    if found is None or int(found[1] or 0) > 65535:  # ZeroMQ would take the port's lower 16 bits
+    found = re.fullmatch(rf"{TCP}|ipc:///\S+", endpoint or "ipc:///none")
+    if found is None or int(found[2] or 0) > 65535:  # ZeroMQ would take the port's lower 16 bits
         raise ConfigError(f"publish_kv_events: tcp://ADDRESS:PORT or ipc:///PATH was expected, got {endpoint!r}")
     if (endpoint or "").startswith("tcp:") != has_key:
         raise ConfigError(

@@ -187,6 +187,14 @@ def test_the_card_that_the_bad_ones_are_made_from_is_good() -> None:
     assert isinstance(ready, Ready)
 
 
+def test_peers_are_known_but_for_those_whose_cards_cannot_be_read() -> None:
+    cards = [CARD["card"] | {"engine": name, "num_blocks": blocks} for name, blocks in (("a", 8), ("b", -1), ("c", 8))]
+    message = {"type": "Peers", "cards": cards, "removed": ["gone"]}
+    (peers,) = decode_frame(msgspec.msgpack.encode({"number": 5, "messages": [message]})).messages
+    assert isinstance(peers, Peers)
+    assert ([card.engine for card in peers.cards], peers.removed) == (["a", "c"], ["gone"])
+
+
 def test_frames_are_split_far_below_what_a_receiver_takes() -> None:
     """Finding 3: 28 siblings of one big request were one frame, which ended the connection."""
     params = SamplingParams(seed=1)

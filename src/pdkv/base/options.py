@@ -35,6 +35,9 @@ Bytes = Annotated[int, Meta(extra={"size": True})]
 """Written like 512MiB."""
 Size = Annotated[Bytes, Meta(ge=1)]
 
+TCP = r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})"
+"""The pattern of an address: host and port, which may be too high."""
+
 Config = TypeVar("Config")
 
 logger = logging.getLogger(__name__)

@@ -2,6 +2,8 @@
 validates each message on its own, so that a bad one affects only its own request.
 """
 
+import contextlib
+import logging
 import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, NamedTuple, cast
@@ -11,8 +13,11 @@ import msgspec
 from pdkv.base.limits import MAX_ID_CHARS
 from pdkv.errors import MalformedMessage, UnsendableMessage
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.messages import EngineToRouter, Ready, RouterToEngine
-from pdkv.wire.types import Attempt, RequestKey
+from pdkv.wire.kv import EngineCard
+from pdkv.wire.messages import EngineToRouter, Peers, Ready, RouterToEngine
+from pdkv.wire.types import MAX_CARDS, Attempt, Id, RequestKey
+
+logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 << 20
 """A peer that sends a larger frame is disconnected."""
@@ -80,6 +85,13 @@ class _GoodFrame(msgspec.Struct, frozen=True):
     handled: Number = 0
 
 
+class _RawPeers(msgspec.Struct, frozen=True, tag=Peers.__name__):
+    """Peers with cards that are decoded one by one."""
+
+    cards: Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MAX_CARDS)]
+    removed: Annotated[list[Id], msgspec.Meta(max_length=MAX_CARDS)] | None = None
+
+
 class _About(msgspec.Struct, frozen=True):
     """The request that a message is about, whatever else is in it."""
 
@@ -97,6 +109,8 @@ _frames = msgspec.msgpack.Decoder(_RawFrame)
 _messages: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _lists: msgspec.msgpack.Decoder[list[AnyMessage]] = msgspec.msgpack.Decoder(list[AnyMessage])
 _abouts = msgspec.msgpack.Decoder(_About)
+_raw_peers = msgspec.msgpack.Decoder(_RawPeers)
+_cards = msgspec.msgpack.Decoder(EngineCard)
 _READY = _encoder.encode(Ready.__name__)
 
 
@@ -190,6 +204,8 @@ def decode_message(data: bytes | memoryview) -> AnyMessage | BadMessage:
         return decode_total(_messages, data)
     except MalformedMessage as error:
         reason = str(error)
+    with contextlib.suppress(MalformedMessage):
+        return _readable_peers(decode_total(_raw_peers, data))
     if _UNKNOWN_TYPE.search(reason):  # from a newer peer: skipped, and not its request's fault
         return BadMessage(f"a message of an unknown type: {reason}", "type", None)
     _, _, path = reason.partition(" - at `$.")
@@ -207,3 +223,14 @@ def key_of(message: AnyMessage) -> RequestKey | None:
     """The request that a message belongs to; None: none."""
     request_id, attempt = getattr(message, "request_id", None), getattr(message, "attempt", None)
     return (request_id, attempt) if isinstance(request_id, str) and isinstance(attempt, int) else None
+
+
+def _readable_peers(raw: _RawPeers) -> Peers:
+    """The peers with cards that can be read: such a message may be a difference, which comes once."""
+    cards = []
+    for card in raw.cards:
+        try:
+            cards.append(decode_total(_cards, memoryview(card)))
+        except MalformedMessage as error:
+            logger.warning("the card of an engine cannot be read, so that no KV passes to it or from it: %s", error)
+    return Peers(cards, raw.removed)
