@@ -18,6 +18,15 @@ SUPERSEDED = {"structured": "2026-11-23", "shapes": "2026-11-23", "dtypes": "202
 SUPERSEDED |= dict.fromkeys(("identity_mid", "identity_large", "many"), "2026-11-22")
 """The day up to which a benchmark's figures, or a report, are of replaced code or of a benchmark that is gone."""
 NEEDS_VLLM = ("engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm")
+COMMANDS = {
+    "autoscale": "python -m benchmarks.autoscale",
+    "bench_clients": "python -m benchmarks.fixed_delays --guidellm PYTHON --vllm PYTHON",
+    "dashboard": "python -m dashboard",
+    "plan_traces": "python -m benchmarks.plan_traces --seconds 180 --stretch TIMES --engines 3",
+    "simulator": "pd simulate --prefill 0 --decode 1000 --num-prompts 100000 --request-rate 2000 --input-len 512 "
+    "--output-len 100",
+}
+"""What is measured by a command of its own."""
 PARTS = re.compile(r"(?P<kind>[a-z-]*?)-?(?P<day>\d{4}-\d\d-\d\d)(?:-\w+)?")
 HEAD = """# Results
 
@@ -121,6 +130,8 @@ def _command(row: Row) -> str:
         return "make gpu smoke"
     if row.machine.startswith("NVIDIA"):
         return f'make gpu PARTS="{row.benchmark.replace("smoke", "launch")}"'
+    if row.benchmark in COMMANDS:
+        return COMMANDS[row.benchmark]
     return f"python -m benchmarks.run {row.benchmark}" + (" --vllm VENV" if row.benchmark in NEEDS_VLLM else "")
 
 

@@ -33,6 +33,7 @@ from pdkv.wire.messages import (
     EngineToRouter,
     HandedOff,
     KVEvents,
+    Peers,
     PromptLogprobs,
     Ready,
     RouterToEngine,

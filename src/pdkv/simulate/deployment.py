@@ -74,7 +74,8 @@ class Simulation:
     ) -> None:
         """Raises ConfigError: a policy or an engine to be killed is unknown."""
         if any(failure.kind != "kill" for failure in topology.failures):
-            topology = topology._replace(engine=topology.engine._replace(beats=True))
+            others = {name: options._replace(beats=True) for name, options in topology.others.items()}
+            topology = topology._replace(engine=topology.engine._replace(beats=True), others=others)
         self._loop = loop = VirtualTime()  # type: ignore[abstract]  # what else a loop has is not for simulations
         self._timeout_s, self._on_event, self._failures = timeout_s, on_event, topology.failures
         self._stamps: dict[str, array[float]] = {}  # of each generation's tokens, by request_id

@@ -336,7 +336,7 @@ class SimulatedEngine:
     def _link(self, config: ConnectorConfig) -> Iterator[tuple[SchedulerConnector, SimulatedWorker]]:
         if self._connected:
             self.transfers = PushWorker(self) if self.options.push else PullWorker(self)
-            yield (Pushes if self.options.push else Pulls)(config, self.peers), self.transfers
+            yield Pushes(config, self.peers) if self.options.push else Pulls(config, self.peers), self.transfers
 
     def _host(self, config: ConnectorConfig) -> Iterator[tuple[SchedulerConnector, WorkerConnector]]:
         if self._memory is not None:

@@ -4,7 +4,7 @@ A transfer takes its time on both engines' links, one at a time on each, and mov
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -157,8 +157,8 @@ class PushWorker(SimulatedWorker):
         if peer is not None and peer.stands_still(self._land, send):
             return
         num_tokens = send.stop - send.start
-        is_there = peer is not None and peer.card.epoch == send.ticket.epoch and isinstance(peer.transfers, PushWorker)
-        if is_there and peer.transfers.take(send.ticket.key, num_tokens):
+        reader = peer.transfers if peer is not None and peer.card.epoch == send.ticket.epoch else None
+        if isinstance(reader, PushWorker) and reader.take(send.ticket.key, num_tokens):
             self._sending[send.key].remove(send.batch)
             self._sent[send.batch] = self._outcome(num_tokens)
             self._end(send.key)
@@ -229,7 +229,8 @@ class Pushes(PushScheduler):
 class HostMemory(MemoryStore):
     """One engine's segment: values as large as they would be, without contents. It outlives the engine's process."""
 
-    is_shared, scope = True, "simulated"
+    is_shared: ClassVar[bool] = True
+    scope = "simulated"
 
     def __init__(self, name: str, capacity: int, segments: Sequence["HostMemory"]) -> None:
         super().__init__(name, capacity)
