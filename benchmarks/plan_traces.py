@@ -15,13 +15,13 @@ import random
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
 from benchmarks.servers import pdkv
-from benchmarks.simulated import as_file, slower
 from pdkv.base.trace_format import BLOCK_SIZE, VERSION, Head, TraceRequest
 from pdkv.bench.datasets import Maker, Shape, load
 from pdkv.bench.report import summarize
@@ -30,8 +30,9 @@ from pdkv.config import PACED
 from pdkv.simulate.engine import EngineOptions
 from pdkv.simulate.load import Load, simulate
 from pdkv.simulate.plan import Division, Question, plan
-from pdkv.testing.paced import read_profile
+from pdkv.testing.paced import Profile, read_profile
 
+CURVE = ("step_s", "row_s", "prompt_token_s", "context_token_s")
 KV_TOKENS = 68_256
 """That a pool holds: 400 MiB of the profile h100."""
 
@@ -71,6 +72,18 @@ KINDS: Mapping[str, Kind] = {
     "agents": Kind(2, 200, 40, 10.0, ttft_s=0.3, turns=8, pause_s=0.5, shared=2048),
 }
 """The traces, by name."""
+
+
+def slower(profile: Profile, times: float) -> Profile:
+    """The same engines, so many times as slow."""
+    return replace(profile, **{name: getattr(profile, name) * times for name in CURVE})
+
+
+def as_file(profile: Profile, folder: str) -> Path:
+    """A profile as a model's path."""
+    path = Path(folder, "engine.toml")
+    path.write_text("".join(f"{name} = {value}\n" for name, value in vars(profile).items()))
+    return Path(f"{PACED}{path}")
 
 
 def trace(kind: Kind, seconds: float, seed: int) -> Iterator[TraceRequest]:

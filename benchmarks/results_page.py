@@ -23,6 +23,7 @@ COMMANDS = {
     "bench_clients": "python -m benchmarks.fixed_delays --guidellm PYTHON --vllm PYTHON",
     "dashboard": "python -m dashboard",
     "plan_traces": "python -m benchmarks.plan_traces --seconds 180 --stretch TIMES --engines 3",
+    "simulated": "cd tests/harness && python -m simulated --save",
     "simulator": "pd simulate --prefill 0 --decode 1000 --num-prompts 100000 --request-rate 2000 --input-len 512 "
     "--output-len 100",
 }

@@ -124,8 +124,7 @@ class PushWorker(SimulatedWorker):
     def __init__(self, engine: "SimulatedEngine") -> None:
         super().__init__(engine)
         self._wanted: dict[TransferKey, int] = {}  # tokens that have not come, by receive
-        self._sending: dict[TransferKey, set[TransferKey]] = {}  # batches under way, by send
-        self._completed: set[TransferKey] = set()
+        self._sending: dict[TransferKey, dict[TransferKey, None]] = {}  # batches under way, and itself until all are
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         assert isinstance(meta, PushMetadata)
@@ -134,17 +133,16 @@ class PushWorker(SimulatedWorker):
         for key in meta.refused:
             self._failed[key] = TransferOutcome(TransferError.code)
         for key in meta.unsendable:
-            self._sending.setdefault(key, set())
+            self._sending.setdefault(key, {})
             self._give_up(key, KVNotFound.code)
         self._wanted.update((ticket.key, ticket.stop - ticket.start) for ticket in meta.receives)
         for send in meta.sends:
             self._post(send)
-        self._completed.update(meta.completed)
         for key in meta.completed:
-            self._end(key)
+            self._arrived(key, key)
 
     def _post(self, send: PushSend) -> None:
-        self._sending.setdefault(send.key, set()).add(send.batch)
+        self._sending.setdefault(send.key, {send.key: None})[send.batch] = None
         profile, num_tokens = self._engine.options.profile, send.stop - send.start
         last_layer_s = num_tokens * profile.transfer_token_s / profile.num_layers
         sent_at = self._engine.device.step_ends + last_layer_s if send.during_step else 0.0
@@ -159,9 +157,8 @@ class PushWorker(SimulatedWorker):
         num_tokens = send.stop - send.start
         reader = peer.transfers if peer is not None and peer.card.epoch == send.ticket.epoch else None
         if isinstance(reader, PushWorker) and reader.take(send.ticket.key, num_tokens):
-            self._sending[send.key].remove(send.batch)
             self._sent[send.batch] = self._outcome(num_tokens)
-            self._end(send.key)
+            self._arrived(send.key, send.batch)
         else:
             self._give_up(send.key, PeerGone.code)
         self._engine.wake()
@@ -183,16 +180,16 @@ class PushWorker(SimulatedWorker):
         elif self._wanted.pop(key, None) is not None:
             self._failed[key] = TransferOutcome(TransferCancelled.code)
 
-    def _end(self, key: TransferKey) -> None:
-        if key in self._completed and self._sending.get(key) == set():
+    def _arrived(self, key: TransferKey, part: TransferKey) -> None:
+        parts = self._sending.get(key, {})
+        parts.pop(part, None)
+        if key in self._sending and not parts:
             del self._sending[key]
-            self._completed.remove(key)
             self._sent[key] = TransferOutcome()
 
     def _give_up(self, key: TransferKey, code: str) -> None:
-        self._completed.discard(key)
-        if (batches := self._sending.pop(key, None)) is not None:
-            self._not_sent.update(dict.fromkeys((*batches, key), TransferOutcome(code)))
+        if (parts := self._sending.pop(key, None)) is not None:
+            self._not_sent.update(dict.fromkeys((*parts, key), TransferOutcome(code)))
 
 
 class Pulls(PullScheduler):

@@ -1,22 +1,25 @@
 """The simulator beside the deployments that it stands for: paced engines in processes of their own, the same load.
 
-    python -m benchmarks.run simulated
+    python -m simulated [--cases NAME...] [--save]
 
 Engines are those of the profile h100, ten times as slow (steps of 70 to 90 ms), so that what two cores take beside the
 steps counts less; what it is, is known from `pd profile`. All deployments run side by side.
 """
 
+import argparse
+import logging
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from threading import Barrier
 from typing import Any, NamedTuple
 
-import msgspec
-
-from benchmarks.report import Claim, Context
+from benchmarks.plan_traces import as_file, slower
+from benchmarks.report import Claim, Outcome, load_average, save, show
 from benchmarks.servers import START_TIMEOUT_S, pdkv
 from pdkv.bench.datasets import Maker, Shape, load
 from pdkv.bench.report import Slo, summarize
@@ -32,7 +35,6 @@ TIMES = 10.0
 OWN = {"request_s": 0.0037, "prompt_s": 0.0017, "transfer_s": 0.0046}
 """What two quiet cores take beside the steps (docs/simulator.md)."""
 
-CURVE = ("step_s", "row_s", "prompt_token_s", "context_token_s")
 LENGTH = 4096
 PERCENTS = {50: 0.05, 99: 0.1}
 """Goals: so far off at most."""
@@ -75,39 +77,23 @@ CASES: Mapping[str, Case] = {
 }
 
 
-def slower(profile: Profile, times: float) -> Profile:
-    """The same engines, so many times as slow."""
-    return replace(profile, **{name: getattr(profile, name) * times for name in CURVE})
-
-
-def as_file(profile: Profile, folder: str) -> Path:
-    """A profile as a model's path."""
-    path = Path(folder, "engine.toml")
-    path.write_text("".join(f"{name} = {value}\n" for name, value in vars(profile).items()))
-    return Path(f"{PACED}{path}")
-
-
-def run(context: Context, cases: Mapping[str, Case] = CASES) -> list[Claim]:
+def compare(cases: Mapping[str, Case]) -> Iterator[Claim]:
     """Every case, measured and simulated."""
-    cases = dict([*cases.items()][:2]) if context.quick else cases
     profile = replace(slower(read_profile(Path(f"{PACED}h100")), TIMES), max_model_len=LENGTH)
+    ready = Barrier(len(cases))
     with tempfile.TemporaryDirectory(prefix="pdkv-simulated-") as folder, ThreadPoolExecutor(len(cases)) as pool:
         model = as_file(profile, folder)
-        ready = Barrier(len(cases))
-        measured = [*pool.map(lambda case: _measured(case, profile, model, context, ready), cases.values())]
-    pairs = zip(cases.items(), measured, strict=True)
-    return [
-        claim for (name, case), found in pairs for claim in _claims(name, found, _simulated(case, profile, context))
-    ]
+        measured = [*pool.map(lambda case: _measured(case, profile, model, ready), cases.values())]
+    for (name, case), found in zip(cases.items(), measured, strict=True):
+        yield from _claims(name, found, _simulated(case, profile))
 
 
-def _load(case: Case, context: Context) -> Load:
-    shape = msgspec.structs.replace(case.shape, num_prompts=6) if context.quick else case.shape
-    return Load(load(case.data, None, shape, Maker(1, as_text=False)), Pace(rate=case.rate / TIMES, seed=1))
+def _load(case: Case) -> Load:
+    return Load(load(case.data, None, case.shape, Maker(1, as_text=False)), Pace(rate=case.rate / TIMES, seed=1))
 
 
-def _measured(case: Case, profile: Profile, model: Path, context: Context, ready: Barrier) -> Mapping[str, Any]:
-    asked, options = _load(case, context), case.options(EngineOptions(profile).layout.token_bytes)
+def _measured(case: Case, profile: Profile, model: Path, ready: Barrier) -> Mapping[str, Any]:
+    asked, options = _load(case), case.options(EngineOptions(profile).layout.token_bytes)
     with pdkv(model, prefill=case.prefill, decode=case.decode, options=options) as server:
         target = Target(server.url, server.model, extra={"return_token_ids": True}, keep_text=True)
         warm = [one_turn([LAST_ID - i] * 32, 4) for i in range(2 * (case.prefill + case.decode))]
@@ -116,11 +102,11 @@ def _measured(case: Case, profile: Profile, model: Path, context: Context, ready
         return summarize(run_loop(send(target, asked.sessions, asked.pace)), list(PERCENTS), Slo({}))
 
 
-def _simulated(case: Case, profile: Profile, context: Context) -> Mapping[str, Any]:
+def _simulated(case: Case, profile: Profile) -> Mapping[str, Any]:
     engine = EngineOptions(
         replace(profile, **OWN), case.kv_tokens, host_tokens=case.host_tokens, push=case.push
     )  # fmt: skip
-    return simulate(Topology(engine, case.prefill, case.decode), _load(case, context), list(PERCENTS), Slo({}))[1]
+    return simulate(Topology(engine, case.prefill, case.decode), _load(case), list(PERCENTS), Slo({}))[1]
 
 
 def _claims(name: str, measured: Mapping[str, Any], simulated: Mapping[str, Any]) -> Iterator[Claim]:
@@ -131,3 +117,21 @@ def _claims(name: str, measured: Mapping[str, Any], simulated: Mapping[str, Any]
         if both["measured"] or both["simulated"]:
             off = abs(both["simulated"] - both["measured"]) / max(both["measured"], 1e-9)
             yield Claim(f"{name}: {key}, off by", off, most, "lower", both)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="NAME")
+    parser.add_argument("--save", action="store_true", help="keep the figures in benchmarks/results/")
+    args = parser.parse_args()
+    logging.disable(logging.WARNING)  # of pools that are full
+    load_before, began = load_average(), time.monotonic()
+    claims = [*compare({name: CASES[name] for name in args.cases})]
+    print(show("simulated", claims))
+    if args.save:
+        at = datetime.now(UTC).isoformat(timespec="seconds")
+        save({"simulated": Outcome(claims, time.monotonic() - began, load_before, at)})
+
+
+if __name__ == "__main__":
+    main()
