@@ -424,7 +424,7 @@ class Fleet:
         return ""
 
     def order(self, prefill: str, decode: str, preferred: Sequence[Order]) -> Order:
-        """The first preferred hand-off order that both cards allow.
+        """The hand-off order of the two (`agreed_order`).
 
         Raises:
             IncompatiblePeers: there is none.
@@ -432,13 +432,22 @@ class Fleet:
         mine, theirs = self.engines[prefill].card, self.engines[decode].card
         assert mine is not None
         assert theirs is not None
-        for order in preferred:
-            if order in mine.orders and order in theirs.orders:
-                return order
+        if (order := agreed_order(mine, theirs, preferred)) is not None:
+            return order
         raise IncompatiblePeers(
             f"{prefill} allows the hand-off orders {mine.orders}, {decode} allows {theirs.orders}, "
             f"and the router takes one of {list(preferred)}"
         )
+
+
+def agreed_order(prefill: EngineCard, decode: EngineCard, preferred: Sequence[Order]) -> Order | None:
+    """The first preferred order that both cards allow. A prompt waits for its peer's blocks where a pool has no room
+    for it beside the longest request: else each engine could keep its only room for what waits at the other one.
+    """
+    legal = [order for order in prefill.orders if order in decode.orders]
+    order = next((order for order in preferred if order in legal), None)
+    is_small = order == "concurrent" and not (prefill.holds_two and decode.holds_two)
+    return "needs_peer_first" if is_small and "needs_peer_first" in legal else order
 
 
 def _versions_of(card: EngineCard) -> Versions:

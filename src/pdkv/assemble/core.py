@@ -83,13 +83,16 @@ def build_core(
         loading = (load.request for load in external.loads.values())
         return sum(kv.num_kept(r.num_tokens) for r in chain(scheduler.running, loading) if r.kv == "handoff")
 
+    most_leased = int(card.num_blocks * handoff.max_leased_fraction)
+    if card.kind == "push":  # decode holds blocks for prompts that pass the limit: the longest of them must find room
+        most_leased = min(most_leased, card.num_blocks - longest_blocks)
     prefill = PrefillRole(
         engine=card.engine,
         epoch=card.epoch,
         leases=LeaseTable(pool),
         external=external,
         send=outbox,
-        max_leased_blocks=max(int(card.num_blocks * handoff.max_leased_fraction), 1),
+        max_leased_blocks=max(most_leased, 1),
         lease_timeout_s=handoff.lease_timeout_s,
         num_promised_blocks=num_promised_blocks,
     )

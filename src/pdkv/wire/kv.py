@@ -184,6 +184,12 @@ class EngineCard(Message, frozen=True):
     lacks: Annotated[list[Id], Meta(max_length=64)] = []  # fields of requests that it cannot take
     reads_parts: bool = False  # it takes hand-offs of a prompt's parts; others would take one for the whole
 
+    @property
+    def holds_two(self) -> bool:
+        """Whether its pool holds two requests of the longest length at once."""
+        blocks = -(-self.max_model_len // self.layout.block_size) * self.layout.num_groups
+        return 2 * blocks <= self.num_blocks
+
 
 class KVHandoff(Message, frozen=True):
     """Where the KV of a prompt is after prefill; prefill engine -> router -> decode engine."""

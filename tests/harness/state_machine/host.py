@@ -381,13 +381,18 @@ class World:
         family = chooser.below(NUM_FAMILIES)
         prompt = self.forward.prompt(family, length, changed=chooser.below(3) == 0)
         num_output = 1 + chooser.below(MAX_OUTPUT)
+        grammar = self.grammar()
+        self.ask(prompt, num_output, (0, 0, -1, 1)[chooser.below(4)], grammar)
+
+    def ask(self, prompt: list[int], num_output: int, priority: int = 0, grammar: Grammar | None = None) -> None:
+        """A client comes with this request."""
         expected = self.forward.expected(prompt, num_output)
         stop = next((i + 1 for i, t in enumerate(expected) if t in self.forward.eos), len(expected))
         request = GenerateRequest(
             prompt_token_ids=prompt,
-            params=SamplingParams(temperature=0.0, max_tokens=num_output, seed=1, grammar=self.grammar()),
+            params=SamplingParams(temperature=0.0, max_tokens=num_output, seed=1, grammar=grammar),
             timeout_s=60.0,
-            priority=(0, 0, -1, 1)[chooser.below(4)],
+            priority=priority,
         )
         name = f"r{len(self.clients)}"
         flow = RequestFlow(

@@ -4,12 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from scripted_engine import make_card
 
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines.books import CONTEXT_WEIGHT, Books, Entry
 from pdkv.router.engines.candidate import Side
-from pdkv.router.engines.fleet import ORDERS, Fleet
+from pdkv.router.engines.fleet import ORDERS, Fleet, agreed_order
 from pdkv.router.engines.outliers import HOLD_S
 from pdkv.wire.kv import KVLayout
 from pdkv.wire.messages import Beat
@@ -289,6 +290,15 @@ def test_unequal_block_sizes_are_compatible() -> None:
 def test_order_is_the_first_preferred_one_that_both_cards_allow(kind: str, order: str) -> None:
     assert make_fleet(kind).order("prefill-0", "decode-0", ORDERS) == order
     assert make_fleet(kind).order("prefill-0", "decode-0", ("decode_first",)) == "decode_first"
+
+
+@pytest.mark.parametrize(("num_blocks", "order"), [(16, "concurrent"), (15, "needs_peer_first")])
+def test_prompts_wait_for_their_peer_where_a_pool_does_not_hold_two(num_blocks: int, order: str) -> None:
+    card = make_card("decode-0", "decode", "push")
+    small = replace(card, num_blocks=num_blocks, max_model_len=8 * card.layout.block_size - 3)
+    assert agreed_order(card, small, ("concurrent",)) == order
+    assert agreed_order(small, card, ("concurrent",)) == order
+    assert agreed_order(replace(small, orders=["concurrent"]), card, ("concurrent",)) == "concurrent"
 
 
 def test_illegal_order_is_refused() -> None:
