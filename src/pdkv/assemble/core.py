@@ -84,7 +84,7 @@ def build_core(
         return sum(kv.num_kept(r.num_tokens) for r in chain(scheduler.running, loading) if r.kv == "handoff")
 
     most_leased = int(card.num_blocks * handoff.max_leased_fraction)
-    if card.kind == "push":  # decode holds blocks for prompts that pass the limit: the longest of them must find room
+    if card.kind == "push" and card.holds_two:  # where decode has blocks for a prompt already, it must find room here
         most_leased = min(most_leased, card.num_blocks - longest_blocks)
     prefill = PrefillRole(
         engine=card.engine,
