@@ -17,6 +17,8 @@ from pdkv.host.cuda_devices import count_cuda_devices
 from pdkv.host.processor import instruction_set
 
 RESULTS = Path(__file__).parent / "results"
+NEEDS_PEER = ("engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm")
+"""Benchmarks beside vLLM."""
 
 
 class Context(NamedTuple):
@@ -50,6 +52,18 @@ class Claim(msgspec.Struct, frozen=True):
     def met(self) -> bool:
         """Whether the ratio is on the right side of its limit."""
         return self.ratio >= self.limit if self.better == "higher" else self.ratio <= self.limit
+
+    @property
+    def cells(self) -> str:
+        """Of a table: its name, what was measured, what was wanted, and whether that was met."""
+        spread = f" ({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})" if self.quartiles else ""
+        wanted = f"{'≥' if self.better == 'higher' else '≤'} {self.limit:.2f}"
+        return f"{self.name} | {self.ratio:.2f}{spread} | {wanted} | {'' if self.met else '**missed**'}"
+
+    @property
+    def shown_figures(self) -> str:
+        """What it was made of."""
+        return ", ".join(f"{key} {_short(value)}" for key, value in self.figures.items())
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -137,14 +151,8 @@ def markdown(document: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name, outcome in document["benchmarks"].items():
-        for claim in outcome["claims"]:
-            sign = "≥" if claim["better"] == "higher" else "≤"
-            figures = ", ".join(f"{key} {_short(value)}" for key, value in claim["figures"].items())
-            mark = "met" if claim["met"] else "**missed**"
-            low, high = claim.get("quartiles") or (None, None)
-            spread = "" if low is None else f" ({low:.2f} to {high:.2f})"
-            measured, wanted = f"{claim['ratio']:.2f}{spread}", f"{sign} {claim['limit']:.2f}"
-            lines.append(f"| {name} | {claim['name']} | {measured} | {wanted} | {mark} | {figures} |")
+        for claim in msgspec.convert(outcome["claims"], list[Claim]):
+            lines.append(f"| {name} | {claim.cells} | {claim.shown_figures} |")
     lines += ["", "Load average before each: " + ", ".join(
         f"{name} {outcome['load_before']}" for name, outcome in document["benchmarks"].items()
     ) + ".", ""]  # fmt: skip
@@ -153,14 +161,7 @@ def markdown(document: dict[str, Any]) -> str:
 
 def show(name: str, claims: Sequence[Claim]) -> str:
     """Claims for a terminal."""
-    rows = []
-    for claim in claims:
-        sign = ">=" if claim.better == "higher" else "<="
-        figures = ", ".join(f"{key} {_short(value)}" for key, value in claim.figures.items())
-        verdict = "met" if claim.met else "MISSED"
-        spread = f" [{claim.quartiles[0]:.3f} to {claim.quartiles[1]:.3f}]" if claim.quartiles else ""
-        rows.append(f"{name}: {claim.name}: {claim.ratio:.3f}{spread} ({sign} {claim.limit:.2f}, {verdict}); {figures}")
-    return "\n".join(rows)
+    return "\n".join(f"| {name} | {claim.cells} | {claim.shown_figures} |" for claim in claims)
 
 
 def _to_json(outcome: Outcome) -> dict[str, Any]:

@@ -9,15 +9,16 @@ import re
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.report import RESULTS
+import msgspec
+
+from benchmarks.report import NEEDS_PEER, RESULTS, Claim
 
 DOCS = Path(__file__).parents[1] / "docs"
 SUPERSEDED = {"structured": "2026-11-23", "shapes": "2026-11-23", "dtypes": "2026-11-22", "swap": "2026-11-26"}
 SUPERSEDED |= dict.fromkeys(("identity_mid", "identity_large", "many"), "2026-11-22")
 """The day up to which a benchmark's figures, or a report, are of replaced code or of a benchmark that is gone."""
-NEEDS_VLLM = ("engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm")
 COMMANDS = {
     "autoscale": "python -m benchmarks.autoscale",
     "bench_clients": "python -m benchmarks.fixed_delays --guidellm PYTHON --vllm PYTHON",
@@ -59,18 +60,12 @@ class Row(NamedTuple):
     machine: str
     day: str
     report: str  # name of the markdown file with all figures
-    claim: dict[str, Any]
+    claim: Claim
 
     @property
     def cells(self) -> str:
         """A line of a table."""
-        claim = self.claim
-        low, high = claim.get("quartiles") or (None, None)
-        measured = f"{claim['ratio']:.2f}" + ("" if low is None else f" ({low:.2f} to {high:.2f})")
-        wanted = f"{'≥' if claim['better'] == 'higher' else '≤'} {claim['limit']:.2f}"
-        verdict = "" if claim["met"] else "**missed**"
-        day = f"[{self.day}](../benchmarks/results/{self.report})"
-        return f"| {claim['name']} | {measured} | {wanted} | {verdict} | {self.machine} | {day} |"
+        return f"| {self.claim.cells} | {self.machine} | [{self.day}](../benchmarks/results/{self.report}) |"
 
 
 def newest(folder: Path = RESULTS) -> list[Row]:
@@ -86,9 +81,8 @@ def newest(folder: Path = RESULTS) -> list[Row]:
         machine, day = document["hardware"].get("gpu", document["hardware"]["isa"]), document["date"]
         for name, outcome in document["benchmarks"].items():
             if day > SUPERSEDED.get(name, ""):
-                runs[name, machine] = [
-                    Row(name, machine, day, path.with_suffix(".md").name, claim) for claim in outcome["claims"]
-                ]
+                claims = msgspec.convert(outcome["claims"], list[Claim])
+                runs[name, machine] = [Row(name, machine, day, path.with_suffix(".md").name, c) for c in claims]
     return [row for key in sorted(runs, key=lambda key: (key[1].startswith("NVIDIA"), key)) for row in runs[key]]
 
 
@@ -114,12 +108,12 @@ def plot(folder: Path = RESULTS) -> str:
         '<text x="10" y="22" font-weight="bold">Output tokens/s of one engine on a CPU, pdkv / vLLM</text>',
     ]
     for at, row in enumerate(rows):
-        y, width = 24 * at + 38, 130 * row.claim["ratio"]
-        pdkv, vllm = row.claim["figures"]["pdkv tok/s"], row.claim["figures"]["vllm tok/s"]
+        y, width = 24 * at + 38, 130 * row.claim.ratio
+        pdkv, vllm = row.claim.figures["pdkv tok/s"], row.claim.figures["vllm tok/s"]
         parts += [
-            f'<text x="10" y="{y + 13}">{row.claim["name"]}</text>',
+            f'<text x="10" y="{y + 13}">{row.claim.name}</text>',
             f'<rect x="260" y="{y}" width="{width:.0f}" height="17" fill="#3572a5"/>',
-            f'<text x="{268 + width:.0f}" y="{y + 13}">{row.claim["ratio"]:.2f}: {pdkv:.0f} / {vllm:.0f}</text>',
+            f'<text x="{268 + width:.0f}" y="{y + 13}">{row.claim.ratio:.2f}: {pdkv:.0f} / {vllm:.0f}</text>',
         ]
     parts.append(f'<line x1="390" x2="390" y1="32" y2="{height - 14}" stroke="black" stroke-dasharray="4"/>')
     parts.append(f'<text x="376" y="{height - 2}">vLLM</text>')
@@ -133,7 +127,7 @@ def _command(row: Row) -> str:
         return f'make gpu PARTS="{row.benchmark.replace("smoke", "launch")}"'
     if row.benchmark in COMMANDS:
         return COMMANDS[row.benchmark]
-    return f"python -m benchmarks.run {row.benchmark}" + (" --vllm VENV" if row.benchmark in NEEDS_VLLM else "")
+    return f"python -m benchmarks.run {row.benchmark}" + (" --vllm VENV" if row.benchmark in NEEDS_PEER else "")
 
 
 def _notes(folder: Path) -> dict[str, str]:

@@ -38,7 +38,7 @@ from benchmarks import (
     ttft,
     versus,
 )
-from benchmarks.report import Claim, Context, Outcome, load_average, save, show
+from benchmarks.report import NEEDS_PEER, Claim, Context, Outcome, load_average, save, show
 from benchmarks.servers import end_by_signal
 
 WORK = Path(__file__).parent.parent / ".bench"
@@ -84,7 +84,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     "kv_codecs": kv_codecs.run,
     "speculation": speculation.run,
 }
-NEEDS_PEER = ("engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pd_balance import balance
-from benchmarks.report import Claim, Outcome, save, show
-from benchmarks.run import BENCHMARKS, NEEDS_PEER, main
+from benchmarks.report import NEEDS_PEER, Claim, Outcome, save, show
+from benchmarks.run import BENCHMARKS, main
 from pdkv.connector_kit.bench.turns import Spread
 from pdkv.host.processor import instruction_set
 
@@ -54,7 +54,7 @@ def test_figures_of_another_instruction_set_stay_in_files_of_their_own(tmp_path:
 def test_what_was_missed_is_shown(tmp_path: Path) -> None:
     table = save({"b": outcome(SLOW)}, tmp_path).read_text()
     assert "| b | slow | 1.60 | ≤ 1.50 | **missed** | ms 0.125 |" in table
-    assert "MISSED" in show("b", [SLOW])
+    assert "**missed**" in show("b", [SLOW])
 
 
 def test_the_quartiles_of_the_rounds_stand_beside_their_median(tmp_path: Path) -> None:
@@ -62,9 +62,9 @@ def test_the_quartiles_of_the_rounds_stand_beside_their_median(tmp_path: Path) -
     assert claim.ratio == 1.0
     assert claim.met
     path = save({"a": outcome(claim), "b": outcome(FAST)}, tmp_path)
-    assert "| a | fast | 1.00 (0.90 to 1.10) | ≥ 0.95 | met |  |" in path.read_text()
+    assert "| a | fast | 1.00 (0.90 to 1.10) | ≥ 0.95 |  |  |" in path.read_text()
     assert "1.30 | ≥ 1.20" in path.read_text()
-    assert "1.000 [0.900 to 1.100]" in show("a", [claim])
+    assert "1.00 (0.90 to 1.10)" in show("a", [claim])
 
 
 def test_a_document_from_before_the_quartiles_is_shown(tmp_path: Path) -> None:

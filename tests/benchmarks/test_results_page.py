@@ -18,7 +18,7 @@ def test_the_readme_shows_figures_of_the_page() -> None:
     lines = (DOCS.parent / "README.md").read_text().splitlines()
     for benchmark, number in shown.items():
         rows = [row for row in newest() if row.benchmark == benchmark][:number]
-        figures = ", ".join(f"{row.claim['ratio']:.2f}" + " (missed)" * (not row.claim["met"]) for row in rows)
+        figures = ", ".join(f"{row.claim.ratio:.2f}" + " (missed)" * (not row.claim.met) for row in rows)
         assert any(f"| {figures} |" in line and line.endswith(f"| {rows[0].day} |") for line in lines), benchmark
 
 
@@ -37,7 +37,7 @@ def test_the_newest_run_of_each_kind_of_machine_counts(tmp_path: Path) -> None:
     save(tmp_path, "2026-11-24-avx2", {"isa": "avx2"}, startup=1.5)
     save(tmp_path, "gpu-2026-11-21", {"isa": "avx2", "gpu": "NVIDIA X"}, engine=0.6)
     save(tmp_path, "2026-11-25", {"cpu": "unknown"}, startup=0.7)
-    rows = [(row.benchmark, row.machine, row.day, row.claim["ratio"]) for row in newest(tmp_path)]
+    rows = [(row.benchmark, row.machine, row.day, row.claim.ratio) for row in newest(tmp_path)]
     assert rows == [
         ("front", "avx2", "2026-11-22", 0.2),
         ("startup", "amx_bf16", "2026-11-23", 0.4),
