@@ -1,8 +1,7 @@
-"""What the router costs, all limits on: CPU of whole runs and of tokens, memory of slow streams, and time.
+"""What the router costs, all limits on: CPU of tokens, memory of slow streams, and time.
 
-Whole runs are compared with an earlier version (`--before VENV`, a virtual environment with it). The rest stands in
-front of a paced engine, which computes nothing: more streams than this machine could compute, and CPU time of the
-router's process, which says nearly the same beside other work.
+It stands in front of a paced engine, which computes nothing: more streams than this machine could compute, and CPU time
+of the router's process, which says nearly the same beside other work.
 """
 
 import asyncio
@@ -19,16 +18,12 @@ from typing import NamedTuple
 from benchmarks.client import Reply, complete
 from benchmarks.engine_link import EngineLink, Timing
 from benchmarks.load import Workload, check, measure, random_prompt
-from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.router_alone import Alone, router_alone
-from benchmarks.servers import Server, cpu_seconds, pdkv
-from benchmarks.versus import workload
 from pdkv.bench.serve import run_loop
 from pdkv.connector_kit.bench.turns import take_turns
 from pdkv.host.sockets import raise_open_files_limit
 
-RUN_LIMIT = 1.02
 TOKEN_LIMITS_US = {64: 40.0, 1000: 30.0}
 DISPATCHER_US, TOGETHER_LIMIT = 8.0, 1.15
 STREAM_LIMIT_KIB = 30.0
@@ -39,49 +34,15 @@ PACE_S = 0.002
 
 
 def run(context: Context) -> list[Claim]:
-    """One claim of whole runs, where there is an earlier version; then two of tokens, two of streams, two of time."""
+    """Two claims of tokens, four of fronts, two of streams, two of time."""
     raise_open_files_limit()
-    model = find_model(context.models, "tiny")
     return [
-        *whole_runs(model, context.before, context.quick),
         *(_tokens(num_streams, context.quick) for num_streams in TOKEN_LIMITS_US),
         *(claim for num_streams in TOKEN_LIMITS_US for claim in fronts(num_streams, context.quick)),
         *slow_streams(context.quick),
         added_latency(context.quick),
         refusals(context.quick),
     ]
-
-
-# --- whole runs ---------------------------------------------------------------------------------------------------
-
-
-def whole_runs(model: Path, before: Path | None, quick: bool) -> list[Claim]:
-    """1P1D, 8 at once, 512 tokens in, 64 out: CPU of engines and router, both versions up and served by turns."""
-    if before is None:
-        return []
-    options = ("--kv-cache-memory", "256MiB", "--threads", "1")
-    num_requests, rounds = (8, 2) if quick else (64, 8)
-    with (
-        pdkv(model, prefill=1, decode=1, options=options) as now,
-        pdkv(model, prefill=1, decode=1, options=options, python=before / "bin" / "python") as then,
-    ):
-        for server in (now, then):
-            _run_cpu(server, 8)  # warm
-        servers = {"now": now, "before": then}
-        used = take_turns(
-            {name: partial(_run_cpu, server, num_requests) for name, server in servers.items()}, rounds, warm=0
-        )
-    ratios = [now / then for now, then in zip(used["now"], used["before"], strict=True)]
-    figures = {f"{name} ms a request": sum(each) / len(each) / num_requests * 1e3 for name, each in used.items()}
-    figures |= {"least round": min(ratios), "largest round": max(ratios)}
-    return [Claim("CPU of an undisturbed run, now / before", median(ratios), RUN_LIMIT, "lower", figures)]
-
-
-def _run_cpu(server: Server, num_requests: int) -> float:
-    """CPU seconds of all processes. Raises RuntimeError if a request failed."""
-    began = cpu_seconds(server)
-    measure(server.url, server.model, workload(num_requests, 8))
-    return cpu_seconds(server).since(began).total
 
 
 # --- tokens -------------------------------------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def measure(connector: Sequence[str], seconds: float, seed: int, redis_cpu: "Red
             used = cpu_seconds(server).since(before)
             own = time.process_time() - own
             redis = redis_cpu() - redis if redis_cpu else 0.0
-            others = _busy_s() - busy - used.total - own - redis
+            others = _busy_s() - busy - sum(used.engines.values()) - used.router - own - redis
             handed = [metric(server, "pdkv_engine_prompt_tokens_total", source=name) for name in ("remote", "store")]
         ratios = _steps(log.read_text())
     answers = [

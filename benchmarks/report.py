@@ -27,7 +27,6 @@ class Context(NamedTuple):
     models: Path  # folder of random models, made when they are missing
     vllm: Path | None  # virtual environment of the peer; None: what needs it is skipped
     quick: bool = False  # a few seconds each: shows that it works, measures nothing
-    before: Path | None = None  # virtual environment with an earlier pdkv; None: nothing is compared with it
     clock: Callable[[], float] = time.perf_counter  # around what runs on this thread
 
 

@@ -92,7 +92,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; {', '.join(BENCHMARKS)}")
     parser.add_argument("--models", type=Path, default=WORK / "models", help="where random models are, or are made")
     parser.add_argument("--vllm", type=Path, default=WORK / "vllm", help="virtual environment with vLLM's CPU build")
-    parser.add_argument("--before", type=Path, help="virtual environment with an earlier pdkv, for `front`")
     parser.add_argument("--threads", type=int, help="of torch in this process, for `linears`")
     parser.add_argument("--cpu-time", action="store_true", help="of this thread, for the same: with --threads 1 only")
     parser.add_argument("--out", type=Path, help="folder of the results")
@@ -107,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end_by_signal)  # so that servers are ended
     names = options.names or list(BENCHMARKS)
     clock = time.thread_time if options.cpu_time else time.perf_counter
-    context = Context(options.models, _find_peer(options.vllm, names), options.quick, options.before, clock)
+    context = Context(options.models, _find_peer(options.vllm, names), options.quick, clock)
     failed = False
     for name in names:
         if name in NEEDS_PEER and context.vllm is None:

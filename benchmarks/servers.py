@@ -138,10 +138,9 @@ def pdkv(
     prefill: int,
     decode: int,
     options: Sequence[str] = (),
-    python: str | Path = sys.executable,
     log: Path | None = None,
 ) -> Iterator[Server]:
-    """`pd launch`, ready. `prefill` 0: aggregated engines. `python`: of another installation. `log`: kept there.
+    """`pd launch`, ready. `prefill` 0: aggregated engines. `log`: kept there.
 
     Every prompt is handed off, unless `options` say otherwise.
     """
@@ -149,7 +148,7 @@ def pdkv(
     url = f"http://127.0.0.1:{port}"
     command = launch_arguments(model, prefill, decode, port, options)
     began = time.monotonic()
-    with running([str(python), "-P", "-m", "pdkv.cli", *command], url, log=log) as process:
+    with running([sys.executable, "-P", "-m", "pdkv.cli", *command], url, log=log) as process:
         start_s = time.monotonic() - began
         [card] = json.loads(get(url + "/v1/models"))["data"]
         yield Server(url, card["id"], process.pid, start_s)
@@ -173,11 +172,6 @@ class CpuSeconds(NamedTuple):
     def since(self, before: "CpuSeconds") -> "CpuSeconds":
         """What was used between two readings."""
         return CpuSeconds({n: s - before.engines[n] for n, s in self.engines.items()}, self.router - before.router)
-
-    @property
-    def total(self) -> float:
-        """Engines and router."""
-        return sum(self.engines.values()) + self.router
 
 
 def cpu_seconds(server: Server) -> CpuSeconds:
