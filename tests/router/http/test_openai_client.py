@@ -1,6 +1,5 @@
 """The official client against the application on a real socket."""
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -207,18 +206,3 @@ def test_closing_a_stream_aborts() -> None:
         assert generation.aborted
 
     run(dispatcher, use)
-
-
-def test_64_requests_at_once() -> None:
-    async def use(client: AsyncOpenAI) -> None:
-        async def one(number: int) -> str:
-            if number % 2:
-                reply = await client.completions.create(model=MODEL, prompt=f"{number}", max_tokens=8)
-                return reply.choices[0].text
-            stream = await client.completions.create(model=MODEL, prompt=f"{number}", max_tokens=8, stream=True)
-            return "".join([chunk.choices[0].text async for chunk in stream])
-
-        texts = await asyncio.gather(*(one(number) for number in range(64)))
-        assert texts == [f"{number}" for number in range(64)]
-
-    run(FakeDispatcher(lambda request: [tokens(*request.prompt_token_ids), tokens(end="stop")]), use)
