@@ -147,12 +147,12 @@ class Admission:
         choices, tokens = (self.num_pending + 2, self.pending_tokens + 2) if self.num_pending else (0, 0)
         return choices > self.config.max_queued_requests or tokens > self.config.max_queued_tokens
 
-    def _may_still_leave(self, is_allowed: bool) -> bool:
-        """Whether a request that finds no place goes elsewhere."""
+    def _may_still_leave(self, is_allowed: bool, num_choices: int = 1) -> bool:
+        """Whether a request that finds no place goes elsewhere, with all of its choices."""
         if not is_allowed or self.fallback.engine is None:
             return False
         self.fallback.look(now := self._clock())
-        return self.fallback.cause != "" and self.fallback.is_open(now)
+        return self.fallback.cause != "" and self.fallback.is_open(now, num_choices)
 
     def may_leave(self, tenant: Tenant, asked: Asked) -> bool:
         """Whether another deployment may have a request.
@@ -183,8 +183,8 @@ class Admission:
             self._refuse()
 
     def hold(self, tenant: Tenant, num_choices: int, num_tokens: int, *, may_leave: bool = False) -> None:
-        """Reserve places for all choices of a request. A request that arrives at an empty queue may have any size, and
-        one for which there is no room and that another deployment takes now.
+        """Reserve places for all choices of a request. A request that arrives at an empty queue may have any size. One
+        for which there is no room enters if another deployment takes all of it now.
 
         A key may take at most as much of the queue as remains free (dynamic thresholds; Choudhury and Hahne, 1998), so
         that no key fills it and there is room for the next one.
@@ -192,7 +192,7 @@ class Admission:
         Raises:
             TooManyRequests: there is no room.
         """
-        if not self._has_place(tenant, num_choices, num_tokens) and not self._may_still_leave(may_leave):
+        if not self._has_place(tenant, num_choices, num_tokens) and not self._may_still_leave(may_leave, num_choices):
             self._refuse()
         self._change(tenant, num_choices, num_tokens)
 

@@ -56,12 +56,12 @@ class Fallback:
         engine = self._fleet.engines.get(FALLBACK)
         return engine if engine is not None and engine.role == FALLBACK else None
 
-    def is_open(self, now: float) -> bool:
-        """Whether it takes one more request now."""
+    def is_open(self, now: float, num_choices: int = 1) -> bool:
+        """Whether it takes so many more choices now."""
         engine = self.engine
         if engine is None or not engine.serves or engine.score.held_until(now):
             return False
-        return engine.books.requests < self.limit
+        return engine.books.requests + num_choices <= self.limit
 
     def takes_over(self, now: float) -> bool:
         """Whether no engine here can serve, and it takes one more request now."""

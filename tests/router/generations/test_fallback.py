@@ -127,6 +127,9 @@ def test_a_full_queue_refuses_only_what_may_not_leave() -> None:
                 await turns()
             with pytest.raises(TooManyRequests):
                 system.ask(system.tenant("b", fallback=False))
+            many = msgspec.structs.replace(ASKED, prompt_lengths=[20] * (FIRST_REQUESTS + 1))
+            with system.admission.arrive(system.tenant("c")) as visit, pytest.raises(TooManyRequests):
+                visit.judge(many)  # what it does not take would wait here, beyond the bound
             assert await system.ask(number=90) == expected_output(make_request(90))
             assert system.sent == {"overflow": 1}
             system.own.release()
