@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import time
 import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.servers import Server, free_port, running
@@ -21,8 +21,15 @@ from pdkv.host.processor import emulates_bfloat16
 
 VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"  # the one that this build of vLLM was compiled for
+NEEDED_BY = (
+    "engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm", "vllm_behind", "vllm_pair_behind",
+    "speculation_vllm",
+)  # fmt: skip
+"""Benchmarks that stand beside it."""
+
 _UNUSED = ("torch", "torchvision", "torchaudio", "torchcodec")
 _MODEL = "m"
+_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
 _PROXY = Path(__file__).parent / "peer_proxy.py"
 
 _LIST_REQUIREMENTS = """
@@ -59,36 +66,51 @@ def check(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def vllm(folder: Path, model: Path, *, cpus: str | None = None, options: Sequence[str] = ()) -> Iterator[Server]:
-    """One aggregated server, on all CPUs or on `cpus` ("0-1"), with further options of vLLM's."""
-    port = free_port()
+def vllm(
+    folder: Path,
+    model: Path,
+    *,
+    cpus: str | None = None,
+    options: Sequence[str] = (),
+    port: int = 0,
+    wait: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """One server, on all CPUs or on `cpus` ("0-1"), with further options of vLLM's; `port` 0: any.
+
+    Without `wait`, it is not ready yet.
+    """
+    port = port or free_port()
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
-    variables = _environment() | ({} if cpus is None else {"VLLM_CPU_OMP_THREADS_BIND": cpus})
-    with running([*_serve(folder, model, port), *options], url, environment=variables) as process:
+    variables = _ENVIRONMENT | (environment or {}) | ({} if cpus is None else {"VLLM_CPU_OMP_THREADS_BIND": cpus})
+    with running([*_serve(folder, model, port), *options], url, environment=variables, wait=wait) as process:
         yield Server(url, _MODEL, process.pid, time.monotonic() - began)
 
 
 @contextlib.contextmanager
-def vllm_pd(folder: Path, model: Path) -> Iterator[Server]:
-    """One prefill and one decode server, one core each, over NIXL and behind the proxy."""
-    ports = {"proxy": free_port(), "prefill": free_port(), "decode": free_port()}
-    urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-    began = time.monotonic()
+def vllm_pair(folder: Path, model: Path, options: Sequence[str] = ()) -> Iterator[list[Server]]:
+    """One prefill and one decode server, one core each, over NIXL."""
     with contextlib.ExitStack() as stack:
-        for cpu, (name, role) in enumerate((("prefill", "kv_producer"), ("decode", "kv_consumer"))):
+        servers = []
+        for cpu, role in enumerate(("kv_producer", "kv_consumer")):
             transfer = f'{{"kv_connector":"NixlConnector","kv_buffer_device":"cpu","kv_role":"{role}"}}'
-            environment = _environment() | {
-                "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
-            }
-            command = [*_serve(folder, model, ports[name]), "--kv-transfer-config", transfer]
-            stack.enter_context(running(command, urls[name], environment=environment, wait=name == "decode"))
-        proxy = [sys.executable, "-P", str(_PROXY), "--port", str(ports["proxy"])]
-        proxy += ["--prefill", urls["prefill"], "--decode", urls["decode"]]
-        process = stack.enter_context(running(proxy, urls["proxy"]))
-        yield Server(urls["proxy"], _MODEL, process.pid, time.monotonic() - began)
+            own = [*options, "--kv-transfer-config", transfer]
+            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+            server = vllm(folder, model, cpus=str(cpu), options=own, wait=cpu > 0, environment=side)
+            servers.append(stack.enter_context(server))
+        yield servers
+
+
+@contextlib.contextmanager
+def vllm_pd(folder: Path, model: Path) -> Iterator[Server]:
+    """Such a pair behind the proxy."""
+    port, began = free_port(), time.monotonic()
+    url = f"http://127.0.0.1:{port}"
+    with vllm_pair(folder, model) as (prefill, decode):
+        proxy = [sys.executable, "-P", str(_PROXY), "--port", str(port)]
+        with running([*proxy, "--prefill", prefill.url, "--decode", decode.url], url) as process:
+            yield Server(url, _MODEL, process.pid, time.monotonic() - began)
 
 
 def _pip(folder: Path, *arguments: str) -> None:
@@ -98,10 +120,6 @@ def _pip(folder: Path, *arguments: str) -> None:
 
 def _python(folder: Path) -> Path:
     return folder / "bin" / "python"
-
-
-def _environment() -> dict[str, str]:
-    return {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
 
 
 def _serve(folder: Path, model: Path, port: int) -> list[str]:

@@ -17,8 +17,6 @@ from pdkv.host.cuda_devices import count_cuda_devices
 from pdkv.host.processor import instruction_set
 
 RESULTS = Path(__file__).parent / "results"
-NEEDS_PEER = ("engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm")
-"""Benchmarks beside vLLM."""
 
 
 class Context(NamedTuple):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.report import NEEDS_PEER, RESULTS, Claim
+from benchmarks.peers import NEEDED_BY
+from benchmarks.report import RESULTS, Claim
 
 DOCS = Path(__file__).parents[1] / "docs"
 SUPERSEDED = {"structured": "2026-11-23", "shapes": "2026-11-23", "dtypes": "2026-11-22", "swap": "2026-11-26"}
@@ -123,11 +124,13 @@ def plot(folder: Path = RESULTS) -> str:
 def _command(row: Row) -> str:
     if row.benchmark.startswith("smoke_"):
         return "make gpu smoke"
+    if row.benchmark.startswith("routers_"):
+        return f"python -m benchmarks.routers DIR {row.benchmark.removeprefix('routers_')}"
     if row.machine.startswith("NVIDIA"):
         return f'make gpu PARTS="{row.benchmark.replace("smoke", "launch")}"'
     if row.benchmark in COMMANDS:
         return COMMANDS[row.benchmark]
-    return f"python -m benchmarks.run {row.benchmark}" + (" --vllm VENV" if row.benchmark in NEEDS_PEER else "")
+    return f"python -m benchmarks.run {row.benchmark}" + (" --vllm VENV" if row.benchmark in NEEDED_BY else "")
 
 
 def _notes(folder: Path) -> dict[str, str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import (
+    behind,
     busy_steps,
     connectors,
     experts,
@@ -38,7 +39,8 @@ from benchmarks import (
     ttft,
     versus,
 )
-from benchmarks.report import NEEDS_PEER, Claim, Context, Outcome, load_average, save, show
+from benchmarks.peers import NEEDED_BY
+from benchmarks.report import Claim, Context, Outcome, load_average, save, show
 from benchmarks.servers import end_by_signal
 
 WORK = Path(__file__).parent.parent / ".bench"
@@ -62,6 +64,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "engine_mid": _of(versus.run_engine, "mid"),
     "engine_moe": _of(versus.run_engine, "moe"),
     "pd_tiny": _of(versus.run_pd, "tiny"),
+    "vllm_behind": behind.run,
+    "vllm_pair_behind": behind.run_pair,
     "balance_tiny": _of(pd_balance.run, "tiny"),
     "balance_mid": _of(pd_balance.run, "mid"),
     "front": front.run,
@@ -83,6 +87,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "experts": experts.run,
     "kv_codecs": kv_codecs.run,
     "speculation": speculation.run,
+    "speculation_vllm": speculation.run_beside,
 }
 
 
@@ -109,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     context = Context(options.models, _find_peer(options.vllm, names), options.quick, clock)
     failed = False
     for name in names:
-        if name in NEEDS_PEER and context.vllm is None:
+        if name in NEEDED_BY and context.vllm is None:
             print(f"{name}: skipped, it needs vLLM: python -m benchmarks.peers install {options.vllm}", flush=True)
             continue
         try:
@@ -134,7 +139,7 @@ def _run(name: str, context: Context) -> Outcome:
 
 
 def _find_peer(folder: Path, names: Sequence[str]) -> Path | None:
-    if not set(names) & {*NEEDS_PEER, "speculation"}:  # that one has rows without it, too
+    if not set(names) & set(NEEDED_BY):
         return None
     try:
         peers.check(folder)

@@ -1,12 +1,14 @@
 """Guessing tokens beside not guessing, in tokens a second: a text recited from the prompt, text that cannot be guessed,
 a proposer that is right with a known probability, and a small model that drafts for a wide one of its own function.
 
-python -m benchmarks.run speculation            with vLLM's own speculation beside it, where vLLM is installed
+python -m benchmarks.run speculation
+python -m benchmarks.run speculation_vllm       beside vLLM's own n-grams
 """
 
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -34,6 +36,9 @@ WIDTH = 122_880
 
 NOISE = 0.12
 """Standard deviation for which the wide model draws four of five tokens as the embedded one does."""
+
+BESIDE = (1, 8)
+"""Requests at once beside vLLM."""
 
 NGRAM, SUFFIX = {"method": "ngram"}, {"method": "suffix"}
 _WORDS = (
@@ -100,7 +105,7 @@ def run(context: Context) -> list[Claim]:
     claims = [
         _compare(
             f"{name}, recital, {at_once} at once, ngram / without",
-            path, NGRAM, lambda llm, turn, at_once=at_once: Load.recital(llm, at_once, turn), least, rounds,
+            path, NGRAM, partial(_recital, at_once), least, rounds,
         )
         for name, path in (("embedded", DEFAULT_MODEL), ("wide", wide))
         for at_once, least in ((1, 2.5), (8, 1.8))
@@ -116,8 +121,6 @@ def run(context: Context) -> list[Claim]:
     steps = _Steps.of(wide)
     claims += _oracle(wide, steps)
     claims.append(_draft_model(context, steps))
-    if context.vllm is not None:
-        claims.append(_beside_vllm(context.vllm, wide, claims[2].ratio))
     return claims
 
 
@@ -237,25 +240,39 @@ def _step_seconds(path: Path, load: Load, k: int) -> float:
     return float(seconds)
 
 
-def _beside_vllm(folder: Path, path: Path, ours: float) -> Claim:
+def run_beside(context: Context) -> list[Claim]:
     """Our gain / that of vLLM's own n-grams, with the same model and texts."""
-    seconds = []
-    config = {**NGRAM, "num_speculative_tokens": 8, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    assert context.vllm is not None
+    path = find_wide(context.models, WIDTH, 0.0)
     llm = _llm(None, path)
-    prompts = [Load.recital(llm, 1, turn).prompts[0] for turn in range(4)]
+    loads = {at_once: [Load.recital(llm, at_once, turn).prompts for turn in range(4)] for at_once in BESIDE}
     _end(llm)
+    config = {**NGRAM, "num_speculative_tokens": 8, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+    seconds: dict[int, list[float]] = {at_once: [] for at_once in loads}
     for options in ((), ("--speculative-config", json.dumps(config))):
-        with vllm(folder, path, options=options) as server:
-            seconds.append(median(_complete(server, prompt) for prompt in prompts))
-    theirs = seconds[0] / seconds[1]
-    figures = {"our gain": ours, "vLLM's gain": theirs}
-    return Claim("wide, recital, 1 at once, our gain / vLLM's", ours / theirs, 1.0, "higher", figures)
+        with vllm(context.vllm, path, options=options) as server:
+            for at_once, turns in loads.items():
+                seconds[at_once].append(median([_complete(server, prompts) for prompts in turns][1:]))
+    claims = []
+    for at_once, (without, with_guesses) in seconds.items():
+        own = _compare("", path, NGRAM, partial(_recital, at_once), 0.0, 3)
+        theirs = without / with_guesses
+        figures = {"our gain": own.ratio, "vLLM's gain": theirs, "vLLM s without": without, **own.figures}
+        name = f"wide, recital, {at_once} at once, our gain / vLLM's"
+        claims.append(Claim(name, own.ratio / theirs, 1.0, "higher", figures))
+    return claims
 
 
-def _complete(server: Server, prompt: list[int]) -> float:
-    body = {"model": server.model, "prompt": prompt, "max_tokens": RECITED - 20, "temperature": 0, "ignore_eos": True}
+def _recital(at_once: int, llm: LLM, turn: int) -> Load:
+    return Load.recital(llm, at_once, turn)
+
+
+def _complete(server: Server, prompts: Sequence[list[int]]) -> float:
+    """Seconds for all of them at once."""
+    fixed = {"model": server.model, "max_tokens": RECITED - 20, "temperature": 0, "ignore_eos": True}
     begin = perf_counter()
-    post(f"{server.url}/v1/completions", body)
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        list(pool.map(lambda prompt: post(f"{server.url}/v1/completions", fixed | {"prompt": prompt}), prompts))
     return perf_counter() - begin
 
 

@@ -34,6 +34,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_token_ids: list[int]
     params: SamplingParams
+    seed_drawn: bool = False  # its client gave none
     choice: int = 0
     prediction_token_ids: list[int] = []  # the output that the client expects
     cache_salt: str = ""

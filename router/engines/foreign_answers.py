@@ -122,7 +122,7 @@ def request_body(submit: Submit, kind: str, model: str, max_model_len: int, salt
     if own.tells_ids:  # else the model's own defaults would apply there
         body |= {"return_token_ids": True, "top_k": params.top_k or -1, "min_p": params.min_p}
         body |= {"repetition_penalty": params.repetition_penalty}
-    if "seed" in own.takes and not params.greedy:
+    if "seed" in own.takes and not (params.greedy or submit.seed_drawn):
         body["seed"] = _seed(submit)
     if params.logprobs is not None and "logprobs" in own.takes:
         body |= {"logprobs": params.logprobs, "return_tokens_as_token_ids": True}

@@ -423,6 +423,7 @@ class RequestFlow:
             transfer_id=self.transfer_id,
             attempt=self.prefill_attempt if is_first else self.attempt,
             choice=request.choice,
+            seed_drawn=request.seed_drawn,
             prompt_token_ids=request.prompt_token_ids,
             output_token_ids=list(self.output.token_ids),
             params=params,

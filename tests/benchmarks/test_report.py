@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.pd_balance import balance
-from benchmarks.report import NEEDS_PEER, Claim, Outcome, save, show
+from benchmarks.peers import NEEDED_BY
+from benchmarks.report import Claim, Outcome, save, show
 from benchmarks.run import BENCHMARKS, main
 from pdkv.connector_kit.bench.turns import Spread
 from pdkv.host.processor import instruction_set
@@ -90,8 +91,8 @@ def test_an_unknown_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 def test_without_its_peer_a_comparison_is_skipped_with_the_command_that_installs_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([*NEEDS_PEER, "--vllm", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 0
+    assert main([*NEEDED_BY, "--vllm", str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("benchmarks.peers install") == len(NEEDS_PEER)
+    assert shown.count("benchmarks.peers install") == len(NEEDED_BY)
     assert not (tmp_path / "out").exists()
-    assert set(NEEDS_PEER) < set(BENCHMARKS)
+    assert set(NEEDED_BY) < set(BENCHMARKS)

@@ -159,6 +159,7 @@ class Choice:
         return GenerateRequest(
             prompt_token_ids=self.prompt.token_ids,
             params=self._params,
+            seed_drawn=self._job.params.seed is None,
             choice=self.index % self._job.n,
             prediction_token_ids=self._job.prediction_token_ids,
             cache_salt=self._job.cache_salt,

@@ -143,6 +143,7 @@ class Submit(Message, frozen=True, kw_only=True):
     kv_terms: KVTerms | None = None  # terms of its stored KV; None: it has none
     tenant: Id = ""  # a digest of its tenant: the grammars of different tenants are matched separately
     prediction_token_ids: TokenIds = []  # what the client expects as the output, for proposers
+    seed_drawn: bool = False  # the client gave no seed
 
 
 class Abort(Message, frozen=True):

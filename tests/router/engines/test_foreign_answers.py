@@ -59,6 +59,10 @@ def test_a_server_that_continues_gets_the_output_as_prompt_and_a_seed_of_its_own
     assert body(submit(max_tokens=None))["max_tokens"] == 98
 
 
+def test_a_seed_that_no_client_gave_is_not_sent() -> None:
+    assert "seed" not in body(msgspec.structs.replace(submit(), seed_drawn=True))
+
+
 def test_no_salt_leaves_in_clear_and_none_where_it_means_nothing() -> None:
     assert len(body(submit())["cache_salt"]) == 48
     assert "secret" not in json.dumps(body(submit()))

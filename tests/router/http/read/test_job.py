@@ -163,7 +163,9 @@ def test_choices_are_numbered_over_prompts_and_each_prompt_is_counted_once() -> 
     dispatcher.num_lossy_tokens = 1
     body = complete(dispatcher, prompt=[ids("a+++"), ids("b---")], n=3, seed=5).json()
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 4, "lossy_tokens": 2}
-    assert all(request.params.n == 1 and request.params.seed == 5 for request in dispatcher.requests)
+    assert all(
+        request.params.n == 1 and request.params.seed == 5 and not request.seed_drawn for request in dispatcher.requests
+    )
 
 
 def test_a_seed_is_drawn_per_prompt_where_there_is_none() -> None:
@@ -171,6 +173,7 @@ def test_a_seed_is_drawn_per_prompt_where_there_is_none() -> None:
     complete(dispatcher, prompt=["a", "a"], n=2)
     seeds = [request.params.seed for request in sorted(dispatcher.requests, key=lambda r: r.choice)]
     assert None not in seeds
+    assert all(request.seed_drawn for request in dispatcher.requests)
     assert len(set(seeds)) == 2
 
 
