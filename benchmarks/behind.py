@@ -182,7 +182,7 @@ def _failure(name: str, url: str, other: Server, act: Callable[[], None]) -> Cla
 
 
 async def _streams(url: str, prompts: Sequence[list[int]], act: Callable[[], None]) -> tuple[list[list[int]], float]:
-    """Their tokens, and the longest pause in one. `act` is called when a third of them have five tokens."""
+    """The tokens of each, and the longest pause in one. `act` is called when a third of them have five tokens."""
     begun, pauses, loop = set[int](), [0.0], asyncio.get_running_loop()
     async with _client(url) as complete:
 

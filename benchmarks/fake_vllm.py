@@ -60,7 +60,7 @@ class Fake:
             self._socket.bind(f"tcp://127.0.0.1:{options.events}")
 
     def app(self) -> web.Application:
-        """Its pages."""
+        """The pages that it serves."""
         app = web.Application(client_max_size=1 << 26)
         models = {"object": "list", "data": [{"id": "m", "object": "model", "owned_by": self._options.owner}]}
         pages = {"/health": {}, "/v1/models": models, "/version": {"version": "0"}, "/counts": self._counts}

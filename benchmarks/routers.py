@@ -62,7 +62,7 @@ class Router(NamedTuple):
     pid: int
 
     def cpu_seconds(self) -> float:
-        """Of all its processes."""
+        """Processor time of it and its children."""
         children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
         return sum(map(process_cpu_seconds, (self.pid, *map(int, children))))
 
