@@ -150,11 +150,13 @@ class ForeignEngine:
             base_url=self.url,
             headers={"accept-encoding": "identity", "user-agent": "pdkv", **headers},
             timeout=httpx.Timeout(ANSWER_S, connect=CONNECT_S, read=None, pool=None),  # reading has its own deadlines
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_S),
-            verify=ssl.create_default_context() if self.url.startswith("https:") else False,
-            cookies=CookieJar(
-                DefaultCookiePolicy(allowed_domains=())
-            ),  # kept, they would bind all requests to a replica
+            transport=httpx.AsyncHTTPTransport(
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEP_S),
+                verify=ssl.create_default_context() if self.url.startswith("https:") else False,
+                trust_env=False,
+                retries=1,  # of a connection: nothing was sent
+            ),
+            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # they would bind all requests to a replica
             trust_env=False,
         )
         self._living = asyncio.create_task(self._live())

@@ -6,7 +6,9 @@ import dataclasses
 import functools
 import json
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
+import anyio
 import msgspec
 import pytest
 from coroutines import run
@@ -119,6 +121,25 @@ def test_a_request_becomes_tokens_and_an_end_and_only_the_operator_s_key_leaves(
         assert names == {name.encode() for name in known | {"content-type"}}
         assert b"bearer sk" in head
         assert body["prompt"] == [5]
+
+    run(main())
+
+
+def test_a_connection_that_is_not_made_in_time_is_tried_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        server = Server()
+        async with rig(server) as (engine, heard):
+            connect, late = anyio.connect_tcp, [TimeoutError()]
+
+            async def connect_late(*args: Any, **more: Any) -> Any:
+                if late:
+                    raise late.pop()
+                return await connect(*args, **more)
+
+            monkeypatch.setattr(anyio, "connect_tcp", connect_late)
+            engine.send(submit())
+            await heard.until(lambda: bool(heard.of(Finished) + heard.of(Failed)))
+            assert (late, heard.of(Failed)) == ([], [])
 
     run(main())
 
