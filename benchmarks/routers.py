@@ -34,7 +34,7 @@ _VOCABULARY = json.loads((DEFAULT_MODEL / "tokenizer.json").read_text())["model"
 _WORDS = [token[1:] for token in _VOCABULARY if token[0] == "Ġ" and token[1:].isalpha()]
 """A token each."""
 
-ENGINES, RATE, PROMPTS = 8, 40.0, 2400
+ENGINES, RATE, PROMPTS = 8, 40.0, 1200
 BEGINNINGS, SHARED, OWN = 64, 2048, 256
 TOKENS_A_S, CACHE = 2500.0, 1 << 16
 PATIENCE_S = 1.5
