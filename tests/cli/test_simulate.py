@@ -63,6 +63,7 @@ def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytes
         (["simulate", "--slow", "decode-0@1"], "--slow decode-0@1: NAME@ATxTIMES or"),
         (["simulate", "--slow", "x@1x2"], "--slow x: an engine's name"),
         (["simulate", "--kv-host-tokens", "-1"], "--kv-host-tokens: a number 0 or more"),
+        (["simulate", "--kv-host-tokens", "63"], "--kv-host-tokens: 0, or 64 and more"),
         (["simulate", "--kill", "x@1"], "--kill x: an engine's name"),
         (["simulate", "--block-size", "24"], "a multiple of 16"),
         (["simulate", "--kv-tokens", "8"], "take at most 0"),

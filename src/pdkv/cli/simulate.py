@@ -186,6 +186,8 @@ def _engine(arguments: argparse.Namespace) -> "EngineOptions":
     check_numbers(arguments, "kv_tokens", "kv_host_tokens", "hop", zero=True)
     if arguments.block_size % 16:
         raise ConfigError(f"--block-size: a multiple of 16 was expected, got {arguments.block_size}")
+    if 0 < arguments.kv_host_tokens < 64:
+        raise ConfigError(f"--kv-host-tokens: 0, or 64 and more, was expected, got {arguments.kv_host_tokens}")
     if arguments.max_num_batched_tokens < arguments.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens: at least --max-num-seqs, {arguments.max_num_seqs}, was expected, got "

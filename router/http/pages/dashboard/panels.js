@@ -104,7 +104,7 @@ export function drawEvents({ events, at: now }) {
   newest = mark;
   at("events").replaceChildren(...rows.map(({ when, kind, engine, text, count }) => h("li", { class: `k-${kind}` },
     h("time", { datetime: new Date(when).toISOString() }, new Date(when).toLocaleTimeString([], { hour12: false })),
-    h("span", { class: "chip" }, kind), h("span", {}, engine ? h("strong", {}, engine) : "", engine && text ? " " : "", text, count > 1 ? h("b", { class: "times" }, ` ×${number(count)}`) : ""))));
+    h("span", { class: "chip" }, kind), h("span", {}, engine ? h("strong", {}, engine) : "", engine && text ? ": " : "", text, count > 1 ? h("b", { class: "times" }, ` ×${number(count)}`) : ""))));
   if (!rows.length) at("events").replaceChildren(h("li", { class: "muted" }, "Nothing has happened yet."));
 }
 
@@ -122,6 +122,6 @@ export function drawRequests({ requests, shows_requests: shows }, open) {
     h("th", { scope: "row" }, h("button", { type: "button", class: "link clip", title: row.request_id, onclick: () => open(row.generation_id) }, row.request_id)),
     h("td", { class: row.error ? "bad" : "", title: row.error?.message }, row.error?.code ?? row.finish_reason ?? "–"),
     h("td", {}, `${number(row.prompt_tokens)} → ${number(row.output_tokens)}`), h("td", {}, seconds(row.ttft_s)), h("td", {}, seconds(row.seconds)),
-    h("td", { class: "muted" }, row.attempt ? `${row.attempt + 1} attempts` : "")));
+    h("td", { class: "muted", title: "attempts" }, row.attempt ? `×${row.attempt + 1}` : "")));
   at("requests").replaceChildren(rows.length ? table(["id", "end", "tokens", "first", "whole", ""], rows) : h("p", { class: "muted" }, "None."));
 }
