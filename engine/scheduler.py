@@ -317,14 +317,15 @@ class Scheduler:
         decodes: int | None = None  # decoding requests from `index` on, counted if a prompt is before them
         while index < len(self.running) and budget > 0:
             request, most = self.running[index], budget
-            if _decodes(request):
+            num_tokens = request.num_planned - request.num_computed
+            if num_tokens <= 1:
                 decodes = decodes and decodes - _wants_a_token(request)
             elif decodes is None:
                 decodes = min(sum(map(_wants_a_token, self.running[index:])), self.limits.max_num_seqs)
                 most = max(budget - decodes, 1)  # it advances even if they need the whole budget
             else:
                 most = max(budget - decodes, 0)
-            num_tokens = self._num_schedulable(request, most)
+            num_tokens = self._num_schedulable(request, num_tokens, most)
             stop = request.num_computed + num_tokens
             must_wait = starved and self.kv.num_missing(request, stop) > 0
             if num_tokens == 0 or must_wait or not (request.in_worker or self.queues.has_place):
@@ -397,14 +398,13 @@ class Scheduler:
                 return False
         return True
 
-    def _num_schedulable(self, request: Request, budget: int) -> int:
-        """Tokens of the request to compute in this step, including those that steps in flight draw, which the workers
-        will know by then. 0 if these end it.
+    def _num_schedulable(self, request: Request, num_tokens: int, budget: int) -> int:
+        """Tokens of a request that has `num_tokens` left to compute in this step, including those that steps in flight
+        draw, which the workers will know by then. 0 if these end it.
         """
         if request.stands_still or (self.trials.active and self.trials.holds(request)):
             return 0
-        num_tokens = request.num_planned - request.num_computed
-        if _decodes(request):
+        if num_tokens <= 1:
             return num_tokens
         return min(num_tokens, self._most_of_prompt(num_tokens), budget)
 
