@@ -93,7 +93,7 @@ class _Warm:
             env={**self._environment, "PYTHONPATH": os.pathsep.join(filter(None, path))},
         )
         there.close()
-        self._control.settimeout(120.0)
+        self._control.settimeout(600.0)  # imports take minutes on a busy host; one that died has closed its end
         assert self._control.recv(16) == b"ready", "the process that forks launches has died"
         atexit.register(self._close)
 
