@@ -19,7 +19,7 @@ import zmq
 from starlette.types import ASGIApp
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.config import HttpLimits, is_paced
+from pdkv.config import HttpLimits, ModelFiles, is_paced
 from pdkv.host.sockets import LISTEN_BACKLOG, raise_open_files_limit
 from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
@@ -126,18 +126,22 @@ def run_router(
         ConfigError: an unknown policy, a broken model directory, or engines that cannot work together.
     """
     config = spec.config
-    dispatcher = Dispatcher(
+    new_dispatcher = functools.partial(
+        Dispatcher,
         policy=spec.policy,
         orders=spec.orders or ORDERS,
         recovery=config.recovery,
         health=config.health,
         reuse=config.reuse,
         explain_share=config.observability.explain_share,
-        await_all=spec.await_all and bool(spec.engines),
-        identity=spec.identity,
         fallback_wait_s=spec.fallback_wait_s,
     )
-    dispatcher.fleet.awaits_others = spec.takes_others
+    dispatcher = new_dispatcher(await_all=spec.await_all and bool(spec.engines), identity=spec.identity)
+    for pool in spec.pools:
+        dispatcher.pools.add(pool.name, pool.served_model_names, new_dispatcher(await_all=False))
+    dispatcher.pools.split(spec.split)
+    for each in dispatcher.pools:
+        each.fleet.awaits_others = spec.takes_others
     context = make_context()
 
     cluster_key = ClusterKey.read(spec.cluster_key_file) if spec.cluster_key_file is not None else None
@@ -331,12 +335,18 @@ def listen_to_signals(stopping: Stopping, lifeline_fd: int | None, reloads: Sequ
 
 
 def model_of(spec: RouterSpec) -> ServedModel:
-    """The model as requests may use it. Raises ConfigError for a broken model directory."""
-    files = spec.model
+    """The model as requests may use it, with those of pools. Raises ConfigError for a broken model directory."""
+    others = [
+        dataclasses.replace(_model_of(spec, pool.model, pool.served_model_names), pool=pool.name) for pool in spec.pools
+    ]
+    return dataclasses.replace(_model_of(spec, spec.model, spec.served_model_names), others=others)
+
+
+def _model_of(spec: RouterSpec, files: ModelFiles, names: Sequence[str]) -> ServedModel:
     return served_model(
         load_tokenizer(files),
         load_model_config(files.model, ignored_fields=files.ignore_config_fields),
-        spec.served_model_names,
+        names,
         api=spec.config.api,
         sampling_defaults=read_sampling_defaults(files.model, files.generation_config),
         logits_processors=spec.logits_processors,

@@ -1,7 +1,7 @@
 """The input and output types of a generation, between the HTTP front end and dispatch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -29,6 +29,32 @@ class PromptKeys:
         return self._keys
 
 
+class Split(NamedTuple):
+    """Why a request for the launch's own model goes to a pool, or stays (docs/membership.md)."""
+
+    draw: float  # 0 to 100
+    shares: Mapping[str, float]  # percent by pool, at that time
+    without: Sequence[str] = ()  # pools that could not run it: it stays if it would go there
+
+    @property
+    def pool(self) -> str:
+        """The pool that runs it; "": the launch's own engines."""
+        end = 0.0
+        for name in sorted(self.shares):
+            end += self.shares[name]
+            if self.draw < end:
+                return "" if name in self.without else name
+        return ""
+
+
+class PoolNews(NamedTuple):
+    """What changes about models while they are served."""
+
+    lengths: tuple[int | None, ...] = (None,)  # that engines take, of the launch's own and then of each pool
+    shares: tuple[tuple[str, float], ...] = ()  # percent by pool
+    down: tuple[str, ...] = ()  # pools without engines that serve
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One choice of one client request, tokenized; `params.seed` is set."""
 
@@ -40,6 +66,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     kv_terms: KVTerms | None = None  # terms of what engines store of its KV
     tenant: str = ""  # a digest of its tenant; empty: clients need no key
+    pool: str = ""  # that runs it; "": the launch's own engines
+    split: Split | None = None  # why that one; None: it was asked for
     may_leave: bool = False  # another deployment may have it (docs/fallback.md)
     priority: int = 0
     slo_ttft_s: float = 0.0  # within which its first token should come; 0: as soon as possible

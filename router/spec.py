@@ -11,6 +11,14 @@ from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.wire.kv import Order
 
 
+class PoolSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """A pool: engines of another model (docs/membership.md)."""
+
+    name: str
+    model: ModelFiles
+    served_model_names: list[str]  # the first is the pool's own
+
+
 class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a router process."""
 
@@ -34,6 +42,8 @@ class RouterSpec(msgspec.Struct, frozen=True, kw_only=True):
     join_listen: str | None = None
     engines_file: Path | None = None
     engines_dns: list[str] = []
+    pools: list[PoolSpec] = []
+    split: Mapping[str, float] = {}  # percent of the requests for `model` that each pool runs
     # of servers of other engines:
     backend_key_file: Path | None = None
     backend_kv_events: Mapping[str, str] = {}  # where their KV events are, by name

@@ -22,6 +22,7 @@ from pdkv.errors import (
     Draining,
     EngineUnavailable,
     InvalidRequest,
+    MalformedMessage,
     PdkvError,
     RequestAborted,
     RequestTimeout,
@@ -88,6 +89,7 @@ class Admission:
         self.num_full = 0  # requests refused
         self.observe_wait: Callable[[float], None] = lambda seconds: None
         self.objectives = self.config.priorities
+        self.pools: dict[str, Admission] = {}  # the queues of pools, which have no arrivals of their own
         self._dispatcher = dispatcher
         self._clock = clock
         self._queue: FairQueue[_Waiter] = FairQueue()
@@ -131,7 +133,7 @@ class Admission:
             raise Draining(f"{self.draining}: try again", retry_after_s=1.0)
         most = self.config
         is_full = self.num_pending >= most.max_queued_requests or self.pending_tokens >= most.max_queued_tokens
-        if is_full and not self._may_still_leave(tenant.grant.fallback):
+        if is_full and not self.pools and not self._may_still_leave(tenant.grant.fallback):
             self._refuse()
         tenant.enter()
         return Visit(self, tenant)
@@ -140,6 +142,16 @@ class Admission:
     def fallback(self) -> "Fallback":
         """What decides whether requests go to another deployment."""
         return self._dispatcher.fallback
+
+    def of_pool(self, name: str) -> "Admission":
+        """The queue of a pool; of "", this one. Raises EngineUnavailable for a pool without engines that serve."""
+        if not name:
+            return self
+        if name not in self.pools:
+            raise MalformedMessage(f"a request for pool {name!r}, which is not there")
+        if (dispatcher := self.pools[name]._dispatcher).is_down():
+            raise EngineUnavailable(f"the pool {name!r} serves no request now: {dispatcher.fault}")
+        return self.pools[name]
 
     @property
     def is_full(self) -> bool:
@@ -179,7 +191,8 @@ class Admission:
             TooManyRequests: there is no room for even one choice, or the tenant's tokens of this minute are used up.
         """
         tenant.check_tokens()
-        if not self._has_place(tenant, 1, 1) and not self._may_still_leave(tenant.grant.fallback):
+        has_place = any(queue._has_place(tenant, 1, 1) for queue in (self, *self.pools.values()))  # which is not known
+        if not has_place and not self._may_still_leave(tenant.grant.fallback):
             self._refuse()
 
     def hold(self, tenant: Tenant, num_choices: int, num_tokens: int, *, may_leave: bool = False) -> None:
@@ -432,6 +445,7 @@ class Visit:
     def judge(self, asked: Asked) -> Terms:
         """Reserve what a request asks for, within its tenant's limits. Raises InvalidRequest and TooManyRequests."""
         tenant, priority, wishes = self.tenant, asked.priority, asked.wishes
+        self._admission = self._admission.of_pool(asked.pool)
         self.turns = tenant.turns_of(wishes.fairness_id)
         tenant.check_priority(priority)
         if wishes.priority is not None:
@@ -452,7 +466,7 @@ class Visit:
         n, most, predicted = asked.n, asked.max_tokens, asked.num_predicted
         leaves = self._admission.may_leave(tenant, asked)
         self.hold(asked.prompt_lengths, n, most, stream=asked.stream, num_predicted=predicted, may_leave=leaves)
-        terms = Terms(priority, asked.cache_salt, None, "", wishes.explain, leaves)
+        terms = Terms(priority, asked.cache_salt, None, "", wishes.explain, leaves, asked.pool)
         if not tenant.digest:
             return terms
         salt = tenant.salted(asked.cache_salt)

@@ -51,6 +51,7 @@ class _Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     salt: Annotated[str, Meta(max_length=256)] = ""
     admin: bool = False
     fallback: bool = False
+    models: tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...] = ()
     kv_ttl_s: Annotated[int, Meta(ge=0, le=MAX_KV_TTL_S)] = 0
     kv_quota: str | int | None = None  # a size
 

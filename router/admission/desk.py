@@ -39,6 +39,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int | None
     stream: bool
     num_predicted: int = 0  # tokens of the expected output, which each choice brings along
+    pool: str = ""  # whose engines are to run it
 
 
 class Terms(NamedTuple):
@@ -50,6 +51,7 @@ class Terms(NamedTuple):
     tenant: str  # its digest
     explain: bool = False
     may_leave: bool = False  # another deployment may have it
+    pool: str = ""
 
 
 class Replay(NamedTuple):

@@ -32,6 +32,7 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     salt: str = ""  # added to every cache salt; "": it shares its cache with other tenants that have none
     admin: bool = False  # may use /admin, and /metrics and /topology where they are protected
     fallback: bool = False  # its requests may go to another deployment
+    models: tuple[str, ...] = ()  # served names of the models that it may use; empty: all
     kv_terms: KVTerms | None = None  # terms on which its KV is kept below the engines' own pools
 
 
@@ -97,6 +98,11 @@ class Tenant:
     def keeper(self) -> str:
         """Identity of the owner of stored responses: a new key under an old name does not inherit them."""
         return f"{self.name} {self.grant.salt}"
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Served names of the models that it may use; empty: all."""
+        return self.grant.models
 
     def change(self, grant: Grant) -> None:
         """Apply other limits from now on; running requests continue."""

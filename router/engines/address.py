@@ -30,12 +30,18 @@ class EngineAddress(msgspec.Struct, frozen=True):
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
-def check_engine_name(name: str) -> None:
-    """Raise ConfigError for an invalid engine name, or one that is another deployment's."""
+def check_engine_name(name: str, what: str = "an engine's name") -> None:
+    """Raise ConfigError for an invalid name of an engine, or one that is another deployment's; `what`: of what else."""
     if name == "fallback":
         raise ConfigError("no engine can be called fallback: that is another deployment's name (docs/fallback.md)")
     if not _ENGINE_NAME.fullmatch(name):
-        raise ConfigError(f"an engine's name has 1 to 64 letters, digits, '-' and '_', such as decode-b0; got {name!r}")
+        raise ConfigError(f"{what} has 1 to 64 letters, digits, '-' and '_', such as decode-b0; got {name!r}")
+
+
+def split_pool(text: str) -> tuple[str, str]:
+    """What stands before @POOL, and the pool; "": none."""
+    what, _, pool = text.partition("@")
+    return what, pool
 
 
 def check_endpoint(endpoint: str) -> None:

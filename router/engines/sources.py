@@ -10,7 +10,7 @@ from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.limits import clip
 from pdkv.base.log_limit import LogLimit
 from pdkv.errors import ConfigError
-from pdkv.router.engines.address import check_engine_name, check_numeric
+from pdkv.router.engines.address import check_engine_name, check_numeric, split_pool
 
 if TYPE_CHECKING:
     from dns.asyncresolver import Resolver
@@ -68,7 +68,7 @@ def _stamp(path: Path) -> object:
 
 
 def read_engines(path: Path) -> dict[str, str]:
-    """Names by endpoint of a file of lines NAME=tcp://ADDRESS:PORT. Raises ConfigError with the line."""
+    """Names by endpoint of a file of lines NAME[@POOL]=tcp://ADDRESS:PORT. Raises ConfigError with the line."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -81,25 +81,27 @@ def read_engines(path: Path) -> dict[str, str]:
             "line with #)"
         )
     found: dict[str, str] = {}
+    names = set[str]()
     for number, line in enumerate(text.splitlines(), 1):
         name, _, endpoint = (part.strip() for part in line.partition("#")[0].partition("="))
         if not name and not endpoint:
             continue
         try:
-            check_engine_name(name)
+            check_engine_name(split_pool(name)[0])
             check_numeric(endpoint)
         except ConfigError as error:
             raise ConfigError(f"--engines-file {path}, line {number}, {clip(line)!r}: {error}") from None
-        if endpoint in found or name in found.values():
+        if endpoint in found or split_pool(name)[0] in names:
             raise ConfigError(f"--engines-file {path}, line {number}: {clip(line)!r} is there twice")
         found[endpoint] = name
+        names.add(split_pool(name)[0])
     return found
 
 
 def split_dns_name(text: str) -> tuple[str, int | None]:
-    """The name to look up, and the engines' port; None: SRV records have it. Raises ConfigError."""
-    name, _, port = text.partition(":")
-    if not name or (":" in text and not (port.isdecimal() and 1 <= int(port) < 65535)):
+    """The name to look up, and the engines' port; None: SRV records have it; without @POOL. Raises ConfigError."""
+    name, colon, port = split_pool(text)[0].partition(":")
+    if not name or (colon and not (port.isdecimal() and 1 <= int(port) < 65535)):
         raise ConfigError(f"a name in DNS was expected, with a port or of SRV records, got {text!r}")
     return name, int(port) if port else None
 
@@ -138,7 +140,7 @@ async def watch_dns(text: str, propose: Propose, resolver: "Resolver | None" = N
         if found or not has_any or clock.now() - good_at >= EMPTY_S:
             good_at, has_any = clock.now(), bool(found)
             try:
-                propose(dict.fromkeys(found, ""))
+                propose(dict.fromkeys(found, f"@{pool}" if (pool := split_pool(text)[1]) else ""))
             except ConfigError as error:
                 logger.error("--engines-dns %s: engines stay as they were: %s", text, error)
         await clock.pause(min(max(ttl_s, MIN_TTL_S), MAX_TTL_S))

@@ -18,7 +18,7 @@ class FrontApp:
 
     def __init__(self, desk: RemoteDesk, served: ServedModel, config: RouterConfig, bodies: ByteBudget) -> None:
         self.drain = Drain(desk)
-        shared = share(desk, model_provider(lambda: desk.max_model_len, served), Totals(), config, bodies, self.drain)
+        shared = share(desk, model_provider(lambda: desk.news, served), Totals(), config, bodies, self.drain)
         self.pool = shared.pool
         desk.held = lambda: (bodies.held, bodies.num_waiting, self.pool.held)
         endpoints = {path: endpoint for path, endpoint in generating(shared).items() if path in ENDPOINTS}

@@ -161,7 +161,7 @@ class Door:
         self.held = (0, 0, 0)
         self.link = Link(Door, Session, Page)
         self.link.objects[0] = self
-        self.link.send(0, "welcome", hall.dispatcher.max_model_len)
+        self.link.send(0, "welcome", hall.dispatcher.pools.news())
 
     def _is_new(self, number: int) -> None:
         if number in self.link.objects:
@@ -171,7 +171,7 @@ class Door:
         """A request of which only the head is known. `resume_id`: of an answer that is to be taken up."""
         self._is_new(number)
         hall, tenant = self._hall, None
-        self.link.send(0, "welcome", hall.dispatcher.max_model_len)
+        self.link.send(0, "welcome", hall.dispatcher.pools.news())
         try:
             tenant = hall.tenant(authorization)
             session = hall.take_up(resume_id, path, tenant) if resume_id else hall.begin(path, tenant)

@@ -21,7 +21,7 @@ from pdkv.router.http.answer.fanout import STALL_S
 from pdkv.router.http.server.errors import describe_error, json_response
 from pdkv.router.http.server.paused_body import PAUSE_BODY, PausedBody
 from pdkv.router.http.server.request_body import Disconnected
-from pdkv.router.request import Delta, GenerateRequest
+from pdkv.router.request import Delta, GenerateRequest, PoolNews
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Generation
@@ -38,10 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 class RemoteTenant:
-    """What a front is told of a key: its name, and what is left of its limits."""
+    """What a front is told of a key: its name, the models that it may use, and what is left of its limits."""
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.models: tuple[str, ...] = ()
         self.rates: RawHeaders = []
 
     def rate_headers(self) -> Iterator[tuple[bytes, bytes]]:
@@ -189,14 +190,15 @@ class RemoteStay(Stay):
     # --- from the dispatcher --------------------------------------------------------------------------------------
 
     def on_answer(
-        self, problem: Problem | None, tenant: str | None, rates: RawHeaders, resume_id: str, replay: Replay | None
-    ) -> None:
+        self, problem: Problem | None, tenant: str | None, models: tuple[str, ...], rates: RawHeaders, resume_id: str,
+        replay: Replay | None,
+    ) -> None:  # fmt: skip
         """What became of `arrive` or `admit`, and what is left to its key (None: clients need none); with a new one,
         its resume id, and what is kept of an answer that it takes up.
         """
         if tenant is not None:
             self.tenant = self.tenant or RemoteTenant(tenant)
-            self.tenant.rates = rates
+            self.tenant.models, self.tenant.rates = models, rates
         self.resume_id = resume_id or self.resume_id
         if replay is not None:
             self.replay = replay._replace(seen=self._seen)
@@ -319,7 +321,7 @@ class RemoteDesk:
     def __init__(self, objectives: Mapping[str, int]) -> None:
         self.draining = ""
         self.objectives = objectives
-        self.max_model_len: int | None = None
+        self.news = PoolNews()
         self.welcomed = asyncio.Event()  # set while a dispatcher answers
         self.held: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
         """Bytes of bodies, bodies that wait for room, and bytes of texts in this front."""
@@ -367,9 +369,9 @@ class RemoteDesk:
         """Call on_`name` of the dispatcher's object `to`. Raises UnsendableMessage."""
         self._link.send(to, name, *arguments)
 
-    def on_welcome(self, max_model_len: int | None) -> None:
-        """The dispatcher serves; with this length, as far as it knows."""
-        self.max_model_len = max_model_len
+    def on_welcome(self, news: PoolNews) -> None:
+        """The dispatcher serves; with these models, as far as it knows."""
+        self.news = news
         self.welcomed.set()
 
     def count(self) -> tuple[int, int]:

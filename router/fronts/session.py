@@ -175,6 +175,7 @@ class Session:
                 raise MalformedMessage("a request that asks twice")
             self._terms = self.visit.judge(asked)
             self._asked = asked
+            self.metrics.of_pool(asked.pool)
             self.metrics.prepared(len(asked.prompt_lengths) * asked.n)
             if replay.body:
                 self.kept = replay
@@ -294,6 +295,6 @@ def answer(
     replay: Replay | None = None,
 ) -> None:  # fmt: skip
     """Answer a request, with what is now left of its key's limits."""
-    name = tenant.name if tenant is not None and tenant.digest else None
+    name, models = (tenant.name, tenant.models) if tenant is not None and tenant.digest else (None, ())
     rates = list(tenant.rate_headers()) if tenant is not None else []
-    link.send(number, "answer", problem, name, rates, resume_id, replay)
+    link.send(number, "answer", problem, name, models, rates, resume_id, replay)

@@ -26,6 +26,7 @@ from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.listener import Listener
 from pdkv.router.generations.moves import Mover
 from pdkv.router.generations.placement import Placement
+from pdkv.router.generations.pools import Pools
 from pdkv.router.generations.probes import Prober, probe_request
 from pdkv.router.generations.recovery import Recovery
 from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
@@ -100,6 +101,7 @@ class Dispatcher:
         self.listener = Listener(driver, self.index, self.tiers)
         self.mover = Mover(driver, take_over=limits.take_over)
         self.changes, self.delays, self._clock = driver.changes, driver.delays, clock
+        self.pools = Pools(self)
         self._described = {"version": VERSION, "policy": policy, "orders": list(orders)}
         self.proposed: Callable[[], list[dict[str, str]]] = list  # addresses of engines that are not admitted
         self._explain_share, self._explain_rng = explain_share, random.Random()
@@ -135,6 +137,8 @@ class Dispatcher:
 
     def connect(self) -> None:
         """Connect to all engines, in the running event loop."""
+        for pool in self.pools.others.values():
+            pool.connect()
         self._connected = True
         self.listener.connected()
         for backend in self.driver.backends.values():
@@ -143,6 +147,8 @@ class Dispatcher:
 
     def close(self) -> None:
         """End all generations and disconnect. Idempotent."""
+        for pool in self.pools.others.values():
+            pool.close()
         if self._ticker is not None:
             self._ticker.cancel()
         self.driver.close()
@@ -245,7 +251,7 @@ class Dispatcher:
         engines = [e.describe(now, num_requests[e.name]) | self._step_of(e.name) for e in self.fleet.engines.values()]
         pairs = [{"prefill": prefill, "decode": decode} for prefill, decode in self.fleet.pairs]
         shown = {"engines": engines, "pairs": pairs, "proposed": self.proposed(), "router": router}
-        return shown | ({"fallback": there} if (there := self.describe_fallback()) else {})
+        return self.pools.add_to(shown | ({"fallback": there} if (there := self.describe_fallback()) else {}))
 
     def describe_fallback(self) -> dict[str, Any]:
         """Another deployment, JSON-ready: `Fallback.describe`."""

@@ -36,7 +36,10 @@ def describe_decision(generation: Generation) -> dict[str, Any]:
     """Why its engines were chosen, JSON-ready, and after its end what would have been best; empty: not recorded."""
     if generation.choices is None:
         return {}
-    return {"choices": msgspec.to_builtins(generation.choices), "hindsight": generation.hindsight}
+    told = {"choices": msgspec.to_builtins(generation.choices), "hindsight": generation.hindsight}
+    request = generation.flow.request
+    split = {"split": request.split._asdict()} if request.split is not None else {}
+    return told | ({"pool": request.pool} if request.pool else {}) | split
 
 
 def encode_brief(generations: Iterable[Generation]) -> bytes:
@@ -108,6 +111,7 @@ def _state(generation: Generation) -> dict[str, Any]:
         "timeout_s": request.timeout_s,  # null: none
         "stall_timeout_s": request.stall_timeout_s,
         "stays": generation.stays,
+        "pool": request.pool,
         **({"decision": describe_decision(generation)} if generation.choices is not None else {}),
     }
 

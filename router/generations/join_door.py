@@ -41,6 +41,11 @@ class _Guest(NamedTuple):
     identity: bytes
     join: Join
 
+    @property
+    def wanted(self) -> str:
+        """The engine's name, and its pool."""
+        return f"{self.join.name}@{self.join.pool}" if self.join.pool else self.join.name
+
 
 class JoinDoor:
     """A ROUTER socket that admits engines' keys only. Lives in the dispatcher's event loop."""
@@ -144,7 +149,7 @@ class JoinDoor:
             self._say(identity, Verdict("left"))
 
     def _propose(self) -> None:
-        self._membership.propose(SOURCE, {e: g.join.name for e, g in self._guests.items() if not g.join.leaving})
+        self._membership.propose(SOURCE, {e: g.wanted for e, g in self._guests.items() if not g.join.leaving})
 
     def _hear(self, endpoint: str, kind: str, why: str) -> None:
         """Pass on what became of an engine."""

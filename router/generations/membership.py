@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pdkv.errors import ConfigError
-from pdkv.router.engines.address import check_engine_name
+from pdkv.router.engines.address import check_engine_name, split_pool
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.operations import Operations
@@ -34,6 +34,7 @@ class Proposal:
     client: EngineClient
     draining: "asyncio.Task[None] | None" = None  # once all its sources have withdrawn it
     hurried: bool = False  # its name is wanted elsewhere
+    pool: str = ""  # in which its engine is to be
 
 
 class Membership:
@@ -56,20 +57,25 @@ class Membership:
         dispatcher.proposed = self.describe
 
     def propose(self, source: str, wanted: Mapping[str, str]) -> None:
-        """Replace what a source proposes: the names that it expects at endpoints; empty: any.
+        """Replace what a source proposes: the names that it expects at endpoints; empty: any; with @POOL, in that pool.
 
         Raises:
-            ConfigError: there would be too many; nothing was changed.
+            ConfigError: there would be too many, or a pool is unknown or not the one of another source; nothing was
+                changed.
         """
         all_wanted = {**self._wanted, source: wanted}
         endpoints = dict.fromkeys(endpoint for given in all_wanted.values() for endpoint in given)
         if len(endpoints) > MAX_PROPOSALS:
             raise ConfigError(f"{len(endpoints)} engines are proposed, and at most {MAX_PROPOSALS} were expected")
+        names_at = {e: {s: given[e] for s, given in all_wanted.items() if e in given} for e in endpoints}
+        for endpoint, names in names_at.items():
+            self._check_pool(endpoint, names)
         self._wanted = all_wanted
-        for endpoint in endpoints:
-            names = {source: given[endpoint] for source, given in all_wanted.items() if endpoint in given}
+        for endpoint, names in names_at.items():
             if (proposal := self._proposals.get(endpoint)) is None:
                 self._begin(endpoint, names)
+            elif _pool_of(names) != proposal.pool:
+                self._change_pool(proposal, names)
             else:
                 self._keep(proposal, names)
         for proposal in [p for e, p in self._proposals.items() if e not in endpoints]:
@@ -82,7 +88,8 @@ class Membership:
 
     def is_up(self, endpoint: str) -> bool:
         """Whether a member at this endpoint is ready."""
-        return self._dispatcher.fleet.is_ready(self.name_at(endpoint))
+        name = self.name_at(endpoint)
+        return self._of(name).fleet.is_ready(name)
 
     def describe(self) -> list[dict[str, str]]:
         """Endpoints whose engines are not admitted, JSON-ready."""
@@ -90,7 +97,7 @@ class Membership:
             {
                 "endpoint": p.endpoint,
                 "source": _sources(p),
-                "name": next(filter(None, p.names.values()), ""),
+                "name": next(filter(None, (split_pool(text)[0] for text in p.names.values())), ""),
                 "reason": p.client.problem or "it does not answer",
             }
             for p in self._proposals.values()
@@ -109,19 +116,45 @@ class Membership:
         return self._members.get(proposal.client.name) is proposal
 
     def _begin(self, endpoint: str, names: Mapping[str, str]) -> None:
-        proposal = Proposal(endpoint, names, self._connect(endpoint, lambda card: self._judge(proposal, card)))
+        client = self._connect(endpoint, lambda card: self._judge(proposal, card))
+        proposal = Proposal(endpoint, names, client, pool=_pool_of(names))
         self._proposals[endpoint] = proposal
-        proposal.client.connect(self._dispatcher.listener)
+        proposal.client.connect(self._dispatcher.pools.at(proposal.pool).listener)
+
+    def _check_pool(self, endpoint: str, names: Mapping[str, str]) -> None:
+        """Raise ConfigError for a pool that is unknown, or not the one that another source says."""
+        pools = {source: split_pool(text)[1] for source, text in names.items()}
+        for pool in pools.values():
+            self._dispatcher.pools.at(pool)
+        if len(set(pools.values())) > 1:
+            raise ConfigError(f"sources name several pools for the engine at {endpoint}: {pools}")
+
+    def _of(self, name: str) -> Dispatcher:
+        """The dispatcher that has an engine."""
+        return self._dispatcher.pools.holder(name)
+
+    def _change_pool(self, proposal: Proposal, names: Mapping[str, str]) -> None:
+        """Ask an endpoint anew that is to be in another pool; if it is a member, it leaves its pool as if it died."""
+        if proposal.draining is not None:
+            proposal.draining.cancel()
+            proposal.draining = None
+        proposal.names = names
+        if self._is_member(proposal):
+            self._start_over(proposal)
+        else:
+            proposal.client.close()
+            self._begin(proposal.endpoint, names)
 
     def _keep(self, proposal: Proposal, names: Mapping[str, str]) -> None:
         """Note who proposes it now; one that was about to leave stays."""
         proposal.names = names
+        engines = self._of(proposal.client.name).fleet.engines
         if self._is_member(proposal):
-            self._dispatcher.fleet.engines[proposal.client.name].source = _sources(proposal)
+            engines[proposal.client.name].source = _sources(proposal)
         if proposal.draining is not None:
             proposal.draining.cancel()
             proposal.draining = None
-            self._dispatcher.fleet.engines[proposal.client.name].leaving = False
+            engines[proposal.client.name].leaving = False
             self._operations.resume(proposal.client.name)
 
     def _withdraw(self, proposal: Proposal) -> None:
@@ -133,13 +166,13 @@ class Membership:
 
     async def _drain(self, proposal: Proposal) -> None:
         """Let a member's requests end, or move them; then it is gone."""
-        name, changes = proposal.client.name, self._dispatcher.changes
-        engine = self._dispatcher.fleet.engines[name]
+        name, dispatcher = proposal.client.name, self._of(proposal.client.name)
+        engine, changes = dispatcher.fleet.engines[name], dispatcher.changes
         engine.leaving = True
         self._operations.drain(name, force=True)
 
         def is_idle() -> bool:
-            return not engine.books.requests and not self._dispatcher.driver.num_requests_on(name)
+            return not engine.books.requests and not dispatcher.driver.num_requests_on(name)
 
         if not engine.is_silent:
             await changes.wait_for(lambda: proposal.hurried or is_idle(), self._drain_s)
@@ -186,19 +219,20 @@ class Membership:
             return str(error)
         client.name = name
         self._members[name] = proposal
-        self._operations.admit(client, card.role, endpoint=proposal.endpoint, source=_sources(proposal))
+        place = {"endpoint": proposal.endpoint, "source": _sources(proposal), "pool": proposal.pool}
+        self._operations.admit(client, card.role, **place)
         self.on_news(proposal.endpoint, "admitted", "")
         return ""
 
     def _check(self, proposal: Proposal, card: EngineCard) -> None:
         """Raise ConfigError, with both values, if a card does not admit its engine."""
-        name, endpoint, fleet = card.engine, proposal.endpoint, self._dispatcher.fleet
+        name, endpoint = card.engine, proposal.endpoint
         check_engine_name(name)
-        for source, expected in proposal.names.items():
-            if expected not in ("", name):
+        for source, text in proposal.names.items():
+            if (expected := split_pool(text)[0]) not in ("", name):
                 raise ConfigError(f"engine {name} answers at {endpoint}, where {source} expected {expected}")
-        fleet.check(name, card)
-        if (holder := fleet.engines.get(name)) is not None and not self._gives_way(name):
+        self._dispatcher.pools.at(proposal.pool).fleet.check(name, card)
+        if (holder := self._of(name).fleet.engines.get(name)) is not None and not self._gives_way(name):
             raise ConfigError(
                 f"the engine at {endpoint} is named {name}, as the one at {holder.endpoint} ({holder.source}): each "
                 "needs a name of its own"
@@ -206,15 +240,21 @@ class Membership:
 
     def _gives_way(self, name: str) -> bool:
         """Remove the member of this name if it is gone; hasten its leaving if it is about to leave."""
-        engine, member = self._dispatcher.fleet.engines[name], self._members.get(name)
+        dispatcher, member = self._of(name), self._members.get(name)
+        engine = dispatcher.fleet.engines[name]
         if member is None:
             return False
         if engine.life == "ready" and not engine.is_silent:
             member.hurried = True
-            self._dispatcher.changes.notify()
+            dispatcher.changes.notify()
             return False
         self._start_over(member)
         return True
+
+
+def _pool_of(names: Mapping[str, str]) -> str:
+    """The pool of an endpoint: its sources agree."""
+    return split_pool(next(iter(names.values())))[1]
 
 
 def _sources(proposal: Proposal) -> str:

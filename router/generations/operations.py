@@ -2,14 +2,14 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import msgspec
 
 from pdkv.base.options import did_you_mean
-from pdkv.errors import InvalidRequest
+from pdkv.errors import ConfigError, InvalidRequest
 from pdkv.router.engines.address import Role
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.fleet import FALLBACK
@@ -24,6 +24,9 @@ Until = Literal["ready", "drained"]
 
 _NOT_FOUND, _CONFLICT = 404, 409
 
+_SPLIT = "@split"
+"""Where the split is among settings of engines."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -33,6 +36,7 @@ class _Mark(msgspec.Struct, omit_defaults=True):
     draining: bool = False
     role: Role | None = None
     share: float = 0.0  # of requests, by hand: of the other deployment
+    shares: dict[str, float] = {}  # percent by pool; of no engine, but of `_SPLIT`
 
 
 class Operations:
@@ -52,10 +56,13 @@ class Operations:
         self._marks = self._read_marks()  # of engines that have yet to come
         for engine in dispatcher.engines():
             self._restore(engine)
+        if (mark := self._marks.pop(_SPLIT, None)) is not None:
+            known = dispatcher.pools.others
+            dispatcher.pools.shares = {name: share for name, share in mark.shares.items() if name in known}
 
     def describe(self, name: str) -> dict[str, Any]:
         """The engine as `/topology` shows it."""
-        return self._dispatcher.describe_engine(self._engine(name).name)
+        return self._of(name).describe_engine(self._engine(name).name)
 
     def drain(self, name: str, *, force: bool = False) -> None:
         """Stop giving the engine new requests; those it has continue. Idempotent.
@@ -66,20 +73,20 @@ class Operations:
         if not force and not engine.draining:
             self._check_rest("draining", engine, None)
         engine.draining = True
-        self._changed(f"{name} is drained: {self._dispatcher.driver.num_requests_on(name)} requests continue")
+        num_requests = self._of(name).driver.num_requests_on(name)
+        self._changed(f"{name} is drained: {num_requests} requests continue", name)
 
     def move_away(self, name: str) -> None:
         """Move the requests of a drained engine elsewhere at once, as far as possible (`Driver.move`)."""
-        generations = self._dispatcher.driver.generations_on(self._engine(name).name)
-        moved = sum(
-            self._dispatcher.driver.move(g, "it is about to stop", away_from=name, spared=True) for g in generations
-        )
+        driver = self._of(name).driver
+        generations = driver.generations_on(self._engine(name).name)
+        moved = sum(driver.move(g, "it is about to stop", away_from=name, spared=True) for g in generations)
         logger.info("%s: %d of %d requests that it still had go on elsewhere", name, moved, len(generations))
 
     def resume(self, name: str) -> None:
         """Give the engine new requests again. Idempotent."""
         self._engine(name).draining = False
-        self._changed(f"{name} takes requests again")
+        self._changed(f"{name} takes requests again", name)
 
     def set_role(self, name: str, role: str, *, force: bool = False) -> None:
         """Give the engine this role for new requests; those it has finish in the old one. Idempotent."""
@@ -92,14 +99,14 @@ class Operations:
         if not force and engine.role != role:
             self._check_rest(f"the role {role} for", engine, role)
         engine.role = engine.assigned = role
-        num_requests = self._dispatcher.driver.num_requests_on(name)
-        self._changed(f"{name} has the role {role}: {num_requests} requests finish in the old one")
+        num_requests = self._of(name).driver.num_requests_on(name)
+        self._changed(f"{name} has the role {role}: {num_requests} requests finish in the old one", name)
 
     def add(self, name: str, role: str, endpoint: str, refusal: Path | None = None) -> None:
         """Add an engine. Idempotent."""
         if role not in ROLES:
             raise InvalidRequest(f"role must be one of {', '.join(ROLES)}, got {role!r}", param="role")
-        present = self._dispatcher.fleet.engines.get(name)
+        present = self._of(name).fleet.engines.get(name)
         if present is not None:
             if present.endpoint not in ("", endpoint):
                 raise InvalidRequest(f"engine {name} already exists, at {present.endpoint}", status=_CONFLICT)
@@ -107,11 +114,24 @@ class Operations:
         self._dispatcher.add_backend(self._connect(name, endpoint), role, refusal, endpoint=endpoint)
         self._changed(f"{name} ({role}) was added")
 
-    def admit(self, backend: Backend, role: str, *, endpoint: str, source: str) -> None:
+    def admit(self, backend: Backend, role: str, *, endpoint: str, source: str, pool: str = "") -> None:
         """Add an engine whose backend is connected and whose card admits it."""
-        self._dispatcher.add_backend(backend, role, endpoint=endpoint, source=source, is_connected=True)
-        self._restore(self._dispatcher.fleet.engines[backend.name])
-        self._changed(f"{backend.name} ({role}) at {endpoint} has joined ({source})")
+        dispatcher = self._dispatcher.pools.at(pool)
+        dispatcher.add_backend(backend, role, endpoint=endpoint, source=source, is_connected=True)
+        self._restore(dispatcher.fleet.engines[backend.name])
+        where = f" to pool {pool}" if pool else ""
+        self._changed(f"{backend.name} ({role}) at {endpoint} has joined{where} ({source})", backend.name)
+
+    def split(self, shares: Mapping[str, float]) -> dict[str, float]:
+        """Have pools run these percents of the requests for the launch's own model; others' stay as they are. Returns
+        all.
+        """
+        try:
+            self._dispatcher.pools.split(shares)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="shares") from None
+        self._changed(f"split: {self._dispatcher.pools.shares or 'none'}")
+        return self._dispatcher.pools.shares
 
     def set_fallback(self, mode: str | None, share: float | None) -> dict[str, Any]:
         """Let requests leave for another deployment by rule ("auto"), or not at all ("off"), and at least a share of
@@ -131,7 +151,7 @@ class Operations:
         if engine.card is None or not engine.card.profiles:
             raise InvalidRequest(f"{name} takes no orders for profiles: its steps are not traced", status=_CONFLICT)
         order = Profile(order_id="", steps=steps, seconds=seconds)
-        told = (await self._dispatcher.listener.profiles.ask([name], order))[name]
+        told = (await self._of(name).listener.profiles.ask([name], order))[name]
         if told.code:
             raise InvalidRequest(f"{name} has no profile: {told.problem}", status=_CONFLICT)
         return {"engine": name, "file": told.file, "bytes": told.num_bytes, "steps": told.steps}
@@ -148,17 +168,18 @@ class Operations:
 
         An unknown engine is not an error: it may have been removed before.
         """
-        if name not in self._dispatcher.fleet.engines:
+        dispatcher = self._of(name)
+        if name not in dispatcher.fleet.engines:
             return
-        num_requests = self._dispatcher.driver.num_requests_on(name)
+        num_requests = dispatcher.driver.num_requests_on(name)
         if num_requests and not force:
             raise InvalidRequest(f"{name} still has {num_requests} requests: drain it first", status=_CONFLICT)
-        self._dispatcher.remove_backend(name)
+        dispatcher.remove_backend(name)
         self._changed(f"{name} was removed")
 
     async def wait(self, name: str, until: Until, timeout_s: float, pid: int | None = None) -> bool:
         """Return True as soon as the engine is in that state; False if it is not within `timeout_s`."""
-        dispatcher = self._dispatcher
+        dispatcher = self._of(name)
 
         def is_so() -> bool:
             engine = self._engine(name)
@@ -168,8 +189,12 @@ class Operations:
 
         return await dispatcher.changes.wait_for(lambda: dispatcher.driver.closed or is_so(), timeout_s) and is_so()
 
+    def _of(self, name: str) -> Dispatcher:
+        """The dispatcher that has an engine."""
+        return self._dispatcher.pools.holder(name)
+
     def _engine(self, name: str) -> EngineState:
-        engines = self._dispatcher.fleet.engines
+        engines = self._of(name).fleet.engines
         if name not in engines:
             known = did_you_mean(name, engines) or f"; known: {', '.join(engines)}"
             raise InvalidRequest(f"there is no engine {name!r}{known}", status=_NOT_FOUND)
@@ -177,7 +202,7 @@ class Operations:
 
     def _check_rest(self, what: str, engine: EngineState, role: str | None) -> None:
         """Refuse an action that would leave no engine to run prompts or to decode, if there is one now."""
-        others = [e for e in self._dispatcher.fleet.engines.values() if e is not engine]
+        others = [e for e in self._of(engine.name).fleet.engines.values() if e is not engine]
         before = {e.role for e in [*others, engine] if e.serves}
         after = {e.role for e in others if e.serves} | ({role} if role is not None and engine.serves else set())
         for needed in ("prefill", "decode"):
@@ -187,10 +212,10 @@ class Operations:
                     status=_CONFLICT,
                 )
 
-    def _changed(self, what: str) -> None:
+    def _changed(self, what: str, name: str = "") -> None:
         logger.info("%s", what)
         self._write_marks()
-        self._dispatcher.driver.engines_changed(what)
+        self._of(name).driver.engines_changed(what)
 
     def _read_marks(self) -> dict[str, _Mark]:
         if self._marks_file is None:
@@ -207,11 +232,13 @@ class Operations:
         """Write all settings at once. If they cannot be written, they are lost with this process."""
         if self._marks_file is None:
             return
-        engines = self._dispatcher.fleet.engines.values()
+        engines = [engine for dispatcher in self._dispatcher.pools for engine in dispatcher.fleet.engines.values()]
         marks = {e.name: _Mark(e.draining and not e.leaving, e.assigned) for e in engines}  # type: ignore[arg-type]
         if FALLBACK in marks:
             marks[FALLBACK].share = self._dispatcher.fallback.wanted
         marks = self._marks | {name: mark for name, mark in marks.items() if mark != _Mark()}
+        if (pools := self._dispatcher.pools).others:
+            marks[_SPLIT] = _Mark(shares=pools.shares)
         new = self._marks_file.with_suffix(".new")
         try:
             new.write_bytes(msgspec.json.encode(marks))

@@ -41,6 +41,7 @@ from pdkv.router.http.pages.tokenize import TextEndpoint, detokenize, tokenize
 from pdkv.router.http.read.decoding import CHAT, COMPLETION, EMBEDDING, RERANK, BodyDecoder
 from pdkv.router.http.read.intake import Intake, Shared
 from pdkv.router.http.read.job import Job, prepare_chat, prepare_completion
+from pdkv.router.http.read.pool_choice import Body, prepare_for
 from pdkv.router.http.read.pooled_job import prepare_embedding, prepare_rerank
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.text_pool import TextPool
@@ -58,13 +59,14 @@ from pdkv.router.metrics.overview import Overview
 from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import Metrics, Totals
 from pdkv.router.metrics.tracing import Tracer
+from pdkv.router.request import PoolNews
 from pdkv.router.scaling.scaler import Scaler
 from pdkv.text import Tokenizer
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
 
-T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 
 
 def create_app(
@@ -97,11 +99,16 @@ def create_app(
     admission = admission or Admission(dispatcher, config.admission)
     drain, name = Drain(admission), served.names[0]
     metrics = Metrics(dispatcher, name, tracer=tracer, watchdog=watchdog, admission=admission)
+    for other in served.others:
+        of_pool = dispatcher.pools.at(other.pool)
+        queue = admission.pools[other.pool] = Admission(of_pool, config.admission)
+        queue.anonymous = admission.anonymous
+        metrics.pools[other.pool] = Metrics(of_pool, other.name, admission=queue)
     if keys is not None:
         metrics.register(lambda: key_metrics(keys.tenants))
     if recorder is not None:
         metrics.register(recorder.metrics)
-    model = model_provider(lambda: dispatcher.max_model_len, served)
+    model = model_provider(dispatcher.pools.news, served)
     shared = share(admission, model, metrics, config, bodies, drain, tracer, recorder)
     caches, pool = CachePages(dispatcher, model, keys), shared.pool
     metrics.register(functools.partial(_held, dispatcher, drain, bodies, pool))
@@ -137,7 +144,8 @@ def share(
     recorder: Recorder | None = None,
 ) -> Shared:
     """What the endpoints of a process have in common; the caller closes its `pool`."""
-    _ = model().tokenizer.max_token_chars  # for 150,000 tokens it takes a tenth of a second: not in the first request
+    for served in (model(), *model().others):  # for 150,000 tokens it takes 0.1 s: not in the first request
+        _ = served.tokenizer.max_token_chars
     limits, pool = config.http, TextPool()
     answers = ByteBudget(limits.max_answer_memory, "the answers that are held (--max-answer-memory)")
     intake = Intake(limits, bodies, pool)
@@ -200,14 +208,16 @@ def generating(shared: Shared) -> dict[str, ASGIApp]:
     limits, ignores_unknown = shared.limits, shared.api.ignores_unknown
     responses = ResponseStore(limits.max_kept_responses, limits.keep_responses_s, limits.max_body_bytes)
 
-    def by(decoder: BodyDecoder[T], prepare: Callable[[T, ServedModel, Cancelled], Job]) -> Prepare:
-        return lambda body, model, cancelled, _: prepare(
-            decoder.decode(body, ignore_unknown=ignores_unknown), model, cancelled
-        )
+    def by(decoder: BodyDecoder[B], prepare: Callable[[B, ServedModel, Cancelled], Job]) -> Prepare:
+        def read(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, tenant: Tenant | None) -> Job:
+            request = decoder.decode(body, ignore_unknown=ignores_unknown)
+            return prepare_for(request, model, tenant, lambda chosen: prepare(request, chosen, cancelled))
+
+        return read
 
     def respond(body: bytes | bytearray, model: ServedModel, cancelled: Cancelled, tenant: Tenant | None) -> Job:
         kept = Kept(responses, tenant.keeper) if tenant is not None and responses.keep_s else None
-        return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled, kept)
+        return prepare_responses(RESPONSES.decode(body, ignore_unknown=ignores_unknown), model, cancelled, kept, tenant)
 
     completions, events = ReplyForms(ChunkEncoder, WholeCompletion), ReplyForms(ResponseEvents, WholeResponse)
     pooled = ReplyForms(ChunkEncoder, WholePooled)  # which are never streamed
@@ -312,10 +322,17 @@ def body_budget(limits: HttpLimits) -> ByteBudget:
     return ByteBudget(memory, "the bodies (--max-body-memory)", largest=limits.max_body_bytes, unread=memory // 4)
 
 
-def model_provider(length: Callable[[], int | None], model: ServedModel) -> Callable[[], ServedModel]:
-    """A function that returns the served model: engines that come up may allow less than was asked for. `length`: what
-    they allow; None: not known yet.
+def model_provider(news: Callable[[], PoolNews], model: ServedModel) -> Callable[[], ServedModel]:
+    """A function that returns the served model with those of pools: engines that come up may allow less than was asked
+    for. `news`: what holds now.
     """
-    limit = model.max_model_len
-    limited = functools.cache(lambda length: dataclasses.replace(model, max_model_len=length))
-    return lambda: limited(min(limit, limit if (most := length()) is None else most))
+
+    @functools.lru_cache(maxsize=8)
+    def changed(now: PoolNews) -> ServedModel:
+        models = [
+            each if most is None else dataclasses.replace(each, max_model_len=min(each.max_model_len, most))
+            for each, most in zip((model, *model.others), now.lengths, strict=False)
+        ]
+        return dataclasses.replace(models[0], others=models[1:], shares=dict(now.shares), down=now.down)
+
+    return lambda: changed(news())

@@ -109,8 +109,9 @@ class GenerateEndpoint:
         wishes = read_wishes(Headers(scope=scope), self._desk.objectives)
         visit.check()
         deadline = Deadline(_client_timeout(Headers(scope=scope)), self._shared.limits.request_timeout_s)
-        model = self._shared.model()
-        job, body, gone = await self._receive_job(scope, receive, exchange, model, deadline, visit)
+        job, body, gone = await self._receive_job(scope, receive, exchange, self._shared.model(), deadline, visit)
+        model = job.served or self._shared.model()
+        metrics.of_pool(job.pool)
         gone.add_done_callback(lambda _: visit.abort())
         try:
             self._check_answer(job)
@@ -180,6 +181,7 @@ class GenerateEndpoint:
             n=job.n,
             max_tokens=job.params.max_tokens,
             stream=job.stream,
+            pool=job.pool,
         )
         terms = await visit.admit(asked, body, exchange.reply_id, exchange.created, exchange.request_id)
         slo = {"slo_ttft_s": wishes.slo_ttft_s, "slo_tpot_s": wishes.slo_tpot_s}

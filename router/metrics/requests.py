@@ -55,6 +55,7 @@ class Totals:
     """What `RequestMetrics` count."""
 
     def __init__(self) -> None:
+        self.pools: dict[str, Totals] = {}  # what is counted of requests that pools run
         self.requests: Counter[tuple[str, str]] = Counter()  # by endpoint and outcome
         self.in_flight = 0
         self.prompt_tokens = self.cached_tokens = self.generated_tokens = 0
@@ -92,8 +93,7 @@ class Metrics(Totals):
         self._tracer, self._watchdog = tracer, watchdog
         self._labels = {"model_name": model_name, "engine": "router"}
         self._registry = CollectorRegistry()
-        self.register(self.collect)
-        self.register(lambda: engine_metrics(dispatcher, model_name))
+        self.register(self._with_pools)
         ProcessCollector(registry=self._registry)
 
     def register(self, read: Callable[[], Iterable[Metric]]) -> None:
@@ -125,6 +125,21 @@ class Metrics(Totals):
         queued, draining = (q.num_waiting, q.draining) if (q := self._admission) is not None else (0, False)
         return {"in_flight": self.in_flight, "queued": queued, "draining": bool(draining)}
 
+    def _with_pools(self) -> Iterator[Metric]:
+        """Its own metrics, and in the same families those of pools, with one more label."""
+        found: dict[str, Metric] = {}
+        for name, metrics in self.pools.items():
+            assert isinstance(metrics, Metrics)
+            for family in metrics.collect():
+                family.samples = [each._replace(labels={**each.labels, "pool": name}) for each in family.samples]
+                if (first := found.setdefault(family.name, family)) is not family:
+                    first.samples += family.samples
+        for family in self.collect():
+            if (theirs := found.pop(family.name, None)) is not None:
+                family.samples += theirs.samples
+            yield family
+        yield from found.values()
+
     def collect(self) -> Iterator[Metric]:
         """All metrics with their current values."""
         yield from self._requests()
@@ -133,6 +148,7 @@ class Metrics(Totals):
             yield from self._queue(self._admission)
         yield from self._looked_at()
         yield from (exposed.family() for exposed in (*self._own_histograms(), *self._vllm_histograms()))
+        yield from engine_metrics(self._dispatcher, self._labels["model_name"])
 
     def _requests(self) -> Iterator[Metric]:
         text = "Requests by endpoint and outcome."
@@ -264,14 +280,23 @@ class RequestMetrics:
     """The lifetime events of one request, by the process's clock: latencies are differences of two of them."""
 
     def __init__(self, metrics: Totals, endpoint: Endpoint) -> None:
-        self._metrics = metrics
         self._endpoint = endpoint
         self.began = MONOTONIC.now()
         self.prepared_at = self.dispatched_at = self.first_token_at = self.ended_at = 0.0
         self._num_choices = self._num_ended = 0
+        self._count_in(metrics)
+
+    def _count_in(self, metrics: Totals) -> None:
+        self._metrics = metrics
         self.inter_token = metrics.inter_token.observe
         self.client_stall = metrics.client_stall.observe
         metrics.in_flight += 1
+
+    def of_pool(self, name: str) -> None:
+        """Note that this pool runs it, before anything else is noted."""
+        if (totals := self._metrics.pools.get(name)) is not None:
+            self._metrics.in_flight -= 1
+            self._count_in(totals)
 
     @property
     def queue_s(self) -> float | None:

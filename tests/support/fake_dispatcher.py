@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from pdkv.errors import EngineUnavailable, RequestAborted
 from pdkv.router.engines.books import Books
@@ -14,8 +14,9 @@ from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.outliers import OutlierScore
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.changes import Changes
-from pdkv.router.generations.dispatch import Counters
+from pdkv.router.generations.dispatch import Counters, Dispatcher
 from pdkv.router.generations.fallback import Fallback
+from pdkv.router.generations.pools import Pools
 from pdkv.router.generations.timeline import Delays
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.router.routing.prefix_index import PrefixIndex
@@ -144,6 +145,7 @@ class FakeDispatcher:
         self.counters.failed["timeout"] = 4
         self.delays = Delays()
         self.fallback = Fallback(Fleet(), self.is_down, 0.0)
+        self.pools = Pools(cast(Dispatcher, self))
 
     def is_down(self) -> bool:
         return False

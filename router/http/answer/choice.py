@@ -166,6 +166,8 @@ class Choice:
             kv_terms=self._job.kv_terms,
             tenant=self._job.tenant,
             may_leave=self._job.may_leave,
+            pool=self._job.pool,
+            split=self._job.split,
             priority=self._job.priority,
             slo_ttft_s=self._job.slo_ttft_s,
             slo_tpot_s=self._job.slo_tpot_s,

@@ -63,6 +63,12 @@ class FallbackBody(_Strict):
     share: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
 
 
+class SplitBody(_Strict):
+    """The body of POST /admin/split."""
+
+    shares: dict[str, Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]]
+
+
 class ProfileBody(_Strict):
     """The body of POST /admin/profile."""
 
@@ -96,6 +102,7 @@ class AdminPages:
                                      move=true: what it has after that time goes on elsewhere
     POST /admin/engines/NAME/resume  it gets requests again
     POST /admin/fallback             {"mode": "auto" | "off", "share": 0 to 1} (docs/fallback.md)
+    POST /admin/split                {"shares": {pool: percent}} (docs/membership.md); answers all that hold now
     POST /admin/profile              {"engine", "steps", "seconds"}: traces its next steps; answers the file
     POST /admin/engines/NAME/role    {"role": "prefill" | "decode" | "any"}
     GET  /admin/cache                what pools and tiers of KV hold and gave (engines/cache_view.py)
@@ -129,6 +136,7 @@ class AdminPages:
             ("POST", _ENGINE + "/role", self._set_role, []),
             ("GET", _SCALER, self._show_scaler, []),
             ("POST", "/admin/fallback", self._set_fallback, []),
+            ("POST", "/admin/split", self._split, []),
             ("POST", "/admin/profile", self._profile, []),
             ("GET", "/admin/requests/{name:path}", self._requests, []),
             ("POST", "/admin/cache/{action}", self._order_cache, []),
@@ -179,6 +187,9 @@ class AdminPages:
     async def _set_fallback(self, body: FallbackBody) -> Response:
         return json_response(self._operations.set_fallback(body.mode, body.share))
 
+    async def _split(self, body: SplitBody) -> Response:
+        return json_response({"shares": self._operations.split(body.shares)})
+
     async def _profile(self, body: ProfileBody) -> Response:
         return json_response(await self._operations.profile(body.engine, body.steps, body.seconds))
 
@@ -192,7 +203,8 @@ class AdminPages:
         return json_response(await self._caches.answer("clear", b'{"tier": "%s"}' % POOL.encode()))
 
     async def _requests(self, name: str) -> Response:
-        found = self._dispatcher.driver.find_requests(name) if name else []
+        pools = self._dispatcher.pools if name else ()
+        found = [each for pool in pools for each in pool.driver.find_requests(name)]
         if found:
             return json_response({"requests": found})
         text = f"no request {clip(name)!r} is running, or among the last {NUM_ENDED} choices that ended"

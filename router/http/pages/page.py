@@ -74,7 +74,7 @@ def freshened(dispatcher: "Dispatcher") -> list[params.Depends]:
 
     async def freshen(fresh: Flag = False) -> None:
         if fresh:
-            await dispatcher.listener.fresh_reports()
+            await asyncio.gather(*(each.listener.fresh_reports() for each in dispatcher.pools))
 
     return [Depends(freshen)]
 

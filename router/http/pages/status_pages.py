@@ -11,8 +11,9 @@ from starlette.routing import Route
 from pdkv import __version__
 from pdkv.base.clock import unix_time
 from pdkv.errors import Draining
+from pdkv.router.admission.tenants import TENANT, Tenant
 from pdkv.router.http.pages.page import Page, freshened
-from pdkv.router.http.read.served_model import ServedModel, unknown_model
+from pdkv.router.http.read.served_model import ServedModel
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.http.server.errors import error_body, json_response
 from pdkv.router.metrics.requests import Metrics
@@ -103,21 +104,20 @@ class StatusPages:
         problems, there = self._dispatcher.connector_problems, self._dispatcher.fallback
         takes_over = there.engine is not None and there.cause == "disaster"
         told = {"connector_problems": problems} | ({"fallback": there.cause} if takes_over else {})
+        told |= {"pools": faults} if (faults := self._dispatcher.pools.faults) else {}
         return json_response({"status": "degraded"} | told if any(told.values()) else {"status": "ok"})
 
-    async def _models(self) -> ModelList:
-        """The served model, by each of its names."""
-        return ModelList(data=[self._model_card(name) for name in self._model().names])
+    async def _models(self, request: Request) -> ModelList:
+        """The served models, by each of their names."""
+        usable = self._model().usable(_allowed(request))
+        return ModelList(data=[self._model_card(name, model) for model in usable for name in model.names])
 
-    async def _one_model(self, name: str) -> ModelCard:
+    async def _one_model(self, name: str, request: Request) -> ModelCard:
         """One model."""
-        model = self._model()
-        if name not in model.names:
-            raise unknown_model(name, model)
-        return self._model_card(name)
+        return self._model_card(name, self._model().named(name, _allowed(request)))
 
-    def _model_card(self, name: str) -> ModelCard:
-        return ModelCard(id=name, created=self._created, max_model_len=self._model().max_model_len)
+    def _model_card(self, name: str, model: ServedModel) -> ModelCard:
+        return ModelCard(id=name, created=self._created, max_model_len=model.max_model_len)
 
     async def _version(self) -> Version:
         """The version of pdkv."""
@@ -128,7 +128,7 @@ class StatusPages:
         model = self._model()
         parsers = model.tool_parser, model.reasoning_parser
         tools, reasoning = (None if kind is None else kind.__name__ for kind in parsers)
-        return ServerInfo(model=self._model_card(model.name), tool_parser=tools, reasoning_parser=reasoning)
+        return ServerInfo(model=self._model_card(model.name, model), tool_parser=tools, reasoning_parser=reasoning)
 
     async def _load(self) -> ServerLoad:
         """How many requests generate now."""
@@ -141,3 +141,8 @@ class StatusPages:
     async def _topology(self) -> Response:
         """Engines, their load and their KV blocks."""
         return json_response(self._dispatcher.topology())
+
+
+def _allowed(request: Request) -> tuple[str, ...]:
+    tenant: Tenant | None = request.scope.get(TENANT)
+    return tenant.models if tenant is not None else ()

@@ -1,6 +1,6 @@
 """POST /tokenize and /detokenize in vLLM's format, with the limits that prompts have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -10,10 +10,12 @@ from starlette.types import Receive, Scope, Send
 from pdkv.base.trace_context import new_trace
 from pdkv.config import HttpApi
 from pdkv.errors import InvalidRequest, PdkvError
+from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.answer.exchange import Exchange
 from pdkv.router.http.read.chat import read_conversation
 from pdkv.router.http.read.decoding import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT, has_field
 from pdkv.router.http.read.intake import Shared
+from pdkv.router.http.read.pool_choice import User
 from pdkv.router.http.read.prompts import encode
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.server.deadline import Deadline
@@ -37,20 +39,22 @@ class DetokenizeReply(msgspec.Struct, frozen=True, kw_only=True):
     prompt: str
 
 
-Answer = Callable[[bytes | bytearray, ServedModel, HttpApi, Cancelled], msgspec.Struct]
+Answer = Callable[[bytes | bytearray, ServedModel, HttpApi, Cancelled, Sequence[str]], msgspec.Struct]
 
 
-def tokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelled: Cancelled) -> TokenizeReply:
-    """Tokenize a body. Raises InvalidRequest if it is malformed or longer than a prompt may be, and RequestAborted if
-    cancelled.
+def tokenize(
+    body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelled: Cancelled, allowed: Sequence[str] = ()
+) -> TokenizeReply:
+    """Tokenize a body by one of the `allowed` models (`ServedModel.named`). Raises InvalidRequest if it is malformed or
+    longer than a prompt may be, and RequestAborted if cancelled.
     """
     if has_field(body, "messages"):
         chat = TOKENIZE_CHAT.decode(body, ignore_unknown=api.ignores_unknown)
-        model.check_name(chat.model)
+        model = model.named(chat.model, allowed)
         token_ids, shows = read_conversation(chat, model, cancelled).token_ids, chat.return_token_strs
     else:
         text = TOKENIZE_TEXT.decode(body, ignore_unknown=api.ignores_unknown)
-        model.check_name(text.model)
+        model = model.named(text.model, allowed)
         add_special_tokens = text.add_special_tokens is not False
         token_ids = encode(text.prompt, model, "prompt", cancelled, add_special_tokens=add_special_tokens)
         shows = text.return_token_strs
@@ -62,10 +66,12 @@ def tokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelle
     )
 
 
-def detokenize(body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelled: Cancelled) -> DetokenizeReply:
+def detokenize(
+    body: bytes | bytearray, model: ServedModel, api: HttpApi, cancelled: Cancelled, allowed: Sequence[str] = ()
+) -> DetokenizeReply:
     """Detokenize a body. Raises InvalidRequest if it is malformed, too long, or has an id outside the vocabulary."""
     request = DETOKENIZE.decode(body, ignore_unknown=api.ignores_unknown)
-    model.check_name(request.model)
+    model = model.named(request.model, allowed)
     if len(request.tokens) > model.max_model_len:
         raise InvalidRequest(
             f"tokens must have at most as many entries as the model's length ({model.max_model_len}), "
@@ -90,7 +96,9 @@ class TextEndpoint:
         exchange = Exchange(send, send, Headers(scope=scope).get("x-request-id"), new_trace())
 
         def work(body: bytes | bytearray, cancelled: Cancelled) -> bytes:
-            return msgspec.json.encode(self._answer(body, model, shared.api, cancelled))
+            tenant: User | None = scope.get(TENANT)
+            allowed = tenant.models if tenant is not None else ()
+            return msgspec.json.encode(self._answer(body, model, shared.api, cancelled, allowed))
 
         def on_body() -> None:
             exchange.body_is_here = True

@@ -28,6 +28,7 @@ from pdkv.router.http.read.prompts import Prompt, check_length, encode, longest,
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.shapes import read_shape
 from pdkv.router.http.read.tools import answer_format, call_rules, check_tools
+from pdkv.router.request import Split
 from pdkv.sampling.logits_processors import check_known
 from pdkv.sampling.params import PARAMS_IN_BODIES, SamplingParams
 from pdkv.sampling.shape import Grammar
@@ -73,6 +74,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     tenant: str = ""  # the key's digest; "": clients need no key
     may_leave: bool = False  # another deployment may have it
+    served: ServedModel | None = None  # by whose text it is read and answered
+    pool: str = ""  # that runs it
+    split: Split | None = None  # why that one
     kv_terms: KVTerms | None = None  # from its tenant; no client can ask for terms
     priority: int = 0
     slo_ttft_s: float = 0.0  # see Wishes

@@ -1,7 +1,8 @@
 """The model that a router serves, against which every kind of request is checked."""
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdkv.base.limits import clip
@@ -9,6 +10,7 @@ from pdkv.errors import InvalidRequest
 from pdkv.models.pooling_config import BY_LAST_TOKEN, Pooling
 from pdkv.parsers.reasoning import ReasoningParser
 from pdkv.parsers.tool_parser import ToolParser
+from pdkv.router.request import Split
 from pdkv.text import Tokenizer
 
 Cancelled = Callable[[], bool]
@@ -32,11 +34,36 @@ class ServedModel:
     lacks: Mapping[str, str] = field(default_factory=dict)  # fields that requests cannot have, and an engine without it
     takes_templates: bool = False  # requests may bring chat templates
     pooling: Pooling = BY_LAST_TOKEN  # how prompts become embeddings
+    pool: str = ""  # that runs requests for it; "": the launch's own engines
+    others: Sequence["ServedModel"] = ()  # of the launch's own: the models of pools
+    shares: Mapping[str, float] = field(default_factory=dict)  # percent of its requests that pools run, now
+    down: Sequence[str] = ()  # pools without engines that serve, now
 
     @property
     def name(self) -> str:
         """The model's name in answers."""
         return self.names[0]
+
+    def usable(self, allowed: Sequence[str] = ()) -> "list[ServedModel]":
+        """This model and those of pools, as far as a key may use them; `allowed` names some of each; empty: all."""
+        return [m for m in (self, *self.others) if not allowed or not set(allowed).isdisjoint(m.names)]
+
+    def named(self, name: str | None, allowed: Sequence[str] = ()) -> "ServedModel":
+        """The model of this name; without one, this model. Raises InvalidRequest (404) if a key may use none such."""
+        for model in self.usable(allowed):
+            if name in model.names or (name is None and model is self):
+                return model
+        raise unknown_model(self.name if name is None else name, self, allowed)
+
+    def split(self, key: bytes, allowed: Sequence[str] = ()) -> Split:
+        """Whether a pool runs a request for this model. `key`: what requests that the same one should run share."""
+        digest = hashlib.blake2b(key, digest_size=8, person=b"pdkv-split").digest()
+        usable = {model.pool for model in self.usable(allowed)} - {*self.down}
+        return Split(int.from_bytes(digest) / 2**64 * 100.0, self.shares, sorted(self.shares.keys() - usable))
+
+    def run_by(self, pool: str) -> "ServedModel":
+        """The model of a pool under this one's names."""
+        return next((replace(model, names=self.names) for model in self.others if model.pool == pool), self)
 
     def check_name(self, name: str | None) -> None:
         """Raise InvalidRequest (404) for another model's name; no name means this model."""
@@ -52,10 +79,11 @@ class ServedModel:
             )
 
 
-def unknown_model(name: str, model: ServedModel) -> InvalidRequest:
-    """The error for an unknown model: HTTP 404."""
+def unknown_model(name: str, model: ServedModel, allowed: Sequence[str] = ()) -> InvalidRequest:
+    """The error for an unknown model, or one that is not `allowed` (as of `usable`): HTTP 404."""
+    known = [repr(name) for each in model.usable(allowed) for name in each.names]
     return InvalidRequest(
-        f"the model {clip(name)!r} does not exist; this server has {', '.join(map(repr, model.names))}",
+        f"the model {clip(name)!r} does not exist; this server has {', '.join(known) or 'none for this key'}",
         param="model",
         status=404,
         code="model_not_found",

@@ -14,6 +14,7 @@ from pdkv.router.http.read.ascii_json import ascii_json
 from pdkv.router.http.read.bodies import ChatBody, GenerationBody, JsonSchema, ResponseFormat, StreamOptions
 from pdkv.router.http.read.decoding import BodyDecoder
 from pdkv.router.http.read.job import Job, prepare_chat
+from pdkv.router.http.read.pool_choice import User, prepare_for
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.responses_api.conversation import messages_of
 from pdkv.router.http.responses_api.protocol import (
@@ -58,9 +59,13 @@ _ITEMS = msgspec.json.Decoder(list[InputItem])
 
 
 def prepare_responses(
-    body: ResponsesBody, model: ServedModel, cancelled: Cancelled = lambda: False, kept: Kept | None = None
+    body: ResponsesBody,
+    model: ServedModel,
+    cancelled: Cancelled = lambda: False,
+    kept: Kept | None = None,
+    tenant: User | None = None,
 ) -> Job:
-    """Check, render and tokenize a request. `kept`: None keeps no responses.
+    """Check, render and tokenize a request. `kept`: None keeps no responses; `model`, `tenant`: of `prepare_for`.
 
     Raises:
         InvalidRequest: names the field and what was expected.
@@ -73,10 +78,11 @@ def prepare_responses(
     own = read_own_tools(body.tools or [])
     before = kept.items(body.previous_response_id) if kept is not None and body.previous_response_id else []
     try:
-        job = prepare_chat(_as_chat(body, own, before), model, cancelled)
+        chat = _as_chat(body, own, before)
+        job = prepare_for(chat, model, tenant, lambda chosen: prepare_chat(chat, chosen, cancelled))
     except InvalidRequest as error:
         raise _renamed(error, own) from None
-    _check_logprobs(job.params, model)
+    _check_logprobs(job.params, job.served or model)
     keeps = kept is not None and body.store is not False
     repeated = _encoded(_repeated(body, job.params, own, keeps=keeps))
     return msgspec.structs.replace(

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 class Announcer:
     """The engine's word to one router. Every new connection is asked for it, also by a router's successor."""
 
-    def __init__(self, router: str, name: str, endpoint: str, key: ClusterKey) -> None:
+    def __init__(self, router: str, name: str, endpoint: str, key: ClusterKey, pool: str = "") -> None:
         self._router = router
-        self._join = Join(name, endpoint, PROTOCOL, secrets.token_hex(8))
+        self._join = Join(name, endpoint, PROTOCOL, secrets.token_hex(8), pool=pool)
         self._key = key
         self._was_heard = False
         self._is_going = asyncio.Event()  # the router knows that it leaves

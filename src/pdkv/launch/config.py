@@ -14,9 +14,10 @@ from pdkv.base.options import Names, Natural, Options, Positive, Seconds, option
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers
-from pdkv.router.engines.address import EngineAddress, check_endpoint, check_engine_name, check_numeric
+from pdkv.router.engines.address import EngineAddress, check_endpoint, check_engine_name, check_numeric, split_pool
 from pdkv.router.engines.foreign_kinds import check_sources, read_backends, read_fallback
 from pdkv.router.engines.sources import split_dns_name
+from pdkv.router.generations.pools import read_split
 from pdkv.wire.kv import Order
 
 
@@ -41,6 +42,15 @@ class LaunchConfig(Options):
         (),
         "names in DNS whose addresses are engines: of SRV records, or with the engines' port",
         metavar="NAME[:PORT]",
+    )
+    pool: Mapping[str, str] = option(
+        {}, "pools of engines of other models, which join from other hosts, by name", metavar="NAME=MODEL"
+    )
+    pool_alias: Mapping[str, str] = option(
+        {}, "names of pools' models in the API besides the pools' own", metavar="NAME=POOL"
+    )
+    split: Mapping[str, str] = option(
+        {}, "percent of the requests for --model that each pool runs instead", metavar="POOL=PERCENT"
     )
     backend: Names = option(
         (),
@@ -131,6 +141,9 @@ class LaunchConfig(Options):
             check_endpoint(self.join_listen)
         for name in self.engines_dns:
             split_dns_name(name)
+            if (pool := split_pool(name)[1]) and pool not in self.pool:
+                raise ConfigError(f"engines_dns: --pool was expected to name the pool of {name!r}")
+        self._check_pools()
         if self.cluster == "local" and self.address is not None:
             raise ConfigError(
                 f"address is the one of a Ray cluster, but --cluster ray is not given; got {self.address!r}"
@@ -140,6 +153,17 @@ class LaunchConfig(Options):
         for name, endpoint in self.remote_engines.items():
             check_engine_name(name)
             check_endpoint(endpoint)
+
+    def _check_pools(self) -> None:
+        """Raise ConfigError for pools that no engine can join, aliases of unknown ones, and an impossible split."""
+        if self.pool and not self.takes_others:
+            raise ConfigError("pool needs --join-listen, --engines-file or --engines-dns: its engines come from there")
+        for name in self.pool:
+            check_engine_name(name, "a pool's name")
+        for alias, name in self.pool_alias.items():
+            if name not in self.pool:
+                raise ConfigError(f"pool_alias: {alias} is to be a name of pool {name!r}, which --pool does not name")
+        read_split(self.split, self.pool)
 
     @property
     def orders(self) -> list[Order]:
@@ -176,6 +200,7 @@ class HostedEngine(Options):
     join: str | None = option(
         None, "the --join-listen of a running router that is to take the engine in", metavar="tcp://ADDRESS:PORT"
     )
+    pool: str = option("", "pool of that router in which the engine is to be (default: none)", metavar="NAME")
     advertise: str | None = option(
         None, "address at which that router reaches the engine (default: --listen)", metavar="tcp://ADDRESS:PORT"
     )
@@ -201,8 +226,11 @@ class HostedEngine(Options):
         if self.join is not None:
             check_endpoint(self.join)
             check_numeric(self.reachable_at)
-        elif self.advertise is not None:
-            raise ConfigError("advertise is for routers that the engine is to --join, and none is given")
+        elif self.advertise is not None or self.pool:
+            name = "pool" if self.advertise is None else "advertise"
+            raise ConfigError(f"{name} is for routers that the engine is to --join, and none is given")
+        if self.pool:
+            check_engine_name(self.pool, "a pool's name")
 
     @property
     def reachable_at(self) -> str:

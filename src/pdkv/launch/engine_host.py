@@ -97,7 +97,8 @@ async def _stay(hosted: HostedEngine, signals: StopSignals, hurried: asyncio.Eve
         await signals.stopped.wait()
         return
     signals.drain_s = hosted.drain_s
-    announcer = Announcer(hosted.join, hosted.name, hosted.reachable_at, ClusterKey.read(hosted.cluster_key_file))
+    key = ClusterKey.read(hosted.cluster_key_file)
+    announcer = Announcer(hosted.join, hosted.name, hosted.reachable_at, key, hosted.pool)
     await announcer.run(signals.stopped, hurried, hosted.drain_s)
 
 

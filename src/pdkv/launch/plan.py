@@ -3,9 +3,10 @@
 import dataclasses
 import secrets
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Literal
 
-from pdkv.config import DEFAULT_MODEL, EngineConfig, TiersConfig
+from pdkv.config import DEFAULT_MODEL, EngineConfig, ModelFiles, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import LEAST_POOL_BYTES, check_host_memory, format_bytes, share_for_pools
 from pdkv.launch.config import Deployment
@@ -16,11 +17,13 @@ from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet
-from pdkv.models.hub import hub_name
+from pdkv.models.config import load_model_config
+from pdkv.models.hub import hub_name, with_local_model
 from pdkv.models.weight_files import loaded_bytes
 from pdkv.router.engines.address import EngineAddress, Role
 from pdkv.router.engines.foreign_kinds import read_fallback
-from pdkv.router.spec import RouterSpec
+from pdkv.router.generations.pools import read_split
+from pdkv.router.spec import PoolSpec, RouterSpec
 
 _DEFAULT_NAME = "pdkv-default"  # the embedded model's name in the API
 
@@ -49,6 +52,8 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
     if not deployment.on_ray:
         engines = place_on_hardware(engines, deployment.tiers)
     model = deployment.prefill.model
+    default_name = _DEFAULT_NAME if model == DEFAULT_MODEL else hub_name(model) or model.resolve().name
+    names = list(launch.served_model_name) or [default_name]
     router = RouterSpec(
         router_id=f"router-{secrets.token_hex(8)}",  # of this launch: a restarted router gets it again
         engines=[
@@ -57,8 +62,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
             *launch.backends,
         ],
         model=deployment.prefill,
-        served_model_names=list(launch.served_model_name)
-        or [_DEFAULT_NAME if model == DEFAULT_MODEL else hub_name(model) or model.resolve().name],
+        served_model_names=names,
         policy=launch.policy,
         logits_processors=list(deployment.decode.logits_processors),
         run_dir=run_dir.path,
@@ -71,6 +75,8 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         join_listen=launch.join_listen,
         engines_file=launch.engines_file,
         engines_dns=list(launch.engines_dns),
+        pools=_plan_pools(deployment, names),
+        split=read_split(launch.split, launch.pool),
         backend_key_file=launch.backend_key_file,
         backend_kv_events=launch.backend_kv_events,
         backend_num_seqs=deployment.decode.max_num_seqs,
@@ -86,6 +92,21 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         start_timeout_s=launch.start_timeout_s,
         use_fork_server=launch.start_method == "fork" and bool(engines),
     )
+
+
+def _plan_pools(deployment: Deployment, own_names: Sequence[str]) -> list[PoolSpec]:
+    """The pools of other models. Raises ConfigError for a name that two models have, and a broken model directory."""
+    owners, specs = dict.fromkeys(own_names, "--model"), []
+    for pool, model in deployment.launch.pool.items():
+        names = [pool, *(alias for alias, of in deployment.launch.pool_alias.items() if of == pool)]
+        for name in names:
+            if (other := owners.setdefault(name, pool)) != pool:
+                raise ConfigError(f"{name} is a served name of {other} and of pool {pool}: each needs names of its own")
+        options = {name: getattr(deployment.prefill, name) for name in ("generation_config", "ignore_config_fields")}
+        files = with_local_model(ModelFiles(model=Path(model).expanduser(), **options))
+        load_model_config(files.model, ignored_fields=files.ignore_config_fields)
+        specs.append(PoolSpec(name=pool, model=files, served_model_names=names))
+    return specs
 
 
 def plan_engine(

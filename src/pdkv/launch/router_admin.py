@@ -3,6 +3,7 @@
 import asyncio
 import json
 import urllib.parse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,10 @@ class RouterAdmin:
     async def resume(self, name: str) -> dict[str, Any]:
         """Give an engine new requests again."""
         return await self._call("POST", f"{_of(name)}/resume")
+
+    async def split(self, shares: Mapping[str, float]) -> dict[str, float]:
+        """Have pools run these percents of the requests for the launch's own model; returns all."""
+        return dict((await self._call("POST", "/admin/split", {"shares": shares}))["shares"])
 
     async def set_role(self, name: str, role: str) -> dict[str, Any]:
         """Give an engine another role."""

@@ -21,6 +21,7 @@ class Join(Message, frozen=True):
     protocol: Natural  # of the wire between routers and engines
     starter: Id  # the process that runs the engine, and alone may say that it leaves
     leaving: bool = False
+    pool: Id = ""  # of engines that it is to be one of; "": the launch's own
 
 
 class Verdict(Message, frozen=True):

@@ -37,6 +37,8 @@ class Router:
 
         self.dispatcher = Dispatcher(await_all=False)
         self.dispatcher.fleet.awaits_others = True
+        self.dispatcher.pools.add("next", ["next"], Dispatcher(await_all=False))
+        self.dispatcher.pools.at("next").changes.on_notify = self.dispatcher.changes.notify
         self.members = Membership(self.dispatcher, Operations(self.dispatcher, connect), connect, 5.0)  # type: ignore[arg-type]
         self.door = JoinDoor(endpoint or free_endpoint(), KEY, self.members, context)
 
@@ -69,9 +71,9 @@ async def routing(endpoint: str = "") -> AsyncIterator[Router]:
 class Starter:
     """What `pd engine --join` does beside its engine."""
 
-    def __init__(self, router: Router, name: str, endpoint: str, key: ClusterKey = KEY) -> None:
+    def __init__(self, router: Router, name: str, endpoint: str, key: ClusterKey = KEY, pool: str = "") -> None:
         self.stopped, self.hurried = asyncio.Event(), asyncio.Event()
-        announcer = Announcer(router.door.endpoint, name, endpoint, key)
+        announcer = Announcer(router.door.endpoint, name, endpoint, key, pool)
         self.task = asyncio.create_task(announcer.run(self.stopped, self.hurried, 5.0))
 
     async def leave(self) -> None:
@@ -107,6 +109,8 @@ async def test_an_engine_joins_leaves_and_joins_a_router_s_successor() -> None:
         ("address", "another starter, which is still connected, has announced tcp://"),
         ("other", r"engine decode-b answers at tcp://\S+, where join expected decode-c"),
         ("key", "does not let this engine in, or is none: do both have the same --cluster-key-file"),
+        ("pool", r"there is no pool 'nxt'(?s:.*)next"),
+        ("pool's model", "d has model m, but|has model other, decode-c has m"),
         ("host name", "the address of one host was expected, such as tcp://10.0.0.2:7000, got 'tcp://localhost:7000'"),
     ],
 )
@@ -116,7 +120,7 @@ async def test_what_may_not_join_is_told_why(case: str, message: str, caplog: py
             first = Starter(router, "decode-b", endpoint)
             before = {"decode-b": ("ready", endpoint, "join")}
             await router.until(before)
-            name, key = "decode-c", KEY
+            name, key, pool = "decode-c", KEY, ""
             match case:
                 case "name":
                     name, endpoint = "decode-b", stack.enter_context(standing("decode-b", epoch="e1"))
@@ -130,10 +134,17 @@ async def test_what_may_not_join_is_told_why(case: str, message: str, caplog: py
                     endpoint = "tcp://{}:{}".format(*relay.address)
                 case "key":
                     key, endpoint = ClusterKey(b"o" * 32), free_endpoint()
+                case "pool":
+                    pool, endpoint = "nxt", stack.enter_context(standing("decode-c"))
+                case "pool's model":  # the first of a pool decides what it is
+                    router.members.propose("file", {stack.enter_context(standing("n", model="other")): "@next"})
+                    await router.dispatcher.changes.wait_for(lambda: len(router.table()) == 2, 30.0)
+                    before = router.table()
+                    pool, endpoint = "next", stack.enter_context(standing("decode-c"))
                 case "host name":
                     endpoint = "tcp://localhost:7000"
             with pytest.raises(ConfigError, match=message):
-                await Starter(router, name, endpoint, key).task
+                await Starter(router, name, endpoint, key, pool).task
             assert router.table() == before
             assert router.dispatcher.fleet.engines["decode-b"].num_deaths == 0
             assert not first.task.done()
@@ -208,6 +219,29 @@ async def test_an_address_that_has_another_engine_now_is_that_one() -> None:
             old.close()
             with standing("decode-c", endpoint):
                 await router.until({"decode-c": ("ready", endpoint, "dns")})
+
+
+async def test_engines_of_pools_stay_among_themselves() -> None:
+    """With names that are unique in all; an engine that comes again with another pool leaves its old one."""
+    with standing("a") as own, standing("b", model="other") as other, standing("a", model="other") as twin:
+        async with routing() as router:
+            router.members.propose("file", {own: "a", other: "@next", twin: "@next"})
+            both = {"a": ("ready", own, "file"), "b": ("ready", other, "file")}
+            await router.until(both)
+            next_pool = router.dispatcher.pools.at("next")
+            request = make_request(20, max_tokens=5)
+            for dispatcher, name in ((router.dispatcher, "a"), (next_pool, "b")):
+                generation = dispatcher.start(request)
+                assert (await collect(generation))[0] == expected_output(request)
+                assert (generation.prefill_engine, generation.decode_engine) == (name, name)
+            assert {e["name"]: e["pool"] for e in router.dispatcher.topology()["engines"]} == {"a": "", "b": "next"}
+            with pytest.raises(ConfigError, match="sources name several pools for the engine at"):
+                router.members.propose("dns", {other: ""})
+            assert router.table() == both
+            router.members.propose("file", {own: "a", other: "b", twin: "@next"})  # refused where it is to be now
+            await router.until({"a": ("ready", own, "file")})
+            router.members.propose("file", {other: "@next", twin: "@next"})  # its name is free
+            await router.until({"a": ("ready", twin, "file"), "b": ("ready", other, "file")})
 
 
 async def test_dead_and_hanging_hosts_and_too_many_do_no_harm() -> None:
