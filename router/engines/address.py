@@ -1,12 +1,15 @@
 """Addresses of engines, which the launcher sends to the router at the start and later."""
 
 import ipaddress
+import math
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from pdkv.base.limits import clip
 from pdkv.base.options import TCP
 from pdkv.errors import ConfigError
 
@@ -42,6 +45,23 @@ def split_pool(text: str) -> tuple[str, str]:
     """What stands before @POOL, and the pool; "": none."""
     what, _, pool = text.partition("@")
     return what, pool
+
+
+def read_split(given: Mapping[str, float | str], pools: Collection[str]) -> dict[str, float]:
+    """Percent by pool. Raises ConfigError for what is no such number, unknown, or too much."""
+    shares: dict[str, float] = {}
+    for name, text in given.items():
+        try:
+            percent = float(text)
+        except ValueError:
+            percent = math.nan
+        if name not in pools or not 0.0 <= percent <= 100.0:
+            known = f"POOL=PERCENT, 0 to 100 of one of {', '.join(pools) or 'no pools (--pool)'}"
+            raise ConfigError(f"split: {known} was expected, got {clip(f'{name}={text}')}")
+        shares[name] = percent
+    if sum(shares.values()) > 100.0:
+        raise ConfigError(f"split: at most 100 percent in all was expected, got {shares}")
+    return shares
 
 
 def check_endpoint(endpoint: str) -> None:

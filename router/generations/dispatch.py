@@ -7,14 +7,16 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pdkv.base.clock import MONOTONIC
+from pdkv.base.options import did_you_mean
 from pdkv.base.version import VERSION
 from pdkv.config import HealthConfig, RecoveryConfig, ReuseConfig
-from pdkv.errors import EngineUnavailable, NoEngine
+from pdkv.errors import ConfigError, EngineUnavailable, NoEngine
+from pdkv.router.engines.address import read_split
 from pdkv.router.engines.backend import Backend
 from pdkv.router.engines.capacity import Capacity
 from pdkv.router.engines.fleet import ORDERS, Counters, Fleet
@@ -26,10 +28,9 @@ from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.listener import Listener
 from pdkv.router.generations.moves import Mover
 from pdkv.router.generations.placement import Placement
-from pdkv.router.generations.pools import Pools
 from pdkv.router.generations.probes import Prober, probe_request
 from pdkv.router.generations.recovery import Recovery
-from pdkv.router.request import NOWHERE, Delta, GenerateRequest, Route
+from pdkv.router.request import NOWHERE, Delta, GenerateRequest, PoolNews, Route
 from pdkv.router.routing.holdings import Holdings
 from pdkv.router.routing.policies import DEFAULT_POLICY
 from pdkv.router.routing.prefix_index import PrefixIndex
@@ -43,6 +44,66 @@ __all__ = ["Counters", "Delta", "Dispatcher", "GenerateRequest", "Generation"]
 logger = logging.getLogger(__name__)
 
 NO_PROBES = HealthConfig(probe_interval_s=0.0)
+
+
+class Pools:
+    """A router's dispatchers by their engines' model: the launch's own, and pools (docs/membership.md)."""
+
+    def __init__(self, own: "Dispatcher") -> None:
+        self.others: dict[str, Dispatcher] = {}  # by pool
+        self.shares: dict[str, float] = {}  # percent of the requests for the launch's own model, by pool
+        self._names: dict[str, Sequence[str]] = {}
+        self._own = own
+
+    def add(self, name: str, names: Sequence[str], dispatcher: "Dispatcher") -> None:
+        """Add a pool, whose model has these names."""
+        self.others[name], self._names[name] = dispatcher, names
+
+    def __iter__(self) -> "Iterator[Dispatcher]":
+        yield self._own
+        yield from self.others.values()
+
+    def at(self, name: str) -> "Dispatcher":
+        """The dispatcher of a pool; of "", the launch's own. Raises ConfigError for an unknown one."""
+        if name and name not in self.others:
+            known = did_you_mean(name, self.others) or f"; known: {', '.join(self.others) or 'none'} (--pool)"
+            raise ConfigError(f"there is no pool {name!r}{known}")
+        return self.others.get(name, self._own)
+
+    def holder(self, engine: str) -> "Dispatcher":
+        """The dispatcher that has an engine; of an unknown one, the launch's own."""
+        return next((each for each in self.others.values() if engine in each.fleet.engines), self._own)
+
+    def split(self, shares: Mapping[str, float]) -> None:
+        """Change the percent of some pools. Raises ConfigError; then nothing has changed."""
+        wanted = read_split({**self.shares, **shares}, self.others)
+        self.shares = {name: percent for name, percent in wanted.items() if percent}
+
+    def news(self) -> PoolNews:
+        """What requests are prepared by."""
+        down = (name for name, each in self.others.items() if each.is_down())
+        return PoolNews(tuple(each.max_model_len for each in self), tuple(self.shares.items()), tuple(down))
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Why pools run no request now."""
+        return {name: each.fault for name, each in self.others.items() if each.fault}
+
+    def add_to(self, topology: dict[str, Any]) -> dict[str, Any]:
+        """The topology of the launch's own engines with those of pools."""
+        if not self.others:
+            return topology
+        rows = [engine | {"pool": ""} for engine in topology["engines"]]
+        for name, other in self.others.items():
+            theirs = other.topology()
+            rows += [engine | {"pool": name} for engine in theirs["engines"]]
+            topology["pairs"] += theirs["pairs"]
+        return topology | {"engines": rows, "pools": [self._describe(name) for name in self.others]}
+
+    def _describe(self, name: str) -> dict[str, Any]:
+        other = self.others[name]
+        told = {"name": name, "models": list(self._names[name]), "split_percent": self.shares.get(name, 0.0)}
+        return told | {"max_model_len": other.max_model_len, "fault": other.fault, "requests": other.num_running}
 
 
 class Dispatcher:

@@ -126,7 +126,7 @@ class Metrics(Totals):
         return {"in_flight": self.in_flight, "queued": queued, "draining": bool(draining)}
 
     def _with_pools(self) -> Iterator[Metric]:
-        """Its own metrics, and in the same families those of pools, with one more label."""
+        """All metrics, and in the same families those of pools, with one more label."""
         found: dict[str, Metric] = {}
         for name, metrics in self.pools.items():
             assert isinstance(metrics, Metrics)

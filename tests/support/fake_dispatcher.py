@@ -14,9 +14,8 @@ from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.outliers import OutlierScore
 from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.changes import Changes
-from pdkv.router.generations.dispatch import Counters, Dispatcher
+from pdkv.router.generations.dispatch import Counters, Dispatcher, Pools
 from pdkv.router.generations.fallback import Fallback
-from pdkv.router.generations.pools import Pools
 from pdkv.router.generations.timeline import Delays
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.router.routing.prefix_index import PrefixIndex

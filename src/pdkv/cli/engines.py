@@ -7,7 +7,7 @@ from typing import Any
 from pdkv.base.options import parse_pairs
 from pdkv.cli.options import new_command
 from pdkv.cli.running import add_run_flag, ask_router, check_seconds, engine_state, print_table
-from pdkv.router.generations.pools import read_split
+from pdkv.router.engines.address import read_split
 
 ROLES = ("prefill", "decode", "any")
 

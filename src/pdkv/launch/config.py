@@ -14,10 +14,16 @@ from pdkv.base.options import Names, Natural, Options, Positive, Seconds, option
 from pdkv.config import EngineConfig, HandoffConfig, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import describe_tiers
-from pdkv.router.engines.address import EngineAddress, check_endpoint, check_engine_name, check_numeric, split_pool
+from pdkv.router.engines.address import (
+    EngineAddress,
+    check_endpoint,
+    check_engine_name,
+    check_numeric,
+    read_split,
+    split_pool,
+)
 from pdkv.router.engines.foreign_kinds import check_sources, read_backends, read_fallback
 from pdkv.router.engines.sources import split_dns_name
-from pdkv.router.generations.pools import read_split
 from pdkv.wire.kv import Order
 
 

@@ -20,9 +20,8 @@ from pdkv.launch.supervisor import Fleet
 from pdkv.models.config import load_model_config
 from pdkv.models.hub import hub_name, with_local_model
 from pdkv.models.weight_files import loaded_bytes
-from pdkv.router.engines.address import EngineAddress, Role
+from pdkv.router.engines.address import EngineAddress, Role, read_split
 from pdkv.router.engines.foreign_kinds import read_fallback
-from pdkv.router.generations.pools import read_split
 from pdkv.router.spec import PoolSpec, RouterSpec
 
 _DEFAULT_NAME = "pdkv-default"  # the embedded model's name in the API

@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from asgi_client import Exchange, call, run
+from asgi_client import Exchange, call
+from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from small_app import MODEL, ids, served
 
 from pdkv.errors import ConfigError
 from pdkv.router.admission.api_keys import KeyRing, make_key
+from pdkv.router.engines.address import read_split
 from pdkv.router.generations.dispatch import Dispatcher
-from pdkv.router.generations.pools import read_split
 from pdkv.router.http.app import create_app
 from pdkv.router.request import Split
 
