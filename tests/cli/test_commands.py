@@ -86,7 +86,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
         ),
         (
             ["quit"],
-            "unknown command 'quit'; known: launch, serve, engine, engines, drain, resume, role, status, stop, cache",
+            "unknown command 'quit'; known: launch, serve, engine, engines, drain, resume, role, split, status, stop",
         ),
         (["cache", "find"], "'find'; known: lookup, clear, pin, unpin, prefetch, move"),
         (["cache", "move", "--tokens", "1"], "the following arguments are required: --from, --tier"),
@@ -171,6 +171,8 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
             "--record-trace: /no/folder/t: No such file or direc",
         ),
         (["launch", "--check", "--chat-template", "no-such.jinja"], "no-such.jinja: no such file"),
+        (["launch", "--check", "--split", "next=5"], "of one of no pools (--pool) was expected, got next=5"),
+        (["launch", "--check", "--pool", "next=DIR"], "pool needs --join-listen, --engines-file or --engines-dns"),
         (["launch", "--revision", "main"], "--revision main is not supported: a revision is part of the model's name"),
         (["launch", "--kv-transfer-config", "{}", "--hf-overrides", "{}", "--tp", "3"], "cannot be divided among 3"),
     ],
@@ -183,6 +185,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.out == ""
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_two_models_have_no_name_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (key := tmp_path / "key").touch(mode=0o600)
+    key.write_text("k" * 32)
+    join = ["--join-listen", "tcp://127.0.0.1:6999", "--cluster-key-file", str(key), "--port", "0"]
+    assert run("launch", "--check", *join, "--served-model-name", "a,next", "--pool", "next=DIR") == 2
+    assert "next is a served name of --model and of pool next: each needs names" in capsys.readouterr().err
 
 
 def test_a_launch_can_be_checked_without_starting_anything(

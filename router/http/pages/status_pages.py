@@ -132,7 +132,8 @@ class StatusPages:
 
     async def _load(self) -> ServerLoad:
         """How many requests generate now."""
-        return ServerLoad(server_load=self._metrics.in_flight)
+        pools = self._metrics.pools.values()
+        return ServerLoad(server_load=self._metrics.in_flight + sum(pool.in_flight for pool in pools))
 
     async def _render_metrics(self) -> Response:
         """Figures for Prometheus."""
