@@ -225,6 +225,8 @@ async def test_engines_of_pools_stay_among_themselves() -> None:
     """With names that are unique in all; an engine that comes again with another pool leaves its old one."""
     with standing("a") as own, standing("b", model="other") as other, standing("a", model="other") as twin:
         async with routing() as router:
+            router.members.propose("file", {own: "a"})
+            await router.until({"a": ("ready", own, "file")})
             router.members.propose("file", {own: "a", other: "@next", twin: "@next"})
             both = {"a": ("ready", own, "file"), "b": ("ready", other, "file")}
             await router.until(both)
