@@ -200,7 +200,7 @@ class Option:
 
     @property
     def _unit(self) -> str:
-        """Of a time, as its name says: s or ms; empty: it is none."""
+        """The unit of a time, as its name says: s or ms; empty for anything else."""
         unit = self.name.rpartition("_")[2]
         return unit if self.base is float and unit in ("s", "ms") else ""
 

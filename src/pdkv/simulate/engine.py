@@ -79,7 +79,7 @@ class EngineOptions(NamedTuple):
 
     @property
     def layout(self) -> KVLayout:
-        """Of the KV."""
+        """The layout of the KV."""
         made = self.profile
         return KVLayout(made.num_layers, made.num_kv_heads, made.head_size, self.block_size, "float32", 4)
 
@@ -377,8 +377,8 @@ class SimulatedEngine:
             self.connect(self._listener)
 
     def stop(self, seconds: float) -> None:
-        """Stand still as a stopped process does, so that what should happen meanwhile happens after these seconds; 0:
-        for ever. The step under way ends, and is noticed then.
+        """Stand still as a stopped process does: what should happen meanwhile happens after these seconds; 0: never. The
+        step under way ends, and is noticed then.
         """
         self.device.cut()
         self._goes_on_at = self.loop.clock.now() + seconds if seconds else inf

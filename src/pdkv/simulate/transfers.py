@@ -3,8 +3,8 @@
 A transfer takes its time on both engines' links, one at a time on each, and moves nothing.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -32,10 +32,8 @@ from pdkv.errors import KVNotFound, PeerGone, TransferCancelled, TransferError
 from pdkv.kv_store.base import Buffer
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.terms import NO_TERMS
+from pdkv.simulate.loop import VirtualTime
 from pdkv.wire.kv import EngineCard
-
-if TYPE_CHECKING:
-    from pdkv.simulate.engine import SimulatedEngine
 
 PULL = ConnectorPlan(interface=INTERFACE, kind="pull", name="simulated", lends=True)
 PUSH = ConnectorPlan(interface=INTERFACE, kind="push", name="simulated", lends=True,
@@ -45,10 +43,31 @@ HOST = ConnectorPlan(interface=INTERFACE, kind="store", name="store", content_ad
                      hit_tokens=OPTIONS.tokens_per_value)  # fmt: skip
 
 
+class Engine(Protocol):
+    """What transfers need of an engine."""
+
+    name: str
+    card: EngineCard
+    loop: VirtualTime
+    options: Any
+    device: Any
+    peers: Any  # engines by name
+    transfers: Any
+    link_free_at: float
+    token_bytes: int
+
+    def wake(self) -> None:
+        """Act on a transfer that has ended."""
+
+    def stands_still(self, call: Callable[..., object], *args: Any) -> bool:
+        """Whether its process is stopped; if so, the call is made when it goes on."""
+        ...
+
+
 class SimulatedWorker(WorkerConnector):
     """What has ended since the engine last asked."""
 
-    def __init__(self, engine: "SimulatedEngine") -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine, self._epoch = engine, engine.card.epoch
         self._forget()
 
@@ -85,7 +104,7 @@ class SimulatedWorker(WorkerConnector):
 class PullWorker(SimulatedWorker):
     """Reads from other engines' pools, also of those that stand still: their memory is shared."""
 
-    def __init__(self, engine: "SimulatedEngine") -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._loads: dict[TransferKey, list[BlockLoad]] = {}  # by transfer, the parts that have not landed
 
@@ -121,7 +140,7 @@ class PullWorker(SimulatedWorker):
 class PushWorker(SimulatedWorker):
     """Writes into other engines' pools, layer by layer while a step computes them."""
 
-    def __init__(self, engine: "SimulatedEngine") -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._wanted: dict[TransferKey, int] = {}  # tokens that have not come, by receive
         self._sending: dict[TransferKey, dict[TransferKey, None]] = {}  # batches under way, and itself until all are
@@ -195,7 +214,7 @@ class PushWorker(SimulatedWorker):
 class Pulls(PullScheduler):
     """The scheduler side of a pull from any engine of the simulation, all of which have one layout."""
 
-    def __init__(self, config: ConnectorConfig, peers: Mapping[str, "SimulatedEngine"]) -> None:
+    def __init__(self, config: ConnectorConfig, peers: Mapping[str, Any]) -> None:
         assert config.block_table is not None
         super().__init__(config, config.block_table, PeerCards(config))
         self._engines = peers
@@ -211,7 +230,7 @@ class Pulls(PullScheduler):
 class Pushes(PushScheduler):
     """The scheduler side of a push to any engine of the simulation."""
 
-    def __init__(self, config: ConnectorConfig, peers: Mapping[str, "SimulatedEngine"]) -> None:
+    def __init__(self, config: ConnectorConfig, peers: Mapping[str, Any]) -> None:
         super().__init__(config, PeerCards(config))
         self._engines = peers
 
@@ -260,7 +279,7 @@ class Lookups(KeyLookups):
 class HostWorker(SimulatedWorker):
     """Loads and saves, one of each at a time."""
 
-    def __init__(self, engine: "SimulatedEngine", memory: HostMemory, cut: StoreCut) -> None:
+    def __init__(self, engine: Engine, memory: HostMemory, cut: StoreCut) -> None:
         super().__init__(engine)
         self._memory, self._cut = memory, cut
         self._reading: set[TransferKey] = set()
@@ -312,7 +331,7 @@ def _empty(num_bytes: int) -> Buffer:
 
 
 def host_sides(
-    engine: "SimulatedEngine", config: ConnectorConfig, memory: HostMemory
+    engine: Engine, config: ConnectorConfig, memory: HostMemory
 ) -> tuple[SchedulerConnector, WorkerConnector]:
     """Both sides of the tier."""
     cut = StoreCut(config, tokens_per_value=OPTIONS.tokens_per_value, layer_groups=1)
