@@ -20,13 +20,12 @@ import openai
 
 from benchmarks.load import random_prompt
 from benchmarks.models import find_model
-from benchmarks.peers import vllm, vllm_pair
+from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, free_port, get, running
 
 STREAMS, TOKENS, CONVERSATIONS, TURNS = 100, 96, 25, 4
 _KEPT = re.compile(r"POST .* request_id=(\w+) .*local_hit=(\d+)")
-_MOVED = re.compile(r"POST .* prompt_tokens=(\d+) .*remote=(\d+)")
 _TOLD_S = 2.0
 """Pause between turns, after which events have told of the turn before."""
 
@@ -62,26 +61,6 @@ def run(context: Context) -> list[Claim]:
             first = stack.enter_context(serve(0))
             asyncio.run(_wait_used(url, first))
     return claims
-
-
-def run_pair(context: Context) -> list[Claim]:
-    """A prefill and a decode server that pass KV over vLLM's NIXL: what is transferred, and a killed decode server."""
-    assert context.vllm is not None
-    model, rng = find_model(context.models, "tiny"), random.Random(2)
-    options = ["--dtype", "float32", "--enable-prompt-tokens-details"]
-    with vllm_pair(context.vllm, model, options) as (prefill, decode), tempfile.TemporaryDirectory() as logs:
-        log = Path(logs, "router.log")
-        with _router(model, log, ["--backend", f"vllm-prefill={prefill.url}", f"vllm-decode={decode.url}"]) as url:
-            prompts = [random_prompt(rng, 256 + i) for i in range(40)]
-            answers, right = (asyncio.run(_again(at, prompts)) for at in (url, prefill.url))
-            counts = [tuple(map(int, found)) for found in _MOVED.findall(log.read_text())]
-            total, moved = map(sum, zip(*counts, strict=True))
-            wrong = sum(answer != other for answer, other in zip(answers, right, strict=True))
-            figures = {"requests": len(counts), "prompt tokens": total, "wrong": wrong}
-            return [
-                Claim("prefill/decode pair: tokens transferred / of prompts", moved / total, 0.95, "higher", figures),
-                _failure("decode server killed", url, prefill, lambda: os.killpg(decode.pid, signal.SIGKILL)),
-            ]
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from pdkv.host.processor import emulates_bfloat16
 VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"  # the one that this build of vLLM was compiled for
 NEEDED_BY = (
-    "engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm", "vllm_behind", "vllm_pair_behind",
+    "engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm", "vllm_behind",
     "speculation_vllm",
 )  # fmt: skip
 """Benchmarks that stand beside it."""

@@ -1,8 +1,8 @@
 """pdkv's router and others over the same servers that compute nothing (fake_vllm.py): hits and times to the first token
-over shared prefixes, requests that fail when a server does, and what a request costs.
+over shared prefixes, and requests that fail when a server does.
 
     python -m venv DIR/NAME && DIR/NAME/bin/pip install NAME==VERSION     for each of sglang-router, smg, vllm-router
-    python -m benchmarks.routers DIR [prefixes failures costs]
+    python -m benchmarks.routers DIR [prefixes failures]
 
 Each router gets the protocol of the servers that it is made for: pdkv and vllm-router vLLM's, prefill before decode,
 the others SGLang's, both at once. Options are the defaults, but for the policy `cache_aware` of the others.
@@ -25,7 +25,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.report import Claim, Outcome, load_average, save, show
-from benchmarks.servers import free_port, get, post, process_cpu_seconds, running
+from benchmarks.servers import free_port, get, post, running
 from pdkv.config import DEFAULT_MODEL
 
 OTHERS = ("sglang-router", "smg", "vllm-router")
@@ -60,11 +60,6 @@ class Router(NamedTuple):
 
     url: str
     pid: int
-
-    def cpu_seconds(self) -> float:
-        """Processor time of it and its children."""
-        children = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return sum(map(process_cpu_seconds, (self.pid, *map(int, children))))
 
 
 @contextlib.contextmanager
@@ -267,49 +262,7 @@ def _failed(folder: Path, name: str, role: str, act: Callable[[Fake], None], tur
     return sum(not one.ok for one in sent)
 
 
-# --- costs ------------------------------------------------------------------------------------------------------------
-
-
-def costs(folder: Path, names: Sequence[str]) -> list[Claim]:
-    """Latency that a router adds at one request at a time, and its processor time per request of 64 at a time."""
-    found: dict[str, dict[str, float]] = {}
-    with contextlib.ExitStack() as stack:
-        routers = {}
-        for name in ("pdkv", *names):
-            fakes = stack.enter_context(_fakes(name, ["prefill", "decode"]))
-            routers[name] = stack.enter_context(_router(folder, name, fakes))
-        direct = fakes[1].url
-        turns: dict[str, list[tuple[float, float]]] = {name: [] for name in routers}
-        bare = []
-        for turn in range(5):
-            bare.append(_latency(direct, turn))
-            for name, router in routers.items():
-                latency, before = _latency(router.url, turn), router.cpu_seconds()
-                rng = random.Random(100 + turn)
-                sent = _sent(router.url, [_words(rng, 500) for _ in range(300)], at_once=64)
-                if not all(one.ok for one in sent):
-                    raise RuntimeError(f"{name}: {sum(not one.ok for one in sent)} of {len(sent)} failed")
-                turns[name].append((latency, (router.cpu_seconds() - before) / len(sent)))
-    for name, pairs in turns.items():
-        latency, cpu = np.median(pairs, axis=0)
-        found[name] = {"ms": latency * 1e3, "added ms": (latency - np.median(bare)) * 1e3, "CPU us": cpu * 1e6}
-        print(name, found[name], flush=True)
-    ours = found.pop("pdkv")
-    claims = []
-    for name, theirs in found.items():
-        figures = {f"pdkv {key}": value for key, value in ours.items()} | {f"its {k}": v for k, v in theirs.items()}
-        for key in ("added ms", "CPU us"):
-            claims.append(Claim(f"{key} a request: pdkv / {name}", ours[key] / theirs[key], 1.0, "lower", figures))
-    return claims
-
-
-def _latency(url: str, turn: int) -> float:
-    """The median of 60 requests."""
-    rng = random.Random(turn)
-    return float(np.median([one.ttft_s for one in _sent(url, [_words(rng, 500) for _ in range(60)])]))
-
-
-PARTS = {"prefixes": prefixes, "failures": failures, "costs": costs}
+PARTS = {"prefixes": prefixes, "failures": failures}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
