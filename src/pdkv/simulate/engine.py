@@ -377,8 +377,8 @@ class SimulatedEngine:
             self.connect(self._listener)
 
     def stop(self, seconds: float) -> None:
-        """Stand still as a stopped process does: what should happen meanwhile happens after these seconds; 0: never. The
-        step under way ends, and is noticed then.
+        """Stand still as a stopped process does: what should happen meanwhile happens after these seconds; 0: never.
+        The step under way ends, and is noticed then.
         """
         self.device.cut()
         self._goes_on_at = self.loop.clock.now() + seconds if seconds else inf
