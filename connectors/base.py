@@ -400,11 +400,11 @@ class SchedulerConnector(ABC):
         return FinishDecision(hold_blocks=False)
 
     def name_confirmed(self, request: RequestView, block_tables: BlockTables, num_tokens: int) -> bytes | None:
-        """The payload of a hand-off of the first `num_tokens` tokens, which are whole blocks, while the rest of a
-        prompt is computed. None: nothing is read before the end.
+        """The payload of a hand-off of `num_tokens` tokens, which are the first of these blocks, whole ones, while the
+        rest of a prompt is computed. None: nothing is read before the end.
 
         A reader whose connector answers so gets one hand-off after the other, all but the last one with `more`: each
-        comes with another `update_state_after_alloc` for the same load.
+        comes with another `update_state_after_alloc` for the same load, and with the payloads so far, joined.
         """
         return None
 

@@ -70,6 +70,20 @@ def unpack(data: bytes, most: int) -> Numbers | None:
     return None if rows is None else np.frombuffer(rows, np.int64).reshape(2, -1)
 
 
+def split(data: bytes) -> list[bytes]:
+    """The packed lists of which `data` consists, as their heads say; whether each is valid, `unpack` says."""
+    lists, begin = [], 0
+    while not lists or begin < len(data):
+        stop = begin + _HEAD.size
+        num_runs = _HEAD.unpack_from(data, begin)[1] if stop <= len(data) else 0
+        for _ in range(3):
+            stop += _COLUMN.size
+            stop += num_runs * data[stop - 1] if stop <= len(data) else 0
+        lists.append(data[begin:stop])
+        begin = stop
+    return lists
+
+
 def _pack_column(values: tuple[int, ...]) -> bytes:
     smallest = min(values, default=0)
     if smallest < 0:

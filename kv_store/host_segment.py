@@ -118,8 +118,8 @@ class Segment:
             self._unlock.atexit = False  # the driver has gone by then
 
     def view(self, found: Found) -> memoryview | None:
-        """A value in its place; None: it lies in several, or is not page-locked."""
-        runs = list(self._runs(found)) if self._unlock is not None else []
+        """A value in its place; None: it lies in several, or is not page-locked (any more)."""
+        runs = list(self._runs(found)) if self._unlock is not None and self._unlock.alive else []
         if len(runs) != 1 or self._pages is None:
             return None
         offset, size = runs[0]

@@ -187,9 +187,14 @@ class HostStore(ScatteringStore):
             view = None if own is None or found is None else own.segment.view(found)
             if own is None or found is None or view is None:
                 return None
-            with self._lock:
-                self._num_hits += 1
-            return Lent(view, partial(own.segment.is_there, found))
+            return Lent(view, partial(self._was_there, own.segment, found))
+
+    def _was_there(self, segment: Segment, found: Found) -> bool:
+        """Whether a lent value was still there when it had been read, which counts as a hit."""
+        was_there = segment.is_there(found)
+        with self._lock:
+            self._num_hits += was_there
+        return was_there
 
     def contains_own(self, keys: Sequence[bytes]) -> list[bool]:
         """The keys in this process's own segment."""

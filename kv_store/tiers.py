@@ -16,6 +16,8 @@ from pdkv.kv_store.base import (
     Buffer,
     Item,
     KVStore,
+    Lent,
+    LockPages,
     Scattered,
     TellingStore,
     TermsOf,
@@ -151,6 +153,26 @@ class TieredStore(TellingStore):
             terms = {keys[i]: terms for i, _ in hits if (terms := terms_of(i)) != NO_TERMS}
             self._backfill.used(((keys[i], size) for i, size in hits), terms)
         return found or [False] * len(keys)
+
+    def lock_pages(self, lock: LockPages) -> None:
+        self.tiers[0].store.lock_pages(lock)
+
+    def lend(self, key: bytes) -> Lent | None:
+        tier = self.tiers[0]
+        lent = None if tier.rests("read") else self._try(tier, partial(tier.store.lend, key), [])
+        return None if lent is None else lent._replace(is_there=partial(self._was_read, key, lent))
+
+    def _was_read(self, key: bytes, lent: Lent) -> bool:
+        """Whether a lent value was still there when it had been read; then it counts, and may be copied to others."""
+        tier, size = self.tiers[0], len(lent.view)
+        if not lent.is_there():
+            return False
+        with self._lock:
+            tier.num_hits += 1
+        tier.meter.add(size)
+        if self._backfill is not None:
+            self._backfill.used([(key, size)], tier.store.terms_of([key]))
+        return True
 
     def put(self, items: Sequence[Item]) -> None:
         self.put_on_terms(items, {})

@@ -4,6 +4,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
 from pdkv.engine.hooks import PrefillHooks, SendToRouter
 from pdkv.engine.outside.external import ExternalKV
@@ -68,11 +70,12 @@ class PrefillRole(PrefillHooks):
         return self.leases.num_blocks + self._num_promised_blocks()
 
     def computed(self, request: Request) -> None:
-        """Say where the prompt's whole blocks are, if the connector lets them be read while the rest is computed."""
-        num_tokens = self._external.num_in_blocks(request.num_confirmed)
-        if num_tokens > request.num_named and (payload := self._external.name_confirmed(request, num_tokens)):
+        """Say where further whole blocks of the prompt are, if the connector lets them be read before its end."""
+        start, num_tokens = request.num_named, self._external.num_in_blocks(request.num_confirmed)
+        if num_tokens > start and (payload := self._external.name_confirmed(request, start, num_tokens)):
             request.num_named = num_tokens
-            self._send(request.router_id, self._handoff(request, num_tokens, payload, more=True))
+            part = self._handoff(request, num_tokens, payload)
+            self._send(request.router_id, replace(part, more=True, start=start))
 
     def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
         """Lease the blocks and send the hand-off. A loan is leased no longer than its Submit says."""
@@ -88,7 +91,7 @@ class PrefillRole(PrefillHooks):
         if failed is not None:
             self.sending_ended(request.transfer_key, False, failed)
 
-    def _handoff(self, request: Request, num_tokens: int, payload: bytes, *, more: bool = False) -> KVHandoff:
+    def _handoff(self, request: Request, num_tokens: int, payload: bytes) -> KVHandoff:
         submit = request.submit
         return KVHandoff(
             request_id=submit.request_id,
@@ -99,7 +102,6 @@ class PrefillRole(PrefillHooks):
             num_tokens=num_tokens,
             payload=payload,
             lent=request.transfer_key.lent,
-            more=more,
         )
 
     def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:

@@ -73,6 +73,7 @@ class _Load:
     num_tokens: int
     may_fall_back: bool
     code: str = ""  # why the first child failed, if the second one loads a part of it
+    more: bool = False  # its source computes the rest: it is told again
 
 
 class _ChildTiers(NamedTuple):
@@ -137,10 +138,10 @@ class MultiScheduler(SchedulerConnector):
         key = request.transfer_key
         self._choices.pop(key, None)
         best, winner, looking = NO_MATCH, 0, False
-        if request.handoff is not None and request.handoff.more:
-            return NO_MATCH  # children load whole hand-offs
         order: Sequence[int] = range(len(self._schedulers))
-        if request.kv == "await_peer":
+        if request.handoff is not None and request.handoff.more:
+            order = [index for index in order if index == self.views.reader]
+        elif request.kv == "await_peer":
             order = sorted(order, key=self.views.is_beside)
         for index in order:
             scheduler = self._schedulers[index]
@@ -166,6 +167,9 @@ class MultiScheduler(SchedulerConnector):
         """Let the winner load; the others are told that nothing is loaded, and their tickets are dropped."""
         key = request.transfer_key
         choice = self._choices.pop(key, None) or _Choice(0, True)
+        if (load := self._loads.get(key)) is not None and load.more:
+            self._load_more(load, request, block_tables, num_external_tokens)
+            return None
         ticket = None
         for index, scheduler in enumerate(self._schedulers):
             view = self.views.request(request, index)
@@ -177,8 +181,18 @@ class MultiScheduler(SchedulerConnector):
                 ticket = encode_ticket(index, own)
         if num_external_tokens:
             tables = [list(table) for table in block_tables]
-            self._loads[key] = _Load(choice.child, request, tables, num_external_tokens, choice.is_async)
+            more = request.handoff is not None and request.handoff.more
+            is_whole = choice.is_async and not more
+            self._loads[key] = _Load(choice.child, request, tables, num_external_tokens, is_whole, more=more)
         return ticket
+
+    def _load_more(self, load: _Load, request: RequestView, block_tables: BlockTables, num_tokens: int) -> None:
+        """Let the child that has begun load what is named since; if its part of the hand-off is missing, it fails."""
+        assert request.handoff is not None
+        load.more = request.handoff.more
+        none = msgspec.structs.replace(request, handoff=msgspec.structs.replace(request.handoff, payload=b""))
+        view = self.views.request(request, load.child) or none
+        self._schedulers[load.child].update_state_after_alloc(view, block_tables, num_tokens)
 
     def _fall_back(self, key: TransferKey, load: _Load, code: str) -> bool:
         """Let another child fill the blocks that the first one did not. Once, and only if it fills all of them."""
@@ -298,6 +312,11 @@ class MultiScheduler(SchedulerConnector):
         return FinishDecision(bool(holding), encode_handoff(payloads), until_release=until_release)
 
     # --- results --------------------------------------------------------------------------------------------------
+
+    def name_confirmed(self, request: RequestView, block_tables: BlockTables, num_tokens: int) -> bytes | None:
+        if self.views.reader is None:
+            return None
+        return self._schedulers[self.views.reader].name_confirmed(request, block_tables, num_tokens)
 
     def resolve_results(self, results: TransferResults) -> TransferResults:
         """Give each child its own results, and the engine those of transfers and holds.

@@ -16,7 +16,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.multi.wire import decode_handoff, decode_ticket
 from pdkv.connectors.plan import ConnectorPlan
-from pdkv.wire.kv import ConnectorKind
+from pdkv.wire.kv import ConnectorKind, KVHandoff
 
 Range = TypeVar("Range", ScheduledRange, ConfirmedRange)
 
@@ -30,6 +30,7 @@ class ChildViews:
         self._kind = kind
         self._kinds = [child.kind for child in children]
         self._lends = [child.lends for child in children]
+        self.reader = self._kinds.index("pull") if kind == "pull" else None  # the child of hand-offs in parts
 
     def takes_part(self, key: TransferKey, child: int) -> bool:
         """Whether a child takes part in a hand-off under that key. Every child does, except a store beside other kinds
@@ -65,7 +66,7 @@ class ChildViews:
             own = ticket.ticket if ticket is not None and ticket.child == child else None
             view = msgspec.structs.replace(view, ticket=own)
         if request.handoff is not None:
-            payloads = decode_handoff(request.handoff.payload, len(self._kinds))
+            payloads = self._payloads(request.handoff)
             self.num_malformed += payloads is None
             payload = None if payloads is None else payloads[child]
             if request.kv == "handoff" and (payload is None or not self._lends[child]):
@@ -74,6 +75,12 @@ class ChildViews:
                 return None
             view = msgspec.structs.replace(view, handoff=msgspec.structs.replace(request.handoff, payload=payload))
         return view
+
+    def _payloads(self, handoff: KVHandoff) -> list[bytes | None] | None:
+        """The children's payloads; None: they are malformed. A prompt's part is one child's alone."""
+        if handoff.more:
+            return [handoff.payload if child == self.reader else None for child in range(len(self._kinds))]
+        return decode_handoff(handoff.payload, len(self._kinds))
 
     def step(self, view: SchedulerView, child: int, observes: Observed) -> SchedulerView:
         """A step as one child sees it. A pushing child sees a hand-off again when its ticket is late; a lending child

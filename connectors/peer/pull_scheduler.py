@@ -267,7 +267,7 @@ class PullScheduler(SchedulerConnector):
         if unit is None or start >= stop:
             return None
         named = self._unpack(request, handoff)
-        if named is None or (handoff.more and self.config.layout.groups):
+        if named is None or (handoff.more and (handoff.start or self.config.layout.groups)):
             return None
         if self.config.layout.groups:
             whole = unit == self.block_size and start % unit == 0

@@ -34,6 +34,12 @@ def pack_blocks(block_ids: Sequence[int] | Ids, generations: Sequence[int] | Ids
 
 
 def unpack_blocks(data: bytes, most: int = MAX_BLOCKS) -> Blocks | None:
-    """The inverse of `pack_blocks`; None: the bytes are invalid, or name more than `most` blocks."""
-    rows = block_runs.unpack(data, most)
-    return None if rows is None else Blocks(*rows)
+    """The blocks of lists that `pack_blocks` made, joined; None: one is invalid, or they name more than `most`."""
+    lists: list[Ids] = []
+    for packed in block_runs.split(data):
+        rows = block_runs.unpack(packed, most)  # a few bytes may name a million
+        if rows is None:
+            return None
+        lists.append(rows)
+        most -= rows.shape[1]
+    return Blocks(*(lists[0] if len(lists) == 1 else np.concatenate(lists, axis=1)))

@@ -207,11 +207,14 @@ class ExternalKV:
         """The number of these first tokens that fill whole blocks."""
         return num_tokens // self._block_size * self._block_size
 
-    def name_confirmed(self, request: Request, num_tokens: int) -> bytes | None:
-        """The payload of a hand-off of the request's first tokens, which are confirmed; None: they are not read yet."""
+    def name_confirmed(self, request: Request, start: int, stop: int) -> bytes | None:
+        """The payload of a hand-off of the request's tokens [start, stop), which are confirmed; None: they are not read
+        yet.
+        """
         if self.connector is None:
             return None
-        return self.connector.name_confirmed(request.view(), request.block_tables, num_tokens)
+        tables = [table[start // self._block_size :] for table in request.block_tables]
+        return self.connector.name_confirmed(request.view(), tables, stop - start)
 
     def show_scheduled(self, step_id: int, batch: Sequence[tuple[Request, int]]) -> list[ScheduledRange]:
         """The connector's view of a step that computes this many more tokens of each request."""

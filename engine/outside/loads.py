@@ -73,7 +73,7 @@ class Loads:
         if handoff.more and not request.awaits_rest:
             return  # a part of its load has failed, and it begins anew with the last hand-off; or it has had that
         load = self._external.loads.get(request.transfer_key)
-        request.handoff = handoff
+        request.handoff = handoff if request.handoff is None else request.handoff.joined(handoff)
         if load is not None and (load.is_early or not load.started):
             load.deadline = request.deadline if handoff.more else now + self._timeout_s
             if load.started:

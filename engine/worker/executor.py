@@ -293,7 +293,7 @@ class InProcessExecutor(ModelExecutor):
             attention_backend=config.attention_backend,
             decode_sizes=self._decode_sizes,
             prompt_sizes=self._prompt_sizes,
-            num_graphs=0 if self._recorder is None else len(self._decode_sizes) + len(self._prompt_sizes),
+            captures=self._recorder is not None,
             timeout_s=self._start_timeout_s,
             guess=None if proposer is None else proposer.warm_up,
         )

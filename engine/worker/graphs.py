@@ -117,6 +117,11 @@ class PaddedSteps:
         shape = (max(decodes[-1], *(size.seqs for size in self._prompts), 0), model.config.hidden_size)
         self._hidden = torch.empty(shape, dtype=model.dtype, device=model.device)
 
+    @property
+    def num_sizes(self) -> int:
+        """Number of sizes: with prompts only if `attention` pads them."""
+        return len(self._decodes) + len(self._prompts)
+
     def size_for(self, inputs: StepInputs, rows: IntArray) -> Padding | None:
         """The padded size of a step in which every request computes one token and needs its hidden state (`rows`), or
         which has prompts. None: it is another kind of step, or there is none for it.

@@ -35,7 +35,7 @@ def profiled_bytes(
     attention_backend: AttentionName,
     decode_sizes: Sequence[int],
     prompt_sizes: Sequence[Padding] = (),
-    num_graphs: int,
+    captures: bool,
     timeout_s: float,
     guess: Callable[[], None] | None = None,
 ) -> int:
@@ -47,7 +47,7 @@ def profiled_bytes(
         max_num_tokens: tokens of a step.
         max_num_seqs: rows of a step that draw, with every option.
         attention_backend, decode_sizes, prompt_sizes: as in `ModelRunner`.
-        num_graphs: how many steps will be captured.
+        captures: whether the padded steps will be captured as graphs.
         timeout_s: longest time of a step on the device; it includes waiting for ranks that load their weights more
             slowly.
         guess: computes the most that a proposer computes beside a step. What it has on the device already counts, too.
@@ -73,9 +73,9 @@ def profiled_bytes(
     peak = torch.cuda.max_memory_allocated(device)
     if guess is not None:
         peak += _bytes_at_peak(guess, device)
-    if num_graphs:
+    if captures:
         padded_bytes = _bytes_at_peak(lambda: runner.warm_up_decodes(None), device)
-        peak += _GRAPH_POOL_RATIO * padded_bytes + num_graphs * _GRAPH_BYTES
+        peak += _GRAPH_POOL_RATIO * padded_bytes + runner.num_padded * _GRAPH_BYTES
     free, total = torch.cuda.mem_get_info(device)
     share, available = int(total * utilization), free + torch.cuda.memory_reserved(device)
     if available < share:

@@ -155,6 +155,11 @@ class ModelRunner:
         self.warm_up_decodes(self._recorder)
         self._worker, self._guesser = worker, guesser
 
+    @property
+    def num_padded(self) -> int:
+        """Number of sizes to which steps are padded."""
+        return 0 if self._padded is None else self._padded.num_sizes
+
     @torch.inference_mode()
     def warm_up_decodes(self, recorder: Recorder | None) -> None:
         """Run decode steps of each padded size without requests, and capture them."""

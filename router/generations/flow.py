@@ -100,7 +100,7 @@ class RequestFlow:
         self._ticket: bytes | None = None
         self._ticket_number = 0  # of the latest ticket, or the next one if none has come yet
         self._handoff: KVHandoff | None = None
-        self._first_part: KVHandoff | None = None  # of a prompt that prefill is still computing, as far as it is read
+        self._first_part: KVHandoff | None = None  # of a prompt that prefill is still computing, all that is named
         self._kv_ready: KVReady | None = None
 
     def _take_route(self, route: Route) -> None:
@@ -329,7 +329,7 @@ class RequestFlow:
         is_own = message.transfer_id == self.transfer_id and message.more and not message.lent
         if not is_own or self.prefill != "running" or self.output.token_ids or self.declined or self._released:
             return _NOTHING
-        self._first_part = message
+        self._first_part = message if self._first_part is None else self._first_part.joined(message)
         return [(self.route.decode, message)] if self.decode == "running" else _NOTHING
 
     def _hand_over(self, now: float) -> Sends:

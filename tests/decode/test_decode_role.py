@@ -11,7 +11,7 @@ from pdkv.config import HandoffConfig
 from pdkv.connectors.base import TransferOutcome
 from pdkv.connectors.memory.fabric import MemoryFabric
 from pdkv.connectors.peer.push_scheduler import PushTicket
-from pdkv.connectors.transfer.block_runs import pack_blocks
+from pdkv.connectors.transfer.block_runs import pack_blocks, unpack_blocks
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import at_rest, make_core, of_type, output_of, run, submit
@@ -482,12 +482,31 @@ def test_each_chunk_is_read_while_the_next_one_is_computed_and_only_the_last_one
     assert (part.num_tokens, part.more) == (8, True)
     assert under_way(parts) == [(0, 8)]
     (part,) = of_type(chunk(parts), KVHandoff)  # the first one's read is not over
+    assert part.start == 8
+    named = unpack_blocks(part.payload)
+    assert named is not None
+    assert named.ids.tolist() == parts.prefill.requests["a", 0].block_tables[0][2:4]
     parts.decode.handle("r", part, parts.now)
     parts.run(parts.decode)
     assert under_way(parts) == [(0, 8), (8, 16)]
     parts.deliver_all()
     (finished,) = of_type(finish(parts, reads=[(16, 22)]), Finished)
     assert (finished.sources.remote, finished.sources.computed) == (22, 0)
+
+
+@pytest.mark.parametrize("has_first", [True, False])
+def test_parts_that_come_before_there_is_room_are_read_together_or_behind_the_hand_off(
+    parts: Pair, has_first: bool
+) -> None:
+    (first,) = of_type(chunk(parts, submit(LONG, until="first_token", kv="handoff")), KVHandoff)
+    (second,) = of_type(chunk(parts), KVHandoff)
+    parts.decode.handle("r", submit(LONG, kv="await_peer", handoff=first if has_first else second), parts.now)
+    if has_first:
+        parts.decode.handle("r", second, parts.now)
+    parts.run(parts.decode)
+    assert under_way(parts) == ([(0, 16)] if has_first else [])
+    parts.deliver_all()
+    finish(parts, reads=[(16, 22)] if has_first else [(0, 22)])
 
 
 def test_a_prompt_of_one_chunk_is_handed_off_at_once(parts: Pair) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pdkv.wire.types import Attempt, Blob, Id, KVOwner, Message, Natural, Size, Text
+from pdkv.wire.types import MAX_BLOB_BYTES, Attempt, Blob, Id, KVOwner, Message, Natural, Size, Text
 
 Order = Literal["prefill_first", "concurrent", "needs_peer_first", "decode_first"]
 ConnectorKind = Literal["store", "pull", "push"]
@@ -204,3 +204,14 @@ class KVHandoff(Message, frozen=True):
     # a loan out of the engine's cache, for the transfer's prompt: not computed by the prompt's engine
     lent: bool = False
     more: bool = False  # the rest of the prompt is being computed: another hand-off follows
+    start: Natural = 0  # with `more`: earlier ones have named the tokens before it
+
+    def joined(self, part: "KVHandoff") -> "KVHandoff":
+        """All that the next hand-off and this one name of a prompt; the next one as it is if it does not follow, or if
+        both together are too long.
+        """
+        payload = self.payload + part.payload
+        follows = part.start > 0 and (self.num_tokens, self.engine, self.epoch) == (part.start, part.engine, part.epoch)
+        if not (follows and self.more and part.more) or len(payload) > MAX_BLOB_BYTES:
+            return part
+        return msgspec.structs.replace(part, start=self.start, payload=payload)

@@ -16,7 +16,11 @@ from pdkv.connectors.transfer.units import UnitPool
 from pdkv.errors import TransferCancelled, TransferError
 from pdkv.kernels.streams import HostStreams
 from pdkv.kv_store.base import KVStore
+from pdkv.kv_store.host_segment import key_of
+from pdkv.kv_store.host_store import HostStore
+from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.registry import open_store
+from pdkv.kv_store.tiers import TieredStore
 from pdkv.launch.host_memory import _Segment
 
 NUM_TOKENS = 200  # three whole values and a tail, whose last unit is partly filled
@@ -173,8 +177,9 @@ def test_whatever_ends_it_no_part_of_a_value_is_left(
     assert bool((got[:16] == 0).all())
 
 
+@pytest.mark.parametrize("has_tiers", [False, True])
 def test_a_device_copies_whole_values_out_of_page_locked_memory_which_is_unlocked_with_its_segment(
-    tmp_path: Path, scatters: list[int], monkeypatch: pytest.MonkeyPatch
+    has_tiers: bool, tmp_path: Path, scatters: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     locked: list[int] = []
 
@@ -193,7 +198,9 @@ def test_a_device_copies_whole_values_out_of_page_locked_memory_which_is_unlocke
 
     monkeypatch.setattr(SealedValues, "lend", noted)
     segment = _Segment(tmp_path, "d.0", 64 << 20)
-    with open_store(f"host://{tmp_path}?segment=d") as store:
+    host = open_store(f"host://{tmp_path}?segment=d")
+    assert isinstance(host, HostStore)
+    with TieredStore([host, MemoryStore("below-locked")]) if has_tiers else host as store:
         pair = Pair(store)
         for worker in pair.reader.workers:
             worker._pool.on_cpu = False
@@ -201,7 +208,17 @@ def test_a_device_copies_whole_values_out_of_page_locked_memory_which_is_unlocke
         assert code == ""
         assert len(lent) == len(scatters) == 4  # the tail, too
         assert torch.equal(pair.reader.tokens(blocks, NUM_TOKENS), pair.kv)
+        hits, again = host._num_hits, store.lend(lent[0])
+        assert again is not None
+        assert host._num_hits == hits  # it is not read yet
+        assert again.is_there()
+        assert host._num_hits == hits + 1
+        assert not isinstance(store, TieredStore) or store.tiers[0].num_hits == hits + 1
+        assert host.own is not None
+        own, found = host.own.segment, host.own.find(key_of(lent[0]), is_use=False)
         for engine in (pair.producer, pair.reader):
             engine.close()
     assert locked == [locked[0], -locked[0]]  # once
+    assert found is not None
+    assert own.view(found) is None
     segment.close()

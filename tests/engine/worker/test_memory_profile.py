@@ -8,8 +8,10 @@ import torch
 
 from pdkv.engine.worker import memory_profile
 from pdkv.engine.worker.attention import select
+from pdkv.engine.worker.attention.cuda import CudaAttention
 from pdkv.engine.worker.kv_cache import make_layout
 from pdkv.engine.worker.memory_profile import profiled_bytes
+from pdkv.engine.worker.step_buffers import Padding
 from pdkv.errors import ConfigError
 from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Attend, Decoder
@@ -69,7 +71,7 @@ def profile(
     utilization: float,
     num_tokens: int,
     max_num_seqs: int = 8,
-    num_graphs: int = 0,
+    captures: bool = False,
     guess: Callable[[], None] | None = None,
 ) -> int:
     return profiled_bytes(
@@ -81,7 +83,8 @@ def profile(
         max_model_len=40,
         attention_backend="auto",
         decode_sizes=(1, max_num_seqs),
-        num_graphs=num_graphs,
+        prompt_sizes=[Padding(16, 1, 1, 2)],
+        captures=captures,
         timeout_s=30.0,
         guess=guess,
     )
@@ -98,13 +101,15 @@ def test_the_pool_gets_what_the_largest_step_leaves(
     assert ledger.most_logits == 8
 
 
+@pytest.mark.parametrize(("pads_prompts", "largest", "num_graphs"), [(True, 16, 3), (False, 8, 2)])
 def test_graphs_get_what_their_largest_step_takes_and_the_driver_for_each(
-    model: Decoder, monkeypatch: pytest.MonkeyPatch
+    pads_prompts: bool, largest: int, num_graphs: int, model: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Ledger(monkeypatch, model)
     monkeypatch.setattr(memory_profile, "_GRAPH_BYTES", 1000)
+    monkeypatch.setattr(CudaAttention, "pads_prompts", pads_prompts)
     without = profile(model, 0.9, 70)
-    assert without - profile(model, 0.9, 70, num_graphs=9) == 2 * 8 * PER_TOKEN + 9 * 1000
+    assert without - profile(model, 0.9, 70, captures=True) == 2 * largest * PER_TOKEN + num_graphs * 1000
 
 
 def test_what_a_proposer_computes_beside_a_step_counts(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

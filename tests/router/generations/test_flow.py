@@ -31,6 +31,7 @@ from pdkv.wire.messages import (
     Tokens,
 )
 from pdkv.wire.reports import SourceCounts
+from pdkv.wire.types import MAX_BLOB_BYTES
 from tests.conftest import EXAMPLES
 
 NOW = 100.0
@@ -718,6 +719,24 @@ def test_another_decode_engine_reads_what_there_is_when_one_dies_before_the_prom
     assert (engine, submit.attempt, submit.handoff) == ("d2", 1, part(16))
     assert flow.handle("p", Tokens("q", 0, 0, [3]), NOW) == [("d2", Continue("q", 1, [3]))]
     assert flow.handle("p", handoff(), NOW) == [("d2", handoff().handoff)]
+
+
+def test_an_engine_that_comes_later_gets_the_parts_so_far_as_one() -> None:
+    flow = half_read()
+    first, second = part(8), part(16, start=8, payload=b"second")
+    assert flow.handle("p", second, NOW) == [("d", second)]
+    flow.engine_died("d")
+    flow.resume()
+    ((_, submit),) = flow.bind_decode("d2", NOW)
+    assert isinstance(submit, Submit)
+    assert submit.handoff == part(16, payload=first.payload + b"second")
+
+
+@pytest.mark.parametrize(
+    "later", [{"start": 9}, {"start": 8, "epoch": "x"}, {"start": 8, "payload": b"x" * MAX_BLOB_BYTES}, {"start": 0}]
+)
+def test_parts_are_joined_only_where_one_follows_the_other(later: dict[str, Any]) -> None:
+    assert part(8).joined(part(16, **later)) == part(16, **later)
 
 
 def test_with_prefill_goes_what_decode_has_read_of_its_prompt() -> None:
