@@ -72,7 +72,8 @@ def unpack(data: bytes, most: int) -> Numbers | None:
 
 def split(data: bytes) -> list[bytes]:
     """The packed lists of which `data` consists, as their heads say; whether each is valid, `unpack` says."""
-    lists, begin = [], 0
+    lists: list[bytes] = []
+    begin = 0
     while not lists or begin < len(data):
         stop = begin + _HEAD.size
         num_runs = _HEAD.unpack_from(data, begin)[1] if stop <= len(data) else 0
