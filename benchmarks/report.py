@@ -52,7 +52,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     @property
     def cells(self) -> str:
-        """Its name, what was measured, what was wanted, and whether that was met, as cells of a table."""
+        """Cells of a table: its name, what was measured, what was wanted, and whether that was met."""
         spread = f" ({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})" if self.quartiles else ""
         wanted = f"{'≥' if self.better == 'higher' else '≤'} {self.limit:.2f}"
         return f"{self.name} | {self.ratio:.2f}{spread} | {wanted} | {'' if self.met else '**missed**'}"

@@ -98,7 +98,8 @@ class SimulatedWorker(WorkerConnector):
         began = max(engine.loop.clock.now(), *(end.link_free_at for end in ends_of))
         for end in ends_of:
             end.link_free_at = max(began + num_tokens * profile.transfer_token_s, not_before)
-        return engine.link_free_at + profile.transfer_s
+        lands: float = engine.link_free_at + profile.transfer_s
+        return lands
 
 
 class PullWorker(SimulatedWorker):
