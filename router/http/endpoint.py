@@ -29,6 +29,7 @@ from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.wishes import read_wishes
 from pdkv.router.http.server.access_log import log_access, wants_access_lines
 from pdkv.router.http.server.deadline import Deadline
+from pdkv.router.http.server.paused_body import ASK
 from pdkv.router.http.server.request_body import Disconnected
 from pdkv.router.metrics.requests import Endpoint, RequestMetrics
 
@@ -135,6 +136,7 @@ class GenerateEndpoint:
         wants_ids = "x-pd-event-ids" in (headers := Headers(scope=scope)) or "last-event-id" in headers
         exchange.may_resume(visit, len(fanout.choices) if job.stream else 0, with_ids=wants_ids)
         gone.add_done_callback(lambda _: fanout.abort())
+        scope[ASK] = exchange.ask
         try:
             shared = self._shared
             await send_reply(

@@ -20,8 +20,8 @@ LONG_S = "600"
 
 @pytest.fixture(scope="module")
 def deployment(module_launch: Launch) -> Running:
-    """No lease ends by its deadline while a test runs; that a stream's client has left is seen by the second ping."""
-    flags = ("--kv-load-timeout-s", "500", "--lease-timeout-s", LONG_S, "--stream-ping-s", "1")
+    """No lease ends by its deadline while a test runs, and no ping tells of a client that has left."""
+    flags = ("--kv-load-timeout-s", "500", "--lease-timeout-s", LONG_S, "--stream-ping-s", LONG_S)
     return module_launch("--prefill", "1", "--decode", "1", *flags)
 
 

@@ -151,6 +151,11 @@ class Exchange:
         await self.begin_events(self.fanout.engines if self.fanout is not None else ("", ""), fail)
         await self.send_events(_PING)
 
+    def ask(self) -> None:
+        """Send a stream that has begun a comment: whether its client is still there, its host says to that."""
+        if self._encode_failure is not None:
+            _send_now(self._ping(self._encode_failure))
+
     def send_events(self, data: bytes) -> Awaitable[None]:
         """Send a part of a stream that has begun."""
         self._is_silent = False

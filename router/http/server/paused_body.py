@@ -7,6 +7,11 @@ from collections.abc import Callable
 PAUSE_BODY = "pdkv.pause_body"
 """Key of an ASGI scope that holds the PauseBody of a server that supports it."""
 
+ASK = "pdkv.ask"
+"""Key of an ASGI scope under which an application puts a function that sends a client of a response that has begun
+something to skip.
+"""
+
 CHECK_S = 1.0
 """Seconds between checks of its client, at most: while nothing is read, the event loop does not notice that it has
 left.

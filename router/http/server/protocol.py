@@ -25,7 +25,7 @@ from pdkv.router.admission.tenants import payer
 from pdkv.router.http.server.budget import SMALL_BYTES, ByteBudget, Held
 from pdkv.router.http.server.connections import Connections
 from pdkv.router.http.server.errors import error_body
-from pdkv.router.http.server.paused_body import CLOSED, PAUSE_BODY, PausedBody
+from pdkv.router.http.server.paused_body import ASK, CLOSED, PAUSE_BODY, PausedBody
 from pdkv.router.http.server.request_size import PARSED_BYTES, Refusal, RequestSize, host_refusal
 from pdkv.router.http.server.response_transport import ResponseTransport
 from pdkv.router.http.server.turnstile import Turnstile, client_of
@@ -142,7 +142,8 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._paused is not None:
             self._paused.left()
         if self.scope is not None:
-            cast(dict[str, Any], self.scope).pop(PAUSE_BODY, None)  # else the two know each other
+            for key in (PAUSE_BODY, ASK):  # else the two know each other
+                cast(dict[str, Any], self.scope).pop(key, None)
         if isinstance(self.transport, ResponseTransport):
             self.transport.closed = True
         super().connection_lost(exc)
@@ -154,7 +155,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def eof_received(self) -> bool:  # type: ignore[override]
         """Answer a whole request whose client sends nothing more, which is no reason for it not to read. Whether it has
         closed instead, its host says as soon as anything is sent: to ask, an interim response goes out that every
-        client skips. HTTP/1.0 has none and TLS no half-close: there, the client has left.
+        client skips, or what the application has for that. HTTP/1.0 has none and TLS no half-close: there, the client
+        has left.
         """
         cycle = self.cycle
         is_whole = self._phase is _Phase.IDLE and self._responding and not (self._rest or self.pipeline)
@@ -164,6 +166,8 @@ class LimitedProtocol(HttpToolsProtocol):
             cycle.keep_alive = False
             if not cycle.response_started:
                 self.transport.write(_CONTINUE)
+            elif (ask := cast(dict[str, Any], self.scope).get(ASK)) is not None:
+                ask()
             self._watch_ahead(CLOSED)
         return True
 

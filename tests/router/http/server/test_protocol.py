@@ -656,15 +656,34 @@ async def test_a_client_that_half_closes_gets_its_answer(body: bytes) -> None:
         assert await client.at_end()
 
 
-async def test_a_client_that_closes_is_told_from_one_that_half_closes() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+async def test_a_client_that_closes_is_told_from_one_that_half_closes(begun: bool) -> None:
     dispatcher = FakeDispatcher()
     async with serving(make_app(dispatcher)) as server:
         async with connected(server.port) as client:
-            await client.send(post(COMPLETIONS, PROMPT))
+            await client.send(post(COMPLETIONS, STREAM if begun else PROMPT))
             generation = await dispatcher.next_generation(0)
+            if begun:
+                generation.put(tokens(*ids("a")))
+                await client.reader.readuntil(b"\n\n\r\n")
+        left_at = clock().now()
         await clock().passing(generation.over.wait())
         assert generation.aborted
+        assert clock().now() < left_at + 5.0  # before the first ping
         await ends(server.state)
+
+
+async def test_a_client_that_half_closes_its_stream_gets_a_comment_and_the_rest() -> None:
+    dispatcher = FakeDispatcher()
+    async with serving(make_app(dispatcher)) as server, connected(server.port) as client:
+        await client.send(post(COMPLETIONS, STREAM))
+        generation = await dispatcher.next_generation(0)
+        generation.put(tokens(*ids("a")))
+        await client.reader.readuntil(b"\n\n\r\n")
+        client.writer.write_eof()
+        assert await client.reader.readuntil(b"\n\n\r\n") == b"8\r\n: ping\n\n\r\n"
+        generation.put(tokens(*ids("b"), end="stop"))
+        assert b"[DONE]" in await client.reader.read()
 
 
 async def after_ping(client: Client) -> bytes:
