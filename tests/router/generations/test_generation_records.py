@@ -77,6 +77,10 @@ def test_the_endpoint_answers_with_json() -> None:
         def driver(self) -> "Known":
             return self
 
+        @property
+        def pools(self) -> list["Known"]:
+            return [self]
+
         def find_requests(self, name: str) -> list[dict[str, Any]]:
             return [{"request_id": name}] if name == "a/b c" else []
 
