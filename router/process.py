@@ -210,7 +210,7 @@ def run_router(
     try:
         run_until_stopped(
             serving, socket.socket(fileno=listen_fd), running, stopping, lifeline_fd, reloads,
-            lambda: (dispatcher.num_running, dispatcher.counters.started),
+            lambda: (dispatcher.pools.num_running, sum(each.counters.started for each in dispatcher.pools)),
         )  # fmt: skip
     finally:
         for instrument in (watchdog, tracer, recorder):

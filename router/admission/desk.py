@@ -62,6 +62,7 @@ class Replay(NamedTuple):
     created: int
     label: str
     seen: tuple[int, ...] = ()  # events that its client has, by choice, and then those of its end
+    pool: str = ""  # that runs it
 
 
 class Stay(Protocol):

@@ -228,7 +228,7 @@ class RemoteStay(Stay):
         """Have the dispatcher reserve what it asks for; the terms stay there."""
         self._n, self.label = asked.n, label
         if self.replay is None:
-            await self.ask(self._number, "admit", asked, Replay(body, reply_id, created, label))
+            await self.ask(self._number, "admit", asked, Replay(body, reply_id, created, label, pool=asked.pool))
         return Terms(asked.priority, asked.cache_salt, None, "")
 
     async def start(self, request: GenerateRequest, deliver: Deliver, index: int) -> "Generation":

@@ -173,9 +173,9 @@ class Session:
         try:
             if self._asked is not None:
                 raise MalformedMessage("a request that asks twice")
+            self.metrics.of_pool(asked.pool)
             self._terms = self.visit.judge(asked)
             self._asked = asked
-            self.metrics.of_pool(asked.pool)
             self.metrics.prepared(len(asked.prompt_lengths) * asked.n)
             if replay.body:
                 self.kept = replay

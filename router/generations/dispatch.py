@@ -80,9 +80,14 @@ class Pools:
         self.shares = {name: percent for name, percent in wanted.items() if percent}
 
     def news(self) -> PoolNews:
-        """What requests are prepared by."""
+        """What the preparation of a request depends on."""
         down = (name for name, each in self.others.items() if each.is_down())
         return PoolNews(tuple(each.max_model_len for each in self), tuple(self.shares.items()), tuple(down))
+
+    @property
+    def num_running(self) -> int:
+        """Generations that have begun and are not over, of all."""
+        return sum(each.num_running for each in self)
 
     @property
     def faults(self) -> dict[str, str]:

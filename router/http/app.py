@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI
@@ -200,7 +201,7 @@ def _held(dispatcher: "Dispatcher", drain: Drain, bodies: ByteBudget, pool: Text
     yield gauge("pdkv_body_bytes", "Bodies that are read or worked on.", bodies.held)
     yield gauge("pdkv_waiting_bodies", "Bodies that wait for room to be read.", bodies.num_waiting)
     yield gauge("pdkv_text_bytes", "Texts that wait to be tokenized, or are.", pool.held)
-    yield gauge("pdkv_open_generations", "Choices that have begun and are not over.", dispatcher.num_running)
+    yield gauge("pdkv_open_generations", "Choices that have begun and are not over.", dispatcher.pools.num_running)
 
 
 def generating(shared: Shared) -> dict[str, ASGIApp]:
@@ -331,7 +332,7 @@ def model_provider(news: Callable[[], PoolNews], model: ServedModel) -> Callable
     def changed(now: PoolNews) -> ServedModel:
         models = [
             each if most is None else dataclasses.replace(each, max_model_len=min(each.max_model_len, most))
-            for each, most in zip((model, *model.others), now.lengths, strict=False)
+            for each, most in zip_longest((model, *model.others), now.lengths)
         ]
         return dataclasses.replace(models[0], others=models[1:], shares=dict(now.shares), down=now.down)
 

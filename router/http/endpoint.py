@@ -110,7 +110,7 @@ class GenerateEndpoint:
         wishes = read_wishes(Headers(scope=scope), self._desk.objectives)
         visit.check()
         deadline = Deadline(_client_timeout(Headers(scope=scope)), self._shared.limits.request_timeout_s)
-        job, body, gone = await self._receive_job(scope, receive, exchange, self._shared.model(), deadline, visit)
+        job, body, gone = await self._receive_job(scope, receive, exchange, deadline, visit)
         model = job.served or self._shared.model()
         metrics.of_pool(job.pool)
         gone.add_done_callback(lambda _: visit.abort())
@@ -190,22 +190,29 @@ class GenerateEndpoint:
         return msgspec.structs.replace(job, **terms._asdict(), **slo)
 
     async def _receive_job(
-        self, scope: Scope, receive: Receive, exchange: Exchange, model: ServedModel, deadline: Deadline, visit: Stay
+        self, scope: Scope, receive: Receive, exchange: Exchange, deadline: Deadline, visit: Stay
     ) -> tuple[Job, bytes, "asyncio.Task[None]"]:
         """The checked request, its body if it is to be kept, and the task that ends when the client goes away."""
         replay, kept = visit.replay, b""
         tenant: Tenant | None = scope.get(TENANT)
+        model: ServedModel
 
         def prepare(body: bytes | bytearray, cancelled: Cancelled) -> Job:
             nonlocal kept
             body = body if replay is None else replay.body
             job = self._prepare(body, model, cancelled, tenant)
+            if replay is not None and job.pool != replay.pool:
+                raise InvalidRequest("the model that began this answer cannot read its request any more", status=404)
             kept = bytes(body) if visit.resume_id and job.stream else b""
             return job
 
         def on_body() -> None:
+            nonlocal model
             exchange.body_is_here = True
             visit.check()  # again: the queue may be full by now, and nothing should be tokenized in vain
+            model = self._shared.model()  # now: pools may have come and gone while the body was read
+            if replay is not None:
+                model = model.taken_up(replay.pool)
 
         job, gone = await self._shared.intake.read(
             scope, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body

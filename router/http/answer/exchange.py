@@ -72,7 +72,7 @@ class Exchange:
         """Note whose request it is, and that it is an earlier one that is taken up again."""
         self._tenant = tenant
         if replay is not None:
-            self.reply_id, self.created, self.request_id, self._seen = replay[1:]
+            self.reply_id, self.created, self.request_id, self._seen = replay[1:5]
 
     def may_resume(self, stay: Stay, num_choices: int, *, with_ids: bool) -> None:
         """Let the client of a stream of so many choices take it up again, if it can be; `with_ids`: its events say

@@ -61,6 +61,10 @@ class ServedModel:
         usable = {model.pool for model in self.usable(allowed)} - {*self.down}
         return Split(int.from_bytes(digest) / 2**64 * 100.0, self.shares, sorted(self.shares.keys() - usable))
 
+    def taken_up(self, pool: str) -> "ServedModel":
+        """This model, as a request for it that the pool runs, or none, is read again."""
+        return replace(self, shares={pool: 100.0} if pool else {}, down=())
+
     def run_by(self, pool: str) -> "ServedModel":
         """The model of a pool under this one's names."""
         return next((replace(model, names=self.names) for model in self.others if model.pool == pool), self)

@@ -3,16 +3,18 @@
 import array
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import small_tokenizers
 from asgi_client import Exchange, begin, call
 from coroutines import run
 from dispatch_rig import System, live
-from fake_dispatcher import FakeDispatcher, logprob, tokens
+from fake_dispatcher import FakeDispatcher, logprob, say, tokens
 from small_app import MODEL, make_app, served, tokenizer
 
 from pdkv.bench.trace import read_trace
@@ -25,11 +27,13 @@ from pdkv.router.fronts.front_app import FrontApp
 from pdkv.router.fronts.hall import Hall
 from pdkv.router.fronts.remote import RemoteDesk
 from pdkv.router.fronts.wire import encode
-from pdkv.router.http.app import body_budget
+from pdkv.router.http.app import body_budget, create_app
+from pdkv.router.http.read.served_model import ServedModel
 from pdkv.router.http.server.paused_body import PAUSE_BODY
 from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.sampling.params import SamplingParams
+from pdkv.text import Tokenizer
 
 COMPLETIONS = "/v1/completions"
 
@@ -39,8 +43,9 @@ class Rig:
 
     def __init__(
         self, path: Path, dispatcher: FakeDispatcher, keys: KeyRing | None = None, kept: int = 1 << 20,
-        recorder: Recorder | None = None,
+        recorder: Recorder | None = None, model: ServedModel | None = None,
     ) -> None:  # fmt: skip
+        self._model = model or served()
         self.dispatcher, self._keys, self._kept, self._recorder = dispatcher, keys, kept, recorder
         self._path = path / "fronts.sock"
         self._listener = listen_for_fronts(self._path)
@@ -49,7 +54,7 @@ class Rig:
 
     def open_hall(self) -> None:
         """The dispatcher, or its successor."""
-        self.app = make_app(self.dispatcher, keys=self._keys)
+        self.app = create_app(cast(Any, self.dispatcher), self._model, keys=self._keys)
         state = self.app.state
         self.hall = Hall(
             cast(Any, self.dispatcher), state.admission, state.metrics, state.drain, self._keys, self.app, self._kept,
@@ -65,7 +70,7 @@ class Rig:
     async def front(self) -> FrontApp:
         """One more front."""
         config, desk = RouterConfig(), RemoteDesk({})
-        app = FrontApp(desk, served(), config, body_budget(config.http))
+        app = FrontApp(desk, self._model, config, body_budget(config.http))
         self._tasks[app] = asyncio.create_task(desk.stay_connected(self._path))
         await desk.welcomed.wait()
         return app
@@ -185,6 +190,52 @@ def test_an_answer_is_taken_up_with_its_own_key_and_path_alone(tmp_path: Path) -
             while keys.tenants[0].num_requests:
                 await asyncio.sleep(0)
             assert keys.tenants[0].num_tokens == 3 + 2
+
+    run(main())
+
+
+def beside_a_pool(**shares: float) -> tuple[FakeDispatcher, FakeDispatcher, ServedModel]:
+    """Dispatchers of the launch and of the pool "next", whose tokenizer is another; and both models."""
+    own, pool, theirs = FakeDispatcher(say([10])), FakeDispatcher(), Tokenizer(small_tokenizers.metaspace_backend())
+    own.pools.add("next", ["next"], cast(Any, pool))
+    own.pools.split(shares)
+    others = [dataclasses.replace(served(), names=["next"], pool="next", tokenizer=theirs)]
+    return own, pool, dataclasses.replace(served(), others=others)
+
+
+@pytest.mark.parametrize("down", [False, True], ids=["no split any more", "no engine"])
+def test_an_answer_of_a_pool_is_taken_up_with_the_pools_model(tmp_path: Path, down: bool) -> None:
+    async def main() -> None:
+        own, pool, model = beside_a_pool(next=100)
+        async with rig(tmp_path, own, model=model) as hall:
+            first, second = await hall.front(), await hall.front()
+            whole, task = begin(first, "POST", COMPLETIONS, body(prompt="the cat"))
+            (await pool.next_generation(0)).put(tokens(3, 4))
+            await whole.wait_for_writes(1)
+            await hall.kill(first)
+            await asyncio.gather(task, return_exceptions=True)
+            own.pools.split({"next": 100 * down})
+            pool.is_down = lambda: down  # type: ignore[method-assign]
+            pool.generations[0].put(tokens(6, end="length"))
+            resume = {"x-pd-resume-id": whole.headers["x-pd-resume-id"]}
+            again = await call(second, "POST", COMPLETIONS, headers=resume)
+            text = "".join(event["choices"][0]["text"] for event in again.events()[:-1])
+            assert text == model.others[0].tokenizer.decode([3, 4, 6])
+
+    run(main())
+
+
+def test_a_front_gives_a_key_only_its_models(tmp_path: Path) -> None:
+    async def main() -> None:
+        own, pool, model = beside_a_pool(next=100)
+        keys, headers = write_keys(tmp_path, "a", limits=f'models = ["{MODEL}"]\n')
+        async with rig(tmp_path, own, model=model, keys=keys) as hall:
+            front = await hall.front()
+            answer = await call(front, "POST", COMPLETIONS, body(max_tokens=1), headers["a"])
+            assert answer.status == 200, "not by a split, either"
+            for path, asked in ((COMPLETIONS, body(model="next")), ("/tokenize", {"model": "next", "prompt": "a"})):
+                assert (await call(front, "POST", path, asked, headers["a"])).status == 404
+            assert not pool.generations
 
     run(main())
 
