@@ -204,10 +204,8 @@ class MultiScheduler(SchedulerConnector):
             view = self.views.request(request, index)
             if index == load.child or child.kind == "push" or view is None:
                 continue  # a push would need a ticket, and the peer already has one
-            if view.kv_ready is None:
-                view = msgspec.structs.replace(
-                    view, kv_ready=True
-                )  # no time to wait for an answer: only what is known counts
+            if view.kv_ready is None:  # no time to wait for an answer: only what is known counts
+                view = msgspec.structs.replace(view, kv_ready=True)
             matched = scheduler.get_num_new_matched_tokens(view, request.num_local_hit)
             is_part = 0 < matched.num_tokens < load.num_tokens
             if matched.ask_again or matched.mode != "async" or not (is_part or matched.num_tokens >= load.num_tokens):

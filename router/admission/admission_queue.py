@@ -173,11 +173,10 @@ class Admission:
             EngineUnavailable, TooManyRequests: another one sent it, and it is no better here.
         """
         if not asked.wishes.num_hops:
-            there = self.fallback.engine
-            lacks = (
-                there.card.lacks if there is not None and there.card is not None else ["cache_salt"]
-            )  # not known yet
-            return there is not None and tenant.grant.fallback and not (asked.cache_salt and "cache_salt" in lacks)
+            if (there := self.fallback.engine) is None or not tenant.grant.fallback:
+                return False
+            lacks = there.card.lacks if there.card is not None else ["cache_salt"]  # before it is known
+            return not (asked.cache_salt and "cache_salt" in lacks)
         if self._dispatcher.is_down():
             raise EngineUnavailable("no engine can serve here, where another deployment's fallback has sent this")
         if self.fallback.cause:
@@ -191,7 +190,9 @@ class Admission:
             TooManyRequests: there is no room for even one choice, or the tenant's tokens of this minute are used up.
         """
         tenant.check_tokens()
-        has_place = any(queue._has_place(tenant, 1, 1) for queue in (self, *self.pools.values()))  # which is not known
+        has_place = any(
+            queue._has_place(tenant, 1, 1) for queue in (self, *self.pools.values())
+        )  # which one, its body says
         if not has_place and not self._may_still_leave(tenant.grant.fallback):
             self._refuse()
 

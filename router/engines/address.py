@@ -34,7 +34,7 @@ _ENGINE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def check_engine_name(name: str, what: str = "an engine's name") -> None:
-    """Raise ConfigError for an invalid name of an engine, or one that is another deployment's; `what`: of what else."""
+    """Raise ConfigError for an invalid name, or that of another deployment; `what` has it, as the error says."""
     if name == "fallback":
         raise ConfigError("no engine can be called fallback: that is another deployment's name (docs/fallback.md)")
     if not _ENGINE_NAME.fullmatch(name):

@@ -135,10 +135,7 @@ class Fleet:
         state.books = Books(noticed=partial(self._noticed, name))
         state.role = state.assigned or card.role
         heads, each = card.layout.kv_heads_of_all_ranks, card.layout.num_kv_heads
-        state.token_bytes, state.versions = (
-            card.layout.token_bytes * heads // each,
-            _versions_of(card),
-        )
+        state.token_bytes, state.versions = card.layout.token_bytes * heads // each, _versions_of(card)
         state.health = EngineHealth(beats=card.beats.startswith("ipc://"))  # the port of others may be out of reach
         self.complete_once = self.complete_once or all(e.life == "ready" for e in self.own())
         self.look_at(state)

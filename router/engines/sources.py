@@ -99,7 +99,7 @@ def read_engines(path: Path) -> dict[str, str]:
 
 
 def split_dns_name(text: str) -> tuple[str, int | None]:
-    """The name to look up, and the engines' port; None: SRV records have it; without @POOL. Raises ConfigError."""
+    """The name and the engines' port in NAME[:PORT][@POOL]; None: SRV records have it. Raises ConfigError."""
     name, colon, port = split_pool(text)[0].partition(":")
     if not name or (colon and not (port.isdecimal() and 1 <= int(port) < 65535)):
         raise ConfigError(f"a name in DNS was expected, with a port or of SRV records, got {text!r}")

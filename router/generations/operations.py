@@ -25,7 +25,7 @@ Until = Literal["ready", "drained"]
 _NOT_FOUND, _CONFLICT = 404, 409
 
 _SPLIT = "@split"
-"""Where the split is among settings of engines."""
+"""The split's key among the settings of engines."""
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class _Mark(msgspec.Struct, omit_defaults=True):
     draining: bool = False
     role: Role | None = None
     share: float = 0.0  # of requests, by hand: of the other deployment
-    shares: dict[str, float] = {}  # percent by pool; of no engine, but of `_SPLIT`
+    shares: dict[str, float] = {}  # percent by pool, under `_SPLIT` alone
 
 
 class Operations:
@@ -123,9 +123,7 @@ class Operations:
         self._changed(f"{backend.name} ({role}) at {endpoint} has joined{where} ({source})", backend.name)
 
     def split(self, shares: Mapping[str, float]) -> dict[str, float]:
-        """Have pools run these percents of the requests for the launch's own model; others' stay as they are. Returns
-        all.
-        """
+        """Change the percentage of requests for the launch's own model that each of these pools runs. Returns all."""
         try:
             self._dispatcher.pools.split(shares)
         except ConfigError as error:

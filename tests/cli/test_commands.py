@@ -187,12 +187,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert captured.err.count("\n") == 1
 
 
-def test_two_models_have_no_name_in_common(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pools_have_names_of_their_own_and_engines_pools_that_are_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (key := tmp_path / "key").touch(mode=0o600)
     key.write_text("k" * 32)
     join = ["--join-listen", "tcp://127.0.0.1:6999", "--cluster-key-file", str(key), "--port", "0"]
     assert run("launch", "--check", *join, "--served-model-name", "a,next", "--pool", "next=DIR") == 2
     assert "next is a served name of --model and of pool next: each needs names" in capsys.readouterr().err
+    (file := tmp_path / "engines").write_text("a@nxt=tcp://10.0.0.2:7000\n")
+    assert run("launch", "--check", *join, "--engines-file", str(file)) == 2
+    assert "engines_file: --pool was expected to name the pool of 'a@nxt'" in capsys.readouterr().err
 
 
 def test_a_launch_can_be_checked_without_starting_anything(

@@ -98,7 +98,6 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
         InvalidRequest: names the field and what was expected.
         RequestAborted: the request was cancelled.
     """
-    model.check_name(body.model)
     echo = body.echo or False
     prompt_only = echo and body.max_tokens == 0
     num_prompt_logprobs = body.prompt_logprobs
@@ -139,7 +138,6 @@ def prepare_completion(body: CompletionBody, model: ServedModel, cancelled: Canc
 
 def prepare_chat(body: ChatBody, model: ServedModel, cancelled: Cancelled = lambda: False) -> Job:
     """Check, render and tokenize a chat request; raises the same as `prepare_completion`."""
-    model.check_name(body.model)
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true", param="top_logprobs")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

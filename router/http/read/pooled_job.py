@@ -68,7 +68,6 @@ def prepare_rerank(body: RerankBody, model: ServedModel, cancelled: Cancelled = 
 
 def _check(body: EmbeddingBody | RerankBody, model: ServedModel, param: str) -> None:
     """Check what needs no tokenizer."""
-    model.check_name(body.model)
     check_priority(body.priority)
     if (engine := model.lacks.get("pooling")) is not None:
         raise lacking(param, engine)

@@ -49,11 +49,18 @@ class ServedModel:
         return [m for m in (self, *self.others) if not allowed or not set(allowed).isdisjoint(m.names)]
 
     def named(self, name: str | None, allowed: Sequence[str] = ()) -> "ServedModel":
-        """The model of this name; without one, this model. Raises InvalidRequest (404) if a key may use none such."""
+        """The model of this name; without one, this model. Raises InvalidRequest (404) if a key may not use it."""
         for model in self.usable(allowed):
             if name in model.names or (name is None and model is self):
                 return model
-        raise unknown_model(self.name if name is None else name, self, allowed)
+        known = ", ".join(repr(each) for model in self.usable(allowed) for each in model.names)
+        wanted = clip(self.name if name is None else name)
+        raise InvalidRequest(
+            f"the model {wanted!r} does not exist; this server has {known or 'none for this key'}",
+            param="model",
+            status=404,
+            code="model_not_found",
+        )
 
     def split(self, key: bytes, allowed: Sequence[str] = ()) -> Split:
         """Whether a pool runs a request for this model. `key`: what requests that the same one should run share."""
@@ -62,17 +69,12 @@ class ServedModel:
         return Split(int.from_bytes(digest) / 2**64 * 100.0, self.shares, sorted(self.shares.keys() - usable))
 
     def taken_up(self, pool: str) -> "ServedModel":
-        """This model, as a request for it that the pool runs, or none, is read again."""
+        """This model for a request that a pool ("": none) began to run, whatever the split is now."""
         return replace(self, shares={pool: 100.0} if pool else {}, down=())
 
     def run_by(self, pool: str) -> "ServedModel":
         """The model of a pool under this one's names."""
         return next((replace(model, names=self.names) for model in self.others if model.pool == pool), self)
-
-    def check_name(self, name: str | None) -> None:
-        """Raise InvalidRequest (404) for another model's name; no name means this model."""
-        if name is not None and name not in self.names:
-            raise unknown_model(name, self)
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
         """Raise InvalidRequest for an id outside the vocabulary."""
@@ -81,14 +83,3 @@ class ServedModel:
             raise InvalidRequest(
                 f"{param}: token id {wrong} is not in the vocabulary of {self.vocab_size}", param=param
             )
-
-
-def unknown_model(name: str, model: ServedModel, allowed: Sequence[str] = ()) -> InvalidRequest:
-    """The error for an unknown model, or one that is not `allowed` (as of `usable`): HTTP 404."""
-    known = [repr(name) for each in model.usable(allowed) for name in each.names]
-    return InvalidRequest(
-        f"the model {clip(name)!r} does not exist; this server has {', '.join(known) or 'none for this key'}",
-        param="model",
-        status=404,
-        code="model_not_found",
-    )

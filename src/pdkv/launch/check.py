@@ -113,7 +113,8 @@ def check_deployment(deployment: Deployment) -> Deployment:
     if deployment.launch.cluster_key_file is not None:
         ClusterKey.read(deployment.launch.cluster_key_file)
     if deployment.launch.engines_file is not None:
-        read_engines(deployment.launch.engines_file)
+        for name in read_engines(deployment.launch.engines_file).values():
+            deployment.launch.check_pool_of(name, "engines_file")
     if deployment.launch.engines_dns:
         make_resolver()
     if deployment.router.tls.ssl_certfile is not None:

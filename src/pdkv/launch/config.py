@@ -147,8 +147,7 @@ class LaunchConfig(Options):
             check_endpoint(self.join_listen)
         for name in self.engines_dns:
             split_dns_name(name)
-            if (pool := split_pool(name)[1]) and pool not in self.pool:
-                raise ConfigError(f"engines_dns: --pool was expected to name the pool of {name!r}")
+            self.check_pool_of(name, "engines_dns")
         self._check_pools()
         if self.cluster == "local" and self.address is not None:
             raise ConfigError(
@@ -159,6 +158,11 @@ class LaunchConfig(Options):
         for name, endpoint in self.remote_engines.items():
             check_engine_name(name)
             check_endpoint(endpoint)
+
+    def check_pool_of(self, name: str, option: str) -> None:
+        """Raise ConfigError for NAME@POOL of an option if there is no such pool."""
+        if (pool := split_pool(name)[1]) and pool not in self.pool:
+            raise ConfigError(f"{option}: --pool was expected to name the pool of {name!r}")
 
     def _check_pools(self) -> None:
         """Raise ConfigError for pools that no engine can join, aliases of unknown ones, and an impossible split."""

@@ -97,7 +97,7 @@ def _plan_pools(deployment: Deployment, own_names: Sequence[str]) -> list[PoolSp
     """The pools of other models. Raises ConfigError for a name that two models have, and a broken model directory."""
     owners, specs = dict.fromkeys(own_names, "--model"), []
     for pool, model in deployment.launch.pool.items():
-        names = [pool, *(alias for alias, of in deployment.launch.pool_alias.items() if of == pool)]
+        names = [pool, *(alias for alias, of in deployment.launch.pool_alias.items() if alias != of == pool)]
         for name in names:
             if (other := owners.setdefault(name, pool)) != pool:
                 raise ConfigError(f"{name} is a served name of {other} and of pool {pool}: each needs names of its own")

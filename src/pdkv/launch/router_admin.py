@@ -72,7 +72,7 @@ class RouterAdmin:
         return await self._call("POST", f"{_of(name)}/resume")
 
     async def split(self, shares: Mapping[str, float]) -> dict[str, float]:
-        """Have pools run these percents of the requests for the launch's own model; returns all."""
+        """Change the percentage of requests for the launch's own model that each of these pools runs; returns all."""
         return dict((await self._call("POST", "/admin/split", {"shares": shares}))["shares"])
 
     async def set_role(self, name: str, role: str) -> dict[str, Any]:
