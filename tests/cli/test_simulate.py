@@ -60,6 +60,7 @@ def test_a_recording_is_simulated_at_its_own_times(tmp_path: Path, capsys: pytes
         (["simulate", "--policy", "nonsense"], "nonsense"),
         (["simulate", "--kill", "decode-0"], "NAME@AT or NAME@AT+BACK"),
         (["simulate", "--stop", "decode-0@1x2"], "--stop decode-0@1x2: NAME@AT or NAME@AT+BACK"),
+        (["simulate", "--kill", "decode-0@1x"], "--kill decode-0@1x: NAME@AT or NAME@AT+BACK"),
         (["simulate", "--slow", "decode-0@1"], "--slow decode-0@1: NAME@ATxTIMES or"),
         (["simulate", "--slow", "x@1x2"], "--slow x: an engine's name"),
         (["simulate", "--kv-host-tokens", "-1"], "--kv-host-tokens: a number 0 or more"),

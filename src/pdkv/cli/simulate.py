@@ -212,14 +212,14 @@ def _failure(kind: str, text: str) -> "Failure":
     from pdkv.simulate.deployment import Failure
 
     name, _, rest = text.partition("@")
-    rest, _, slowness = rest.partition("x")
+    rest, slows, slowness = rest.partition("x")
     at, _, back = rest.partition("+")
     try:
-        found = Failure(name, float(at), float(back or 0), kind, float(slowness or 1))
+        found = Failure(name, float(at), float(back or 0), kind, float(slowness) if slows else 1.0)
     except ValueError:
         found = Failure(name, -1.0)
     given = (found.at_s, found.back_s, found.slowness - 1.0)
-    if not all(0 <= value < float("inf") for value in given) or bool(slowness) != (kind == "slow"):
+    if not all(0 <= value < float("inf") for value in given) or bool(slows) != (kind == "slow"):
         times = "xTIMES" if kind == "slow" else ""
         raise ConfigError(
             f"--{kind} {text}: NAME@AT{times} or NAME@AT+BACK{times} with seconds was expected, as in "

@@ -14,8 +14,8 @@ from pdkv.errors import ConfigError
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.engines.address import read_split
 from pdkv.router.generations.dispatch import Dispatcher
-from pdkv.router.http.app import create_app
-from pdkv.router.request import Split
+from pdkv.router.http.app import create_app, model_provider
+from pdkv.router.request import PoolNews, Split
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -142,3 +142,9 @@ def test_metrics_of_a_pool_have_its_label() -> None:
     assert len(names) == len(set(names)), "each family once"
     assert "pdkv_requests_in_flight 0.0" in text
     assert 'pdkv_requests_in_flight{pool="next"} 0.0' in text
+
+
+def test_all_models_are_known_before_a_dispatcher_has_told_of_engines() -> None:
+    both = dataclasses.replace(served(), others=[served(64, ["next"])])
+    now = model_provider(PoolNews, both)()
+    assert [(model.name, model.max_model_len) for model in (now, *now.others)] == [(MODEL, 128), ("next", 64)]
