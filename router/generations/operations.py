@@ -74,7 +74,7 @@ class Operations:
             self._check_rest("draining", engine, None)
         engine.draining = True
         num_requests = self._of(name).driver.num_requests_on(name)
-        self._changed(f"{name} is drained: {num_requests} requests continue", name)
+        self._changed(f"{name} is drained: {num_requests} requests continue", self._of(name))
 
     def move_away(self, name: str) -> None:
         """Move the requests of a drained engine elsewhere at once, as far as possible (`Driver.move`)."""
@@ -86,7 +86,7 @@ class Operations:
     def resume(self, name: str) -> None:
         """Give the engine new requests again. Idempotent."""
         self._engine(name).draining = False
-        self._changed(f"{name} takes requests again", name)
+        self._changed(f"{name} takes requests again", self._of(name))
 
     def set_role(self, name: str, role: str, *, force: bool = False) -> None:
         """Give the engine this role for new requests; those it has finish in the old one. Idempotent."""
@@ -100,7 +100,7 @@ class Operations:
             self._check_rest(f"the role {role} for", engine, role)
         engine.role = engine.assigned = role
         num_requests = self._of(name).driver.num_requests_on(name)
-        self._changed(f"{name} has the role {role}: {num_requests} requests finish in the old one", name)
+        self._changed(f"{name} has the role {role}: {num_requests} requests finish in the old one", self._of(name))
 
     def add(self, name: str, role: str, endpoint: str, refusal: Path | None = None) -> None:
         """Add an engine. Idempotent."""
@@ -112,7 +112,7 @@ class Operations:
                 raise InvalidRequest(f"engine {name} already exists, at {present.endpoint}", status=_CONFLICT)
             return
         self._dispatcher.add_backend(self._connect(name, endpoint), role, refusal, endpoint=endpoint)
-        self._changed(f"{name} ({role}) was added")
+        self._changed(f"{name} ({role}) was added", self._dispatcher)
 
     def admit(self, backend: Backend, role: str, *, endpoint: str, source: str, pool: str = "") -> None:
         """Add an engine whose backend is connected and whose card admits it."""
@@ -120,7 +120,7 @@ class Operations:
         dispatcher.add_backend(backend, role, endpoint=endpoint, source=source, is_connected=True)
         self._restore(dispatcher.fleet.engines[backend.name])
         where = f" to pool {pool}" if pool else ""
-        self._changed(f"{backend.name} ({role}) at {endpoint} has joined{where} ({source})", backend.name)
+        self._changed(f"{backend.name} ({role}) at {endpoint} has joined{where} ({source})", dispatcher)
 
     def split(self, shares: Mapping[str, float]) -> dict[str, float]:
         """Change the percentage of requests for the launch's own model that each of these pools runs. Returns all."""
@@ -128,7 +128,7 @@ class Operations:
             self._dispatcher.pools.split(shares)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="shares") from None
-        self._changed(f"split: {self._dispatcher.pools.shares or 'none'}")
+        self._changed(f"split: {self._dispatcher.pools.shares or 'none'}", self._dispatcher)
         return self._dispatcher.pools.shares
 
     def set_fallback(self, mode: str | None, share: float | None) -> dict[str, Any]:
@@ -140,7 +140,9 @@ class Operations:
             raise InvalidRequest("this launch has no other deployment (--fallback)", status=_NOT_FOUND)
         engine.draining = engine.draining if mode is None else mode == "off"
         dispatcher.fallback.wanted = dispatcher.fallback.wanted if share is None else share
-        self._changed(f"fallback: {'off' if engine.draining else 'auto'}, a share of {dispatcher.fallback.wanted:g}")
+        self._changed(
+            f"fallback: {'off' if engine.draining else 'auto'}, a share of {dispatcher.fallback.wanted:g}", dispatcher
+        )
         return dispatcher.describe_fallback()
 
     async def profile(self, name: str, steps: int, seconds: float) -> dict[str, Any]:
@@ -173,7 +175,7 @@ class Operations:
         if num_requests and not force:
             raise InvalidRequest(f"{name} still has {num_requests} requests: drain it first", status=_CONFLICT)
         dispatcher.remove_backend(name)
-        self._changed(f"{name} was removed")
+        self._changed(f"{name} was removed", dispatcher)
 
     async def wait(self, name: str, until: Until, timeout_s: float, pid: int | None = None) -> bool:
         """Return True as soon as the engine is in that state; False if it is not within `timeout_s`."""
@@ -192,7 +194,7 @@ class Operations:
         return self._dispatcher.pools.holder(name)
 
     def _engine(self, name: str) -> EngineState:
-        engines = self._of(name).fleet.engines
+        engines = {each.name: each for pool in self._dispatcher.pools for each in pool.engines()}
         if name not in engines:
             known = did_you_mean(name, engines) or f"; known: {', '.join(engines)}"
             raise InvalidRequest(f"there is no engine {name!r}{known}", status=_NOT_FOUND)
@@ -210,10 +212,10 @@ class Operations:
                     status=_CONFLICT,
                 )
 
-    def _changed(self, what: str, name: str = "") -> None:
+    def _changed(self, what: str, where: Dispatcher) -> None:
         logger.info("%s", what)
         self._write_marks()
-        self._of(name).driver.engines_changed(what)
+        where.driver.engines_changed(what)
 
     def _read_marks(self) -> dict[str, _Mark]:
         if self._marks_file is None:
