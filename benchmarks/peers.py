@@ -104,7 +104,7 @@ def vllm_pair(folder: Path, model: Path, options: Sequence[str] = ()) -> Iterato
 
 @contextlib.contextmanager
 def vllm_pd(folder: Path, model: Path) -> Iterator[Server]:
-    """Such a pair behind the proxy."""
+    """vLLM's prefill and decode servers behind its proxy."""
     port, began = free_port(), time.monotonic()
     url = f"http://127.0.0.1:{port}"
     with vllm_pair(folder, model) as (prefill, decode):

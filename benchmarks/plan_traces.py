@@ -52,7 +52,7 @@ class Kind(NamedTuple):
     short: float = 0.0  # share of sessions with a 64th of the prompt
 
     def stretched(self, times: float) -> "Kind":
-        """So many times as slow."""
+        """The same traffic, `times` times as slow."""
         return self._replace(
             rate=self.rate / times, tpot_ms=self.tpot_ms * times, ttft_s=self.ttft_s * times,
             pause_s=self.pause_s * times,

@@ -59,7 +59,7 @@ class Claim(msgspec.Struct, frozen=True):
 
     @property
     def shown_figures(self) -> str:
-        """What it was made of."""
+        """The figures from which the ratio was computed."""
         return ", ".join(f"{key} {_short(value)}" for key, value in self.figures.items())
 
 

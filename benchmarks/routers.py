@@ -32,7 +32,7 @@ OTHERS = ("sglang-router", "smg", "vllm-router")
 _FAKE = Path(__file__).parent / "fake_vllm.py"
 _VOCABULARY = json.loads((DEFAULT_MODEL / "tokenizer.json").read_text())["model"]["vocab"]
 _WORDS = [token[1:] for token in _VOCABULARY if token[0] == "Ġ" and token[1:].isalpha()]
-"""A token each."""
+"""Words of one token each."""
 
 ENGINES, RATE, PROMPTS = 8, 40.0, 1200
 BEGINNINGS, SHARED, OWN = 64, 2048, 256
@@ -50,13 +50,13 @@ class Fake(NamedTuple):
     pid: int
 
     def counts(self) -> dict[str, int]:
-        """Requests, and tokens of prompts."""
+        """Counts of requests and of prompt tokens."""
         counts: dict[str, int] = json.loads(get(self.url + "/counts"))
         return counts
 
 
 class Router(NamedTuple):
-    """One that is ready."""
+    """A router that is ready."""
 
     url: str
     pid: int

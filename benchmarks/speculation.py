@@ -268,7 +268,7 @@ def _recital(at_once: int, llm: LLM, turn: int) -> Load:
 
 
 def _complete(server: Server, prompts: Sequence[list[int]]) -> float:
-    """Seconds for all of them at once."""
+    """Seconds until the server has completed all prompts, sent at once."""
     fixed = {"model": server.model, "max_tokens": RECITED - 20, "temperature": 0, "ignore_eos": True}
     begin = perf_counter()
     with ThreadPoolExecutor(len(prompts)) as pool:

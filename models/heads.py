@@ -27,7 +27,7 @@ class KVSlots(NamedTuple):
 
 
 Slots = KVSlots | PagedSlots
-"""In host memory; on a device, with padding."""
+"""Where a step writes its KV: in host memory, or on a device, with padding."""
 
 
 class Heads(Protocol):
@@ -55,7 +55,7 @@ class StepRotation(Protocol):
 
 
 class TorchRotation:
-    """By torch, on any device."""
+    """Rotates positions by torch, on any device."""
 
     def __init__(self, table: RopeTable, num_heads: int, num_kv_heads: int) -> None:
         self.table = table

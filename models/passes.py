@@ -21,7 +21,7 @@ class RowPass(Protocol):
         """The form in which compiled linear layers fuse the pass."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """By itself; `x` may be overwritten where b < a."""
+        """Run the pass by itself; `x` may be overwritten where b < a."""
 
 
 def by_triton(x: torch.Tensor) -> bool:

@@ -258,7 +258,7 @@ class _Output:
         self.size = size
 
     def grown_bytes(self) -> int:
-        """By how many bytes it has grown since the last call."""
+        """Bytes by which it has grown since the last call."""
         before, self.num_bytes = self.num_bytes, _bytes_of(len(self._tokens))
         return self.num_bytes - before
 

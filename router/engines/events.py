@@ -43,5 +43,5 @@ class Events:
         self._events.append(Event(self._num, now, kind, engine, text))
 
     def latest(self, most: int) -> list[Event]:
-        """So many of them, the latest first."""
+        """At most `most` events, the latest first."""
         return list(islice(reversed(self._events), most))

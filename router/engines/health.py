@@ -17,7 +17,7 @@ SILENT_TICKS = 8
 """Ticks of silence after which an engine that has work and should beat is a suspect: stopped, or starved."""
 
 IDLE_SILENT_TICKS = 30
-"""As above, for an engine without work."""
+"""Ticks of silence after which an engine without work is a suspect."""
 
 
 MUTE_TICKS = 10

@@ -97,7 +97,7 @@ encode = msgspec.msgpack.Encoder(enc_hook=lambda keys: None).encode
 
 
 def as_list(num: int, calls: bytes | bytearray) -> bytes:
-    """So many encoded calls as one encoded list."""
+    """`num` encoded calls as one encoded list."""
     return b"\xdd" + num.to_bytes(4) + calls
 
 

@@ -628,7 +628,7 @@ class AutoscaleConfig(Options):
 
     @property
     def bounds(self) -> dict[str, Bounds]:
-        """By role; empty: engines are as many as they are."""
+        """Bounds of the number of engines by role; empty: it stays as it is."""
         return dict(map(Bounds.parse, self.autoscale))
 
     def check(self, prefill: int, decode: int) -> None:

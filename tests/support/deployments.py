@@ -52,7 +52,7 @@ class Running(Deployment):
 
     @property
     def run_dir(self) -> Path:
-        """Of a running launch."""
+        """The running launch's directory."""
         (path,) = self.directory.glob(f"pdkv-{self.process.pid}-*")
         return path
 

@@ -120,7 +120,7 @@ class CustomProcessors:
 
 
 def _is_sound(logits: torch.Tensor) -> torch.Tensor:
-    """By row, whether there is no NaN and no +inf."""
+    """Whether each row has neither NaN nor +inf."""
     return logits.amax(dim=1) < torch.inf  # the maximum of values with NaN is NaN
 
 

@@ -7,7 +7,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 _BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16")  # x86's, x86's, ARM's
 _NAMED = (*_BFLOAT16, "avx512f", "avx2", "asimd")
-"""From the most capable to the least."""
+"""Instruction sets, from the most capable to the least."""
 
 
 @cache

@@ -47,7 +47,7 @@ class CallSyntax(NamedTuple):
     tag_holds_all: bool = False  # otherwise each tag is one call
 
     def calls_alone(self, *, several: bool) -> Format:
-        """At least one call, and nothing else."""
+        """The format of an answer that is one call or more, and nothing else."""
         return separated(self.tags, self.separator, several=several and not self.tag_holds_all)
 
     def text_with_calls(self, *, several: bool) -> Format:

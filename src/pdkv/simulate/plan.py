@@ -44,7 +44,7 @@ class Division(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As people write it: 4P4D."""
+        """The division in the usual form, such as 4P4D."""
         if not self.prefill:
             return f"{self.decode} aggregated"
         return f"{self.prefill}P{self.decode}D{' conditional' if self.conditional else ''}"

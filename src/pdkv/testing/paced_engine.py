@@ -90,7 +90,7 @@ class Pace:
         self.new: dict[int, RequestKey] = {}
         """Which requests of the step came with it, by their place in it."""
         self.stalled_s = 0.0
-        """So long the step's layers have waited for their KV."""
+        """Seconds that the step's layers have waited for their KV."""
         self.permille: Counter[int] = Counter()
         """Steps by how long they took, in thousandths of what the curve says."""
         self._began = self._seconds = self._asked = 0.0

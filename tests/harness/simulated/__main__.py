@@ -37,7 +37,7 @@ OWN = {"request_s": 0.0037, "prompt_s": 0.0017, "transfer_s": 0.0046}
 
 LENGTH = 4096
 PERCENTS = {50: 0.05, 99: 0.1}
-"""Goals: so far off at most."""
+"""Largest relative errors that the goals allow, by percentile."""
 
 RANDOM = Shape(num_prompts=70, input_len=512, output_len=40, range_ratio=0.5)
 TALKS = Shape(num_prompts=96, input_len=256, output_len=32, turns=4)
@@ -58,7 +58,7 @@ class Case(NamedTuple):
     push: bool = False
 
     def options(self, token_bytes: int) -> Sequence[str]:
-        """Of the launch."""
+        """The launch's options."""
         options = ["--threads", "1", "--local-turns", "auto", "--max-model-len", str(LENGTH)]
         options += ["--kv-cache-memory", str(self.kv_tokens * token_bytes)]
         options += ["--connector", "p2p"] if self.push else []

@@ -44,7 +44,7 @@ _OF_STORES: Mapping[str, str] = {
     "mooncake": "pdkv.connector_kit.bench.bare_mooncake:MooncakeGet",
     **dict.fromkeys(("s3", "gs", "az"), "pdkv.connector_kit.bench.bare_objects:ObjectGet"),
 }
-"""By the scheme of the first URL."""
+"""Stores' bare clients by the scheme of the first URL."""
 
 
 def bare_of(target: str, connector: type, options: Mapping[str, str]) -> str | None:

@@ -29,7 +29,7 @@ _PROFILES: Mapping[str, Profile] = {
     "pdkv.connectors.store.shared_storage": Profile({"path": "{directory}"}, _STORE_DEADLINES),
     "pdkv.connectors.store.url": Profile({"url": "file://{directory}"}, _STORE_DEADLINES),
 }
-"""By module."""
+"""Connectors' profiles by module."""
 
 
 def profile_of(target: str, given: Mapping[str, str]) -> Profile:
