@@ -13,6 +13,8 @@ from pdkv.router.request import Split
 
 Body = ChatBody | CompletionBody | EmbeddingBody | RerankBody
 
+_IDS = ("allowed_token_ids", "logit_bias", "stop_token_ids", "return_token_ids", "return_tokens_as_token_ids")
+
 
 class User(Protocol):
     """A tenant, as far as the process knows it."""
@@ -24,12 +26,12 @@ class User(Protocol):
 
 def prepare_for(body: Body, model: ServedModel, tenant: User | None, prepare: Callable[[ServedModel], Job]) -> Job:
     """The job of a request by the model that its name chooses among `model` and those of pools, or by that of a split;
-    if this one cannot take it, by the named one. Embeddings and rankings are not split: those of two models do not
-    compare. Raises what `prepare` does, and InvalidRequest for an unknown model.
+    if this one cannot take it, by the named one. Embeddings, rankings and token ids are not split: those of two models
+    do not compare. Raises what `prepare` does, and InvalidRequest for an unknown model.
     """
     allowed = tenant.models if tenant is not None else ()
     named, split = model.named(body.model, allowed), None
-    if named.shares and isinstance(body, ChatBody | CompletionBody):
+    if named.shares and isinstance(body, ChatBody | CompletionBody) and not _has_ids(body):
         split = named.split(_sticky_key(body), allowed)
         if split.pool:
             try:
@@ -41,6 +43,13 @@ def prepare_for(body: Body, model: ServedModel, tenant: User | None, prepare: Ca
 
 def _run_by(pool: str, prepare: Callable[[ServedModel], Job], model: ServedModel, split: Split | None) -> Job:
     return msgspec.structs.replace(prepare(model), served=model, pool=pool, split=split)
+
+
+def _has_ids(body: ChatBody | CompletionBody) -> bool:
+    """Whether a request or its answer names tokens by their ids, which are of one vocabulary."""
+    prompt = body.prompt if isinstance(body, CompletionBody) else ""
+    is_text = isinstance(prompt, str) or all(isinstance(part, str) for part in prompt)
+    return not is_text or any(getattr(body, name) for name in _IDS)
 
 
 def _sticky_key(body: ChatBody | CompletionBody) -> bytes:

@@ -83,8 +83,10 @@ def test_all_or_none_are_split() -> None:
     two = Two(next=100)
     assert {two.said(prompt=f"{n}") for n in range(5)} == {"next"}
     assert two.ask(prompt="y").json()["model"] == MODEL, "the name that was asked for"
-    assert two.said(prompt=[5] * 60, max_tokens=8) == "own", "too long for the pool's model"
+    assert two.said(prompt="x" * 60, max_tokens=8) == "own", "too long for the pool's model"
     assert two.own.requests[-1].split == Split(two.own.requests[-1].split.draw, {"next": 100.0}, ["next"])  # type: ignore[union-attr]
+    for named in ({"prompt": [5, 6]}, {"prompt": [[5, 6]]}, {"logit_bias": {"5": 1}}, {"return_token_ids": True}):
+        assert two.said(**named) == "own", "ids are the own model's"  # type: ignore[arg-type]
     two.own.pools.split({"next": 0})
     assert {two.said(prompt=f"{n}") for n in range(5)} == {"own"}
 
