@@ -11,8 +11,9 @@ from starlette.routing import Route
 from pdkv import __version__
 from pdkv.base.clock import unix_time
 from pdkv.errors import Draining
-from pdkv.router.admission.tenants import TENANT, Tenant
+from pdkv.router.admission.tenants import TENANT
 from pdkv.router.http.pages.page import Page, freshened
+from pdkv.router.http.read.pool_choice import models_of
 from pdkv.router.http.read.served_model import ServedModel
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.http.server.errors import error_body, json_response
@@ -109,12 +110,12 @@ class StatusPages:
 
     async def _models(self, request: Request) -> ModelList:
         """The served models, by each of their names."""
-        usable = self._model().usable(_allowed(request))
+        usable = self._model().usable(models_of(request.scope.get(TENANT)))
         return ModelList(data=[self._model_card(name, model) for model in usable for name in model.names])
 
     async def _one_model(self, name: str, request: Request) -> ModelCard:
         """One model."""
-        return self._model_card(name, self._model().named(name, _allowed(request)))
+        return self._model_card(name, self._model().named(name, models_of(request.scope.get(TENANT))))
 
     def _model_card(self, name: str, model: ServedModel) -> ModelCard:
         return ModelCard(id=name, created=self._created, max_model_len=model.max_model_len)
@@ -142,8 +143,3 @@ class StatusPages:
     async def _topology(self) -> Response:
         """Engines, their load and their KV blocks."""
         return json_response(self._dispatcher.topology())
-
-
-def _allowed(request: Request) -> tuple[str, ...]:
-    tenant: Tenant | None = request.scope.get(TENANT)
-    return tenant.models if tenant is not None else ()

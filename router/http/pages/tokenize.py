@@ -15,7 +15,7 @@ from pdkv.router.http.answer.exchange import Exchange
 from pdkv.router.http.read.chat import read_conversation
 from pdkv.router.http.read.decoding import DETOKENIZE, TOKENIZE_CHAT, TOKENIZE_TEXT, has_field
 from pdkv.router.http.read.intake import Shared
-from pdkv.router.http.read.pool_choice import User
+from pdkv.router.http.read.pool_choice import models_of
 from pdkv.router.http.read.prompts import encode
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.server.deadline import Deadline
@@ -96,8 +96,7 @@ class TextEndpoint:
         exchange = Exchange(send, send, Headers(scope=scope).get("x-request-id"), new_trace())
 
         def work(body: bytes | bytearray, cancelled: Cancelled) -> bytes:
-            tenant: User | None = scope.get(TENANT)
-            allowed = tenant.models if tenant is not None else ()
+            allowed = models_of(scope.get(TENANT))
             return msgspec.json.encode(self._answer(body, model, shared.api, cancelled, allowed))
 
         def on_body() -> None:

@@ -24,12 +24,17 @@ class User(Protocol):
         """Served names of the models that it may use; empty: all."""
 
 
+def models_of(tenant: User | None) -> tuple[str, ...]:
+    """Served names of the models that a tenant may use; empty: all."""
+    return tenant.models if tenant is not None else ()
+
+
 def prepare_for(body: Body, model: ServedModel, tenant: User | None, prepare: Callable[[ServedModel], Job]) -> Job:
     """The job of a request by the model that its name chooses among `model` and those of pools, or by that of a split;
     if this one cannot take it, by the named one. Embeddings, rankings and token ids are not split: those of two models
     do not compare. Raises what `prepare` does, and InvalidRequest for an unknown model.
     """
-    allowed = tenant.models if tenant is not None else ()
+    allowed = models_of(tenant)
     named, split = model.named(body.model, allowed), None
     if named.shares and isinstance(body, ChatBody | CompletionBody) and not _has_ids(body):
         split = named.split(_sticky_key(body), allowed)
