@@ -62,7 +62,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     @property
     def num_tokens(self) -> int:
         """The most tokens computed in this step."""
-        return sum(s.num_scheduled for s in self.scheduled)
+        return sum([s.num_scheduled for s in self.scheduled])
 
 
 class DraftResult(NamedTuple):

@@ -15,7 +15,7 @@ from pdkv.connectors.base import MatchedTokens, TransferResults
 from pdkv.engine.drafting import Drafting, DraftTally
 from pdkv.engine.hooks import DecodeHooks, PrefillHooks
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager, PrefixHit
-from pdkv.engine.outside.external import NUM_PREFETCH_REQUESTS, EndedSend, ExternalKV
+from pdkv.engine.outside.external import EndedSend, ExternalKV
 from pdkv.engine.outside.loads import Loads
 from pdkv.engine.plan import (
     NO_DRAFTS,
@@ -158,8 +158,7 @@ class Scheduler:
         if self.trials.active:
             self._look_after_trial(batch)
         new, scheduled = self._begin_shares(step_id, batch, drafts)
-        waiting = self.waiting.first(NUM_PREFETCH_REQUESTS)
-        meta, cancels, freed = self.external.build_meta(step_id, ranges, waiting)
+        meta, cancels, freed = self.external.build_meta(step_id, ranges, self.waiting)
         if freed:
             self.go_on()
         return StepPlan(step_id, new, scheduled, self.queues.take_left(), meta, cancels, settled=self._settled)
@@ -313,7 +312,7 @@ class Scheduler:
         Returns:
             The budget that is left for waiting requests.
         """
-        index, starved = 0, False
+        index, starved, has_trials = 0, False, self.trials.active
         decodes: int | None = None  # decoding requests from `index` on, counted if a prompt is before them
         while index < len(self.running) and budget > 0:
             request, most = self.running[index], budget
@@ -325,13 +324,17 @@ class Scheduler:
                 most = max(budget - decodes, 1)  # it advances even if they need the whole budget
             else:
                 most = max(budget - decodes, 0)
-            num_tokens = self._num_schedulable(request, num_tokens, most)
+            if request.awaits_mask or request.is_ending or (has_trials and self.trials.holds(request)):
+                num_tokens = 0
+            elif num_tokens > 1:
+                num_tokens = min(num_tokens, self._most_of_prompt(num_tokens), most)
             stop = request.num_computed + num_tokens
             must_wait = starved and self.kv.num_missing(request, stop) > 0
             if num_tokens == 0 or must_wait or not (request.in_worker or self.queues.has_place):
                 index += 1
             elif stop <= self.kv.num_slots(request) or self._make_room(request, stop, index):
-                self.queues.join_workers(request)
+                if not request.in_worker:
+                    self.queues.join_workers(request)
                 batch.append((request, num_tokens))
                 budget -= num_tokens
                 index += 1
@@ -397,16 +400,6 @@ class Scheduler:
             if victim is request:
                 return False
         return True
-
-    def _num_schedulable(self, request: Request, num_tokens: int, budget: int) -> int:
-        """Tokens of a request that has `num_tokens` left to compute in this step, including those that steps in flight
-        draw, which the workers will know by then. 0 if these end it.
-        """
-        if request.stands_still or (self.trials.active and self.trials.holds(request)):
-            return 0
-        if num_tokens <= 1:
-            return num_tokens
-        return min(num_tokens, self._most_of_prompt(num_tokens), budget)
 
     def _most_of_prompt(self, num_tokens: int) -> int:
         """The number of these tokens of a prompt that one step may compute: there is no bound where no other request
@@ -543,10 +536,10 @@ class Scheduler:
             elif num_blocks > request.num_worker_blocks:
                 new_block_ids = [table[request.num_worker_blocks :] for table in request.block_tables]
             request.num_worker_blocks = num_blocks
-            num_drafts = drafts.get(key, 0)
+            num_drafts = drafts.get(key, 0) if drafts else 0
             num_drawn = samples + num_drafts
             if samples:
-                request.num_guesses = max(min(most_guesses, request.end_at - stop - 2), 0)
+                request.num_guesses = max(min(most_guesses, request.end_at - stop - 2), 0) if most_guesses else 0
             scheduled.append(
                 ScheduledRequest(
                     key, start, num_tokens + num_drafts, new_block_ids, samples, num_drafts, request.num_guesses

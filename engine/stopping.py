@@ -89,7 +89,7 @@ class StopRules:
         """
         output, params = request.output_token_ids, request.submit.params
         may_stop = num_new > 1 or params.stop_token_ids or output[-1] in self._eos
-        if not may_stop and request.num_tokens < request.end_at:  # as nearly always
+        if not may_stop and len(request.prompt_token_ids) + len(output) < request.end_at:  # as nearly always
             return None, None
         max_tokens = params.max_tokens if params.max_tokens is not None else self.max_len
         longest = min(max_tokens, self.max_len - len(request.prompt_token_ids))

@@ -352,7 +352,8 @@ class ExternalKV:
             return None, [], False
         news = self._take_news()
         cancels, self._cancels = self._cancels, []
-        shown = [request for request in waiting if self._may_load(request)] if self._shows_waiting_keys else []
+        first = islice(waiting, NUM_PREFETCH_REQUESTS) if self._shows_waiting_keys else ()
+        shown = [request for request in first if self._may_load(request)]
         terms = [request.submit.kv_terms for request in shown]
         view = SchedulerView(
             step_id=step_id,
@@ -395,8 +396,7 @@ class ExternalKV:
 
         The connector first says what the engine should act on, and is told before the engine acts.
         """
-        for outcomes in results:
-            self.num_damaged += sum(outcome.num_damaged for outcome in outcomes.values())
+        self.num_damaged += sum([each.num_damaged for outcomes in results for each in outcomes.values()])
         if self.connector is not None:
             results = self.connector.resolve_results(results)
         if self.connector is None or not results:

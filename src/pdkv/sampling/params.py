@@ -170,12 +170,14 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
                 values[name] = _as_param((value,) if one_text else value, item)
             elif value is None and item.optional:
                 values[name] = None  # for max_tokens it means no limit
-        params = SamplingParams(**values)
-        params._check_offline()
-        params.structured_outputs = params.structured_outputs or params.guided_decoding
-        params.seed = None if params.seed == -1 else params.seed
-        params._check_together()
-        return params
+        return SamplingParams(**values)._settled()
+
+    def _settled(self) -> "SamplingParams":
+        self._check_offline()
+        self.structured_outputs = self.structured_outputs or self.guided_decoding
+        self.seed = None if self.seed == -1 else self.seed
+        self._check_together()
+        return self
 
     def _check_offline(self) -> None:
         """Raise InvalidRequest for values that only concern `LLM` and `AsyncLLM`, and are not supported."""
@@ -191,7 +193,10 @@ class SamplingParams(msgspec.Struct, metaclass=_ParamsType, kw_only=True, omit_d
 
     def validate(self) -> None:
         """Raise InvalidRequest that names the first field out of its range."""
-        self.checked()
+        try:
+            _decode(msgspec.msgpack.encode(self))._settled()
+        except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError):
+            self.checked()  # which converts field by field
 
     def _check_together(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -248,6 +253,7 @@ def _of_numpy(value: Any) -> Any:
 
 
 _PARAMS = options_of(SamplingParams)
+_decode = msgspec.msgpack.Decoder(SamplingParams).decode
 
 
 def _as_param(value: Any, item: Option) -> Any:
