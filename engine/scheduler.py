@@ -197,7 +197,7 @@ class Scheduler:
                 stop = request.num_tokens - 1
             elif share.num_drawn:
                 result.drawn.append(self._take_drawn(request, output.sampled[request.key], share.num_drawn))
-                stop = request.num_tokens - 1
+                stop = len(request.prompt_token_ids) + len(request.output_token_ids) - 1
             elif request.kv == "handoff":
                 result.chunks.append(request)
             if stop > request.num_confirmed:
