@@ -222,8 +222,8 @@ class RequestBook:
         token_ids = request.output_token_ids[position:]
         logprobs = sampled.logprobs[: len(token_ids)] if sampled.logprobs is not None else None
         sources = request.sources() if position == 0 else None
-        of_prompt = output.of_prompts.get(key, b"") if output.of_prompts else b""
-        prompt_logprobs, pooled = (PromptLogprobs.of(of_prompt), b"") if isinstance(of_prompt, list) else (None, of_prompt)
+        found = output.of_prompts.get(key, b"") if output.of_prompts else b""
+        prompt_logprobs, pooled = (PromptLogprobs.of(found), b"") if isinstance(found, list) else (None, found)
         tokens = Tokens(key[0], key[1], position, token_ids, logprobs, prompt_logprobs, sources, pooled)
         self._outbox(request.router_id, tokens)
         if reason is not None:
