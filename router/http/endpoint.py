@@ -149,6 +149,7 @@ class GenerateEndpoint:
             _check_grammar_error(error, job)
             raise
         finally:
+            del scope[ASK]  # else the two know each other
             gone.cancel()
             fanout.abort()
             visit.used(fanout.num_given_tokens + fanout.num_completion_tokens, fanout.num_cached_tokens)

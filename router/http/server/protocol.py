@@ -142,8 +142,7 @@ class LimitedProtocol(HttpToolsProtocol):
         if self._paused is not None:
             self._paused.left()
         if self.scope is not None:
-            for key in (PAUSE_BODY, ASK):  # else the two know each other
-                cast(dict[str, Any], self.scope).pop(key, None)
+            cast(dict[str, Any], self.scope).pop(PAUSE_BODY, None)  # else the two know each other
         if isinstance(self.transport, ResponseTransport):
             self.transport.closed = True
         super().connection_lost(exc)
