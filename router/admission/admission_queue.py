@@ -190,9 +190,8 @@ class Admission:
             TooManyRequests: there is no room for even one choice, or the tenant's tokens of this minute are used up.
         """
         tenant.check_tokens()
-        has_place = any(
-            queue._has_place(tenant, 1, 1) for queue in (self, *self.pools.values())
-        )  # which one, its body says
+        queues = self, *self.pools.values()  # only its body says which one it needs
+        has_place = any(queue._has_place(tenant, 1, 1) for queue in queues)
         if not has_place and not self._may_still_leave(tenant.grant.fallback):
             self._refuse()
 
