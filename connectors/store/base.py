@@ -94,9 +94,9 @@ class StoreConnector(KVConnector):
     def probe(cls, plan: ConnectorPlan) -> str:
         """Why the store does not answer; empty: it does. Raises ConfigError for errors that waiting won't cure."""
         try:
-            with closing(cls.options_type.parse(plan.options).open_store()) as store:
-                for part in store.parts().values():
-                    part.contains(_PROBE_KEYS)
+            for store in cls.options_type.parse(plan.options).probed_stores():
+                with closing(store):
+                    store.contains(_PROBE_KEYS)
         except TransferError as error:
             return f"{error}"
         return ""

@@ -1,5 +1,7 @@
 """The --connector-config options that all store connectors have."""
 
+from collections.abc import Iterable
+
 from pdkv.base.options import Natural, Options, Positive, Seconds, Size, Threads, option
 from pdkv.connectors.base import LoadMode
 from pdkv.errors import ConfigError
@@ -71,6 +73,12 @@ class StoreConnectorOptions(Options):
                 "codec_deadline_s requires load=async, since otherwise a forward pass waits for its layers"
             )
         return [codec, make_codec(self.codec, codec.levels[-1])]
+
+    def probed_stores(self) -> Iterable[KVStore]:
+        """Stores that others must keep running for this connector to work, opened for a look and closed by the
+        caller, one after the other.
+        """
+        return (self.open_store(),)
 
     def open_store(self) -> KVStore:
         """The store, whose methods may block: they are called on I/O threads. Called once in each process, at start.

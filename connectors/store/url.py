@@ -1,7 +1,7 @@
 """The `store` connector: KV in any store that kv_store/ opens by URL; several URLs make tiers, fastest first."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -11,7 +11,7 @@ from pdkv.base.options import option, options_of
 from pdkv.connectors.plan import ConnectorPlan, Requirement
 from pdkv.connectors.store.base import KVStore, StoreConnector, StoreConnectorOptions
 from pdkv.kv_store.options import StoreOptions
-from pdkv.kv_store.registry import plan_store
+from pdkv.kv_store.registry import StorePlan, plan_store
 
 
 class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
@@ -26,9 +26,18 @@ class StoreUrlOptions(StoreConnectorOptions, StoreOptions):
 
     def open_store(self, clock: Clock = MONOTONIC) -> KVStore:
         """`clock`: of its deadlines."""
+        return self._plan().open(clock)
+
+    def probed_stores(self) -> Iterable[KVStore]:
+        """All but host memory: its segment belongs to the first process that opens it for writing."""
+        plan = self._plan()
+        others = [part for part in plan.parts if part.parts.scheme != "host"]
+        return (StorePlan([part], plan.retry_after_s).open() for part in others)
+
+    def _plan(self) -> StorePlan:
         values = {name: (getattr(self, name), item.default) for name, item in options_of(StoreOptions).items()}
         given: dict[str, Any] = {name: value for name, (value, default) in values.items() if value != default}
-        return plan_store(self.url, given).open(clock)
+        return plan_store(self.url, given)
 
 
 _NEEDED = {

@@ -90,3 +90,10 @@ def test_a_store_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
     assert registry.probe_connector(registry.check_connector("shared_storage", options)) == ""
     both = registry.check_connector("multi", {"connectors": "memory,store", "store.url": "redis://127.0.0.1:1"})
     assert registry.probe_connector(both).startswith("store: redis at 127.0.0.1:1")
+
+
+def test_looking_for_stores_takes_no_segment_of_host_memory(tmp_path: Path) -> None:
+    """An engine looks on a thread that may still be at it when its own store wants the segment."""
+    options = {"url": f"host://{tmp_path}/kv,redis://127.0.0.1:1", "connect_timeout_s": "1"}
+    assert "127.0.0.1:1" in registry.probe_connector(registry.check_connector("store", options))
+    assert not (tmp_path / "kv").exists()
