@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pdkv.engine.worker.attention.select import AttentionName
 from pdkv.engine.worker.kv_cache import allocate_pool
 from pdkv.engine.worker.runner import ModelRunner
 from pdkv.engine.worker.step_buffers import Padding
@@ -32,7 +31,6 @@ def profiled_bytes(
     max_num_tokens: int,
     max_num_seqs: int,
     max_model_len: int,
-    attention_backend: AttentionName,
     decode_sizes: Sequence[int],
     prompt_sizes: Sequence[Padding] = (),
     captures: bool,
@@ -46,7 +44,7 @@ def profiled_bytes(
         utilization: the share, in (0, 1].
         max_num_tokens: tokens of a step.
         max_num_seqs: rows of a step that draw, with every option.
-        attention_backend, decode_sizes, prompt_sizes: as in `ModelRunner`.
+        decode_sizes, prompt_sizes: as in `ModelRunner`.
         captures: whether the padded steps will be captured as graphs.
         timeout_s: longest time of a step on the device; it includes waiting for ranks that load their weights more
             slowly.
@@ -63,7 +61,6 @@ def profiled_bytes(
         layout,
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
-        attention_backend=attention_backend,
         decode_sizes=decode_sizes,
         prompt_sizes=prompt_sizes,
         timeout_s=timeout_s,

@@ -14,7 +14,7 @@ from pdkv.connectors.step_done import StepsDone, make_step_done
 from pdkv.engine.plan import SampledTokens, ScheduledRequest, StepFailure, StepOutput, StepPlan
 from pdkv.engine.proposers.base import Proposer
 from pdkv.engine.worker.attention.backend import Layer, Scores, pad
-from pdkv.engine.worker.attention.select import AttentionName, make_backend
+from pdkv.engine.worker.attention.select import make_backend
 from pdkv.engine.worker.batch import IntArray, PersistentBatch, StepInputs
 from pdkv.engine.worker.drafts import DrawRows, Guesser, digest_of
 from pdkv.engine.worker.finite_check import FiniteCheck
@@ -84,7 +84,6 @@ class ModelRunner:
         proposer: Proposer | None = None,
         processors: ProcessorSet = NO_PROCESSORS,
         masks: Masks | None = None,
-        attention_backend: AttentionName = "auto",
         decode_sizes: Sequence[int] = (),
         prompt_sizes: Sequence[Padding] = (),
         recorder: Recorder | None = None,
@@ -97,7 +96,6 @@ class ModelRunner:
         `proposer`: guesses tokens, which later steps try if their plans leave room for drafts.
         `processors`: those that requests may name.
         `masks`: of the grammars that requests may have; None: there are none.
-        `attention_backend`: as in `make_backend`, which raises ConfigError.
         `decode_sizes`, ascending: if the device's attention supports it, steps of one token per request are padded to
         these.
         `prompt_sizes`, ascending: those with prompts, too, where they are captured.
@@ -120,7 +118,7 @@ class ModelRunner:
         value_size = None if config.latent is None else config.latent.rank
         layers = [Layer(*place, window, scales, value_size) for place, window, scales in places]
         scores = Scores(config.attention_scale, config.attention_softcap)
-        self._attention = make_backend(kv_pool, model.num_heads, layers, attention_backend, scores)
+        self._attention = make_backend(kv_pool, model.num_heads, layers, scores)
         self._padded: PaddedSteps | None = None
         if decode_sizes and self._attention.pads_decodes:
             self._padded = PaddedSteps(model, self._attention, decode_sizes, prompt_sizes)

@@ -147,12 +147,6 @@ class EngineConfig(ModelFiles):
         "on a CPU, plan steps shorter than this one at a time, because planning ahead costs more than it saves; 0: "
         "always plan ahead",
     )
-    attention_backend: Literal["auto", "triton", "flashinfer"] = option(
-        "auto",
-        "attention on a GPU; triton: pdkv's Triton kernels; flashinfer: FlashInfer for steps with prompts; auto: "
-        "flashinfer if it is installed and passes a test at start, else triton",
-        also={"FLASHINFER": "flashinfer", "TRITON_ATTN": "triton"},
-    )
     enforce_eager: bool = option(False, "on a GPU, launch every kernel individually; do not use CUDA graphs")
     long_prefill_token_threshold: Natural = option(
         0,

@@ -92,7 +92,7 @@ def test_every_other_option_is_neutral_or_refused_with_what_to_do(name: str, the
         (["--decode-dtype", "half"], lambda d: (d.prefill.dtype, d.decode.dtype) == ("auto", "float16")),
         (["--generation-config", "vllm"], lambda d: d.prefill.generation_config == "none"),
         (["--kv-cache-dtype", "fp8_e4m3"], lambda d: d.decode.kv_cache_dtype == "fp8"),
-        (["--attention-backend", "FLASHINFER"], lambda d: d.decode.attention_backend == "flashinfer"),
+        (["--attention-backend", "TRITON_ATTN"], lambda d: d == deployment()),
         (["--max-model-len", "2k"], lambda d: d.decode.max_model_len == 2000),
         (["--max-model-len", "32K"], lambda d: d.decode.max_model_len == 32768),
         (["--max-model-len", "25.6k"], lambda d: d.decode.max_model_len == 25600),

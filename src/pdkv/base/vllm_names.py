@@ -59,6 +59,7 @@ _OTHERS: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("enable_request_id_headers", _ON, "answers always have the header x-request-id"),
     ("disable_log_stats disable_log_requests aggregate_engine_logging use_tqdm_on_load", _ANY, ""),
     ("disable_custom_all_reduce disable_cascade_attn", _ANY, ""),
+    ("attention_backend", ("auto", "triton", "TRITON_ATTN"), "pdkv's own kernels are the only ones: leave it out"),
     ("seed", (0,), "a seed belongs to a request: give it there"),
     ("swap_space", (0, 4), "{kv_host_memory} SIZE keeps KV of preempted requests in host memory"),
     ("cpu_offload_gb", (0,), "weights are not offloaded: use more ranks ({tp}) or a quantized checkpoint"),

@@ -81,7 +81,6 @@ def profile(
         max_num_tokens=num_tokens,
         max_num_seqs=max_num_seqs,
         max_model_len=40,
-        attention_backend="auto",
         decode_sizes=(1, max_num_seqs),
         prompt_sizes=[Padding(16, 1, 1, 2)],
         captures=captures,
