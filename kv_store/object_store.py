@@ -206,15 +206,12 @@ class _LoopThread:
     def run(self, call: Coroutine[Any, Any, T], when_closed: str) -> T:
         """Run a coroutine that has its own deadline. Raises StoreUnavailable if `close` ends it."""
         with self._lock:
-            if self._is_closed:
+            try:
+                loop = self._running_loop(when_closed)
+            except StoreUnavailable:
                 call.close()
-                raise StoreUnavailable(when_closed)
-            if self._loop is None:
-                self._loop = _Loop()
-                thread = threading.Thread(target=self._serve, args=[self._loop], name="pdkv-objects", daemon=True)
-                thread.start()
-                atexit.register(self._end, thread)
-            future = asyncio.run_coroutine_threadsafe(self._hold(call), self._loop)
+                raise
+            future = asyncio.run_coroutine_threadsafe(self._hold(call), loop)
             self._num_calls += 1
         try:
             return future.result()
@@ -224,6 +221,22 @@ class _LoopThread:
             with self._lock:
                 self._num_calls -= 1
                 self._stop_if_unused()
+
+    def _running_loop(self, when_closed: str) -> "_Loop":
+        """The loop, for a caller that has the lock. Raises StoreUnavailable."""
+        if self._is_closed:
+            raise StoreUnavailable(when_closed)
+        if self._loop is None:
+            loop = _Loop()
+            thread = threading.Thread(target=self._serve, args=[loop], name="pdkv-objects", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the system has no thread left; calls would wait for one without a deadline
+                loop.close()
+                raise StoreUnavailable(f"no thread for requests: {error}") from None
+            atexit.register(self._end, thread)
+            self._loop = loop
+        return self._loop
 
     def close(self) -> None:
         """End running calls, and refuse others. Idempotent."""

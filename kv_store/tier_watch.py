@@ -101,7 +101,10 @@ class TierWatch:
             answers.append(_ask(tier))
             answered.set()
 
-        threading.Thread(target=ask, name="pdkv-tier-probe", daemon=True).start()
+        try:
+            threading.Thread(target=ask, name="pdkv-tier-probe", daemon=True).start()
+        except RuntimeError as error:  # the system has no thread left: the next probe may get one
+            return StoreUnavailable(f"no probe can be made: {error}")
         if not self._clock.wait(answered, self._clock.now() + self._late_s):
             with self._changed:
                 self._judge(tier, StoreTimeout(f"no answer within {self._late_s:g} s"))

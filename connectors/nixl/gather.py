@@ -208,8 +208,8 @@ class GatherSource:
         if self._pool.on_cpu and ready.after is ON_HOST:
             self._tell(ready, *self._fill(ready))
             return
-        self._busy.add(slot)
         self._thread.start()
+        self._busy.add(slot)
         self._waiting.put(ready)
 
     def _run(self, stopping: Event) -> None:

@@ -237,8 +237,9 @@ def plan_receiving(offer: Offer, incoming: Incoming, pool: PiecePool) -> MovePla
     start, size = incoming.ticket.start, layout.block_size
     ids = piece_ids(incoming.block_ids, size, piece.start, piece.stop, table_start=start, in_units=in_units)
     part = piece.part if in_units else None
-    num_bytes = ids.size * pool.unit_bytes(part)
-    if offer.num_bytes != num_bytes or offer.per_batch < 1:
+    unit_bytes = pool.unit_bytes(part)
+    num_bytes, most = ids.size * unit_bytes, max(WINDOW_BYTES // unit_bytes, 1)
+    if offer.num_bytes != num_bytes or not 1 <= offer.per_batch <= most:
         raise TransferError(
             f"{piece} has {num_bytes} bytes here, but {offer.num_bytes} in batches of {offer.per_batch} are offered"
         )

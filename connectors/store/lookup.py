@@ -14,7 +14,7 @@ from math import inf
 
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.base.service_thread import ServiceThread
-from pdkv.errors import StoreError, TransferError
+from pdkv.errors import TransferError
 from pdkv.kv_store.base import PROBE_KEY, KVStore
 from pdkv.wire.reports import ConnectorStats
 
@@ -403,6 +403,6 @@ class KeyLookups:
             return set()
         try:
             return self._look_up(list(dict.fromkeys(key for lookup in lookups for key in lookup.keys)), self._near)
-        except StoreError as error:
+        except Exception as error:  # as in `_answer_all`
             logger.debug("the first part of the store cannot be asked: %s", error)
             return set()

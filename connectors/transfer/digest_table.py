@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.transfer.planning import Ids
 from pdkv.errors import KVNotFound
 from pdkv.host.fence import fence
@@ -84,4 +85,5 @@ def _stamps(generations: Ids, counts: Ids) -> Ids:
 
 
 def _counts(stamps: Ids, generations: Ids) -> Ids:
-    return np.where(stamps // _COUNTS == generations + 1, stamps % _COUNTS, 0)
+    """No more than a hash block has, whatever a peer's table says: as many are digested here."""
+    return np.where(stamps // _COUNTS == generations + 1, np.minimum(stamps % _COUNTS, HASH_BLOCK_SIZE), 0)

@@ -48,6 +48,21 @@ def test_a_call_that_is_queued_when_the_store_is_closed_ends() -> None:
     assert errors == ["closed"]
 
 
+def test_where_there_is_no_thread_a_call_fails_and_the_next_one_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for the first one's, without a deadline."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    loop = _LoopThread()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(StoreUnavailable, match="new thread"):
+            loop.run(nothing(), "closed")
+    loop.run(nothing(), "closed")
+    loop.close()
+
+
 def test_a_process_ends_though_a_thread_of_obstore_is_still_handing_over_a_result() -> None:
     """Held up there on purpose, into the interpreter's end, which is made to take longer: there that thread would be
     ended inside Rust, and the process by SIGABRT.

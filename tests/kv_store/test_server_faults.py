@@ -191,7 +191,9 @@ def test_a_writer_killed_in_mid_value_leaves_nothing_visible(server: StoreServer
     store.delete([b"key"])
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad\r\n\r\n" * 3, b"\0" * 64, b"x" * 40_000, b""], ids=range(4))
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad\r\n\r\n" * 3, b"\0" * 64, b"x" * 40_000, b":--5\r\n" * 9, b""], ids=range(5)
+)
 @pytest.mark.parametrize("scheme", ["redis", "lmcache"])
 def test_a_server_of_something_else_is_unavailable(scheme: str, answer: bytes, open_: Open) -> None:
     """F17: garbage is an error of that call."""

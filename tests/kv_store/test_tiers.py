@@ -321,6 +321,39 @@ def test_a_tier_that_cannot_be_hung_up_on_is_left_alone() -> None:
         call.result()
 
 
+class Down(MemoryStore):
+    """A server that is down until it is up."""
+
+    medium = "store"
+    is_up = False
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        if not self.is_up:
+            raise StoreUnavailable("down")
+        return super().contains(keys)
+
+
+def test_a_probe_for_which_there_is_no_thread_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that makes probes ended with it: the store was left alone for good."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    clock, down = VirtualClock(), Down("down")
+    with TieredStore([down], clock=clock) as store:
+        with pytest.raises(StoreUnavailable):
+            store.contains([b"a"])
+        down.is_up = True
+        with monkeypatch.context() as patched:
+            clock.until_waiting()
+            patched.setattr(threading.Thread, "start", refuse)
+            clock.advance(LATE_S)
+            wait_until_true(lambda: "no probe can be made" in store.problem, "it is tried")
+            clock.until_waiting()
+        clock.advance(2 * LATE_S)
+        wait_until_true(lambda: not store.problem, "a probe found it")
+
+
 def test_what_is_kept_reaches_slower_tiers_behind_the_callers_back(server: RedisServer) -> None:
     redis = RedisStore(server.url)
     with TieredStore([MemoryStore("behind"), redis]) as store:

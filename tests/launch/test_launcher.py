@@ -1,5 +1,6 @@
 """The plan of a launch: names, roles, endpoints, and every engine's share of the machine."""
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -203,6 +204,18 @@ def test_a_unix_socket_is_there_while_it_is_listened_on(tmp_path: Path) -> None:
         client.connect(str(path))
         with pytest.raises(ConfigError, match="in use"), listen_at(path):
             raise AssertionError("two listen at one path")
+    assert not path.exists()
+
+
+def test_a_socket_at_which_a_successor_listens_stays(tmp_path: Path) -> None:
+    """A launch that drains listens no longer: another one begins at its path, and must be found there afterwards."""
+    path = tmp_path / "pd.sock"
+    with contextlib.ExitStack() as launches:
+        with listen_at(path) as first:
+            first.close()
+            launches.enter_context(listen_at(path))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
     assert not path.exists()
 
 

@@ -63,6 +63,23 @@ def test_the_sweep_takes_what_a_dead_process_left(root: Path) -> None:
     assert not left.exists()
 
 
+def test_what_cannot_be_swept_yet_keeps_no_launch_from_starting(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine of the killed launch that is about to end may add a file meanwhile."""
+    left = root / f"pdkv-{dead_pid()}-123-abc_x1"
+    left.mkdir()
+    (left / "socket").touch()
+    real = os.rmdir
+
+    def rmdir(path: str, **at: int) -> None:
+        (left / "late").touch()
+        real(path, **at)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    assert sweep_leftovers() == []
+    monkeypatch.undo()
+    assert sweep_leftovers() == [left]
+
+
 def test_the_sweep_takes_what_an_earlier_owner_of_a_living_pid_left(root: Path) -> None:
     start = process_start_time(os.getpid())
     assert start is not None

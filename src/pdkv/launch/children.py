@@ -67,8 +67,8 @@ class LocalChild(Child):
         """`pid` is an unreaped child of this process, so it cannot have been reused."""
         super().__init__(name, pid)
         self._popen = popen
-        self.known.add(pid)
         self._pidfd = os.pidfd_open(pid)
+        self.known.add(pid)
         asyncio.get_running_loop().add_reader(self._pidfd, self._reap)
 
     def _reap(self) -> None:
@@ -347,6 +347,7 @@ class ForkServer:
         self.child = LocalChild("fork-server", popen.pid, popen)
         self.child.when_dead(_strays.adopt)
         self._answers: deque[asyncio.Future[bytes]] = deque()
+        self._turn = asyncio.Lock()  # to ask: the socket holds some 20 requests, and each has its own time
         self._ready = self._expect_answer()
         asyncio.get_running_loop().add_reader(ours, self._receive)
 
@@ -383,11 +384,11 @@ class ForkServer:
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._ready)
-            if not self.usable:
-                raise StartupError("the fork server died")
             timeout_s = min(timeout_s, FORK_S)
-            with _strays.forking():
-                async with asyncio.timeout(timeout_s):
+            async with self._turn, asyncio.timeout(timeout_s):
+                if not self.usable:
+                    raise StartupError("the fork server died")
+                with _strays.forking():
                     socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
                     return _engine_child(spec.process_name, int(await self._expect_answer()))
         except TimeoutError:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,13 +53,16 @@ def listen_at(path: Path) -> Iterator[socket.socket]:
                     if other.connect_ex(str(path)) == errno.ECONNREFUSED:
                         path.unlink()
             listener.bind(str(path))
+            own = path.lstat()
             listener.listen(LISTEN_BACKLOG)
         except OSError as error:  # "AF_UNIX path too long" has no number
             raise ConfigError(f"cannot listen on {path} (--uds): {error.strerror or error}") from None
         try:
             yield listener
         finally:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # while this launch drains, another one may listen there
+                if (now := path.lstat()).st_mtime_ns == own.st_mtime_ns and os.path.samestat(now, own):
+                    path.unlink()
 
 
 def listen_for_fronts(path: Path) -> socket.socket:

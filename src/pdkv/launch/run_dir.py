@@ -72,9 +72,8 @@ class RunDirectory:
         new.rename(self.path / _INFO_FILE)
 
     def remove(self) -> None:
-        """Delete the directory with its content. Idempotent."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.path)
+        """Delete the directory with its content, as far as a process that is about to end lets it. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
 
     def __enter__(self) -> "RunDirectory":
         return self
@@ -97,12 +96,10 @@ def sweep_leftovers() -> list[Path]:
 
     An owner is alive only if a process with that pid and that start time exists, so a reused pid protects nothing.
     """
-    swept: list[Path] = []
-    for path in list(_run_directories(of_the_living=False)):
-        with contextlib.suppress(FileNotFoundError):  # another launch sweeps at the same time
-            shutil.rmtree(path)
-            swept.append(path)
-    return swept
+    left = list(_run_directories(of_the_living=False))
+    for path in left:
+        shutil.rmtree(path, ignore_errors=True)  # another launch may sweep, or an engine end there, at the same time
+    return [path for path in left if not path.exists()]
 
 
 def _run_directories(*, of_the_living: bool) -> Iterator[Path]:

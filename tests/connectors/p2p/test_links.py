@@ -368,7 +368,7 @@ def test_a_sender_that_stops_in_mid_piece_is_a_timeout_and_lands_nothing_later(
 @SOCKETS
 @pytest.mark.parametrize(
     "change",
-    [{"num_bytes": 1 << 17}, {"per_batch": 0}, {"num_sockets": 2}, {"num_sockets": 0},
+    [{"num_bytes": 1 << 17}, {"per_batch": 0}, {"per_batch": 1 << 62}, {"num_sockets": 2}, {"num_sockets": 0},
      {"piece": PieceRange(0, 4, 0, 4, 0, 64)}, {"piece": PieceRange(0, 1, 0, 4, 0, 32)}, {"attempt": 2}],
     ids=str,
 )  # fmt: skip

@@ -6,8 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.connectors.base import TransferKey
 from pdkv.connectors.transfer.digest import PoolDigests, Tokens, bind, cut_tokens
+from pdkv.connectors.transfer.digest_table import rows_of
 from pdkv.connectors.transfer.planning import rank_heads
 from pdkv.connectors.transfer.pool_copy import unit_pieces
 from pdkv.connectors.transfer.units import UnitPart
@@ -122,6 +124,12 @@ def test_a_tail_is_digested_as_far_as_it_goes() -> None:
     behind = kv.copy()
     behind[115:] += 1
     assert np.array_equal(whole_digest(behind, 112, 115), tails[2])
+
+
+def test_a_table_that_says_more_than_a_hash_block_has_is_believed_no_further() -> None:
+    """As many tokens are digested behind it, in the reader's own pool, which may end there."""
+    lies = np.array([[32 * (7 + 1) + 31, 5]], dtype=np.int64)
+    assert rows_of(lies, np.array([7])).counts.tolist() == [HASH_BLOCK_SIZE]
 
 
 def test_a_block_of_another_transfer_or_place_does_not_match() -> None:
