@@ -172,7 +172,8 @@ def run_router(
     num_engines = len(spec.engines) + MAX_PROPOSALS * spec.takes_others
     max_connections = connection_limit(limits.max_connections, raise_open_files_limit(), num_engines)
     key_file = config.access.api_key_file
-    keys = KeyRing(key_file) if read_keys(key_file) else None
+    names = [name for model in (served, *served.others) for name in model.names]
+    keys = KeyRing(key_file, models=names) if read_keys(key_file) else None
     tls = Tls(config.tls) if config.tls.ssl_certfile is not None else None
     operations = Operations(dispatcher, make_client, marks_file)
     seen = config.observability

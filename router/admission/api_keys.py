@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -90,8 +90,13 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class KeyRing:
     """The keys of one file, or the one in the environment, and their tenants."""
 
-    def __init__(self, path: Path | None, clock: Callable[[], float] = MONOTONIC.now) -> None:
-        """Read the keys. Raises ConfigError if the file cannot be read or is invalid."""
+    def __init__(
+        self, path: Path | None, clock: Callable[[], float] = MONOTONIC.now, *, models: Collection[str] = ()
+    ) -> None:
+        """Read the keys. `models`: names that keys may have; a warning says which others they name. Raises ConfigError
+        if the file cannot be read or is invalid.
+        """
+        self._models = models
         self._path = path
         self._clock = clock
         self._tenants: dict[str, Tenant] = {}
@@ -145,6 +150,9 @@ class KeyRing:
     def _take(self, keys: Iterable[_Key]) -> None:
         tenants, by_digest = {}, {}
         for key in keys:
+            if self._models and (unknown := sorted({*key.grant.models}.difference(self._models))):
+                known = ", ".join(self._models)
+                logger.warning("the API key %s may use %s, which is not served; known: %s", key.name, unknown, known)
             tenant = self._tenants.get(key.name) or Tenant(key.name, key.grant, self._clock)
             tenant.change(key.grant)
             tenants[key.name] = by_digest[self._blind(key.digest)] = tenant

@@ -78,7 +78,7 @@ class Fleet:
         self.engines: dict[str, EngineState] = {}
         self.complete_once = complete_once  # every engine has been ready at the same time
         self.awaits_others = False  # engines may join that are not yet known
-        self._identity = identity
+        self.identity = identity
         self._shortest = math.inf  # of all lengths that engines ever had
         self.pairs = BadPairs()
         self._usual: defaultdict[str, Usual] = defaultdict(Usual)  # by role
@@ -128,7 +128,9 @@ class Fleet:
             state.refusal, state.refused_card = str(error), card
             raise
         if self._is_own(name):
-            self._identity = card.model
+            if not self.identity:
+                logger.info("%s is the first, and decides which model the others must have: %s", name, card.model)
+            self.identity = card.model
             self._shortest = min(self._shortest, card.max_model_len)
         state.refusal = state.refused_card = None
         state.life, state.card, state.load = "ready", card, None
@@ -183,9 +185,9 @@ class Fleet:
             return
         if (other := self.any_card) is not None:  # all others agree with it
             check_compatible(other, card)
-        if self._identity and card.model != self._identity:
+        if self.identity and card.model != self.identity:
             raise IncompatiblePeers(
-                f"{name} has model {card.model}, but the deployment started with model {self._identity}"
+                f"{name} has model {card.model}, but the deployment started with model {self.identity}"
             )
 
     def no_longer_refused(self) -> Iterator[EngineCard]:

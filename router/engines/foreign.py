@@ -406,11 +406,12 @@ class ForeignEngine:
                         raise await _refusal(submit, response)
                     async for data in response.aiter_raw():
                         self._num_heard += 1
+                        was_over = answer.has_ended
                         messages = [m for event in events.feed(data) if (m := answer.take(event)) is not None]
                         if messages:
                             events.progressed()
                             self._tell(*messages)
-                        if messages or answer.has_ended:
+                        if (messages or answer.has_ended) and not was_over:
                             limit.reschedule(loop.time() + (END_S if answer.has_ended else TOKEN_S))
                         if answer.is_whole:
                             break

@@ -110,6 +110,7 @@ class EventFollower:
                     if number > self._next:
                         self._forget(f"batches {self._next} to {number - 1} are not repeated")
                     await self._take(number, payload)
+                    await asyncio.sleep(0)  # as in `_read`
         except TimeoutError:
             if self._log_limit.passes():
                 logger.warning("%s: %s does not repeat its KV events", self._name, self._source.replay)

@@ -108,6 +108,7 @@ class Pools:
     def _describe(self, name: str) -> dict[str, Any]:
         other = self.others[name]
         told = {"name": name, "models": list(self._names[name]), "split_percent": self.shares.get(name, 0.0)}
+        told["identity"] = other.fleet.identity  # of the model that its engines must have
         return told | {"max_model_len": other.max_model_len, "fault": other.fault, "requests": other.num_running}
 
 

@@ -10,6 +10,7 @@ from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.timeline import Delays
+from pdkv.wire.failures import known_code
 from pdkv.wire.messages import HandedOff, Loaded, Tokens
 
 logger = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ class Evidence:
 
     def loan_failed(self, flow: RequestFlow, code: str, seconds: float) -> None:
         """Count a loan that failed: its KV is computed after all."""
-        self._counters.loans[code] += 1
+        self._counters.loans[known_code(code)] += 1
         self._fleet.speeds.lost(seconds + flow.loan.compute_s)
 
     def blame(self, generation: Generation, now: float) -> None:

@@ -279,12 +279,15 @@ class RequestFlow:
 
     # --- messages from engines ------------------------------------------------------------------------------------
 
+    def _fail_by(self, engine: str, fault: str) -> Sends:
+        """Fail because an engine sent what no correct one would."""
+        error = RequestFailed(f"engine {engine} sent {fault}", request_id=self.request_id)
+        return self.fail(error, retryable=True, engine=engine)
+
     def _on_tokens(self, engine: str, message: Tokens) -> Sends:
         output = self.output
-        fault = output.fault_of(message)
-        if fault:
-            error = RequestFailed(f"engine {engine} sent {fault}", request_id=self.request_id)
-            return self.fail(error, retryable=True, engine=engine)
+        if fault := output.fault_of(message):
+            return self._fail_by(engine, fault)
         token_ids = output.add(message)
         if not token_ids:
             return _NOTHING
@@ -301,6 +304,8 @@ class RequestFlow:
     def _on_finished(self, engine: str, message: Finished) -> Sends:
         if engine == self.route.decode:
             self.decode = "done"
+            if fault := self.output.fault_of_end(message):
+                return self._fail_by(engine, fault)
             if self.prompt_engine in (None, engine) and not self._sources_known:
                 self.sources = message.sources
         else:
@@ -317,6 +322,8 @@ class RequestFlow:
         if self.declined or self._released:  # the KV is not needed; a Release before the lease has ended nothing
             self._released = False
             return self._release()
+        if fault := self.output.fault_of_sources(message.sources):
+            return self._fail_by(self.route.prefill, fault)
         if not self._sources_known:
             self.prompt_engine, self.sources = self.route.prefill, message.sources
         self._handoff = message.handoff

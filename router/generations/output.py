@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import msgspec
+
 from pdkv.router.request import Delta, GenerateRequest
-from pdkv.wire.messages import FinishReason, PromptLogprobs, TokenLogprob, Tokens
+from pdkv.wire.messages import Finished, FinishReason, PromptLogprobs, TokenLogprob, Tokens
+from pdkv.wire.reports import MAX_DRAFTS, SourceCounts
 
 MAX_TAKEN = 512
 """The most tokens that a reader gets at once: turning them into text, with logprobs, takes some milliseconds."""
@@ -42,9 +45,21 @@ class Output:
             return f"{len(message.logprobs)} logprobs for {num_tokens} tokens"
         if message.prompt_logprobs is not None and message.prompt_logprobs.count != self._num_prompt:
             return f"{message.prompt_logprobs.count} prompt logprobs for {self._num_prompt} tokens"
+        if message.sources is not None and (fault := self.fault_of_sources(message.sources)):
+            return fault
         if self._pools and message.position == 0 and (not message.pooled or len(message.pooled) % 4):
             return f"{len(message.pooled)} bytes of pooled float32 numbers"
         return ""
+
+    def fault_of_sources(self, sources: SourceCounts) -> str:
+        """Why no correct engine could have got the prompt's KV from these; empty if one could."""
+        num_tokens = sum(msgspec.structs.astuple(sources))
+        return f"sources of {num_tokens} prompt tokens for {self._num_prompt}" if num_tokens > self._num_prompt else ""
+
+    def fault_of_end(self, message: Finished) -> str:
+        """Why no correct engine could have ended its part so; empty if one could."""
+        guesses, most = (message.accepted_guesses, message.rejected_guesses), MAX_DRAFTS * (len(self.token_ids) + 1)
+        return f"{guesses} guesses" if max(guesses) > most else self.fault_of_sources(message.sources)
 
     def add(self, message: Tokens) -> Sequence[int]:
         """Add the new part of a message without fault. Returns the new tokens."""

@@ -215,8 +215,11 @@ class GenerateEndpoint:
             if replay is not None:
                 model = model.taken_up(replay.pool)
 
+        def holds(job: Job) -> bool:
+            return replay is not None or job.split is None or job.pool not in self._shared.model().down
+
         job, gone = await self._shared.intake.read(
-            scope, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body
+            scope, receive, prepare, deadline, request_id=exchange.request_id, on_body=on_body, holds=holds
         )
         return job, kept, gone
 

@@ -130,7 +130,7 @@ class Recorder:
 
     def _blocks(self, ended: Ended) -> list[bytes]:
         keys: list[bytes] = []
-        root = root_key(model="", layout="", cache_salt=ended.salt)
+        root = root_key(model=ended.line.pool, layout="", cache_salt=ended.salt)
         extend_keys(keys, root, ended.prompt, hash_block_size=BLOCK_SIZE)
         return [self._hidden(key) for key in keys]
 

@@ -147,6 +147,7 @@ def _asked(job: Job) -> dict[str, Any]:
         "slo_ttft_ms": 1e3 * job.slo_ttft_s or None,
         "slo_tpot_ms": 1e3 * job.slo_tpot_s or None,
         "stream": job.stream,
+        "pool": job.pool,
     }
 
 

@@ -47,10 +47,12 @@ class Intake:
         *,
         request_id: str,
         on_body: Callable[[], None],
+        holds: Callable[[T], bool] = lambda made: True,
     ) -> tuple[T, "asyncio.Task[None]"]:
         """The result of `prepare` for the body, and a task that ends when the client goes away.
 
-        The body is dropped on return. `on_body` is called when it is complete.
+        The body is dropped on return. `on_body` is called when it is complete, and again where the result no longer
+        `holds`, which is then made anew.
 
         Raises:
             InvalidRequest: the body is too large or arrived too slowly, or `prepare` raises it.
@@ -61,12 +63,15 @@ class Intake:
         key = payer(scope)
         with BodyReader(scope, receive, self._bodies, self._limits, deadline, request_id=request_id, key=key) as reader:
             body = await reader.read()
-            on_body()
             gone = asyncio.create_task(wait_until_gone(receive))
             try:
-                if len(body) <= INLINE_BYTES and (done := _prepare_inline(body, prepare)) is not None:
-                    return done, gone
-                return await self._prepare_on_thread(body, prepare, gone, deadline, request_id, key), gone
+                while True:
+                    on_body()
+                    made = _prepare_inline(body, prepare) if len(body) <= INLINE_BYTES else None
+                    if made is None:
+                        made = await self._prepare_on_thread(body, prepare, gone, deadline, request_id, key)
+                    if holds(made):
+                        return made, gone
             except BaseException:
                 gone.cancel()
                 raise

@@ -54,7 +54,7 @@ def _has_ids(body: ChatBody | CompletionBody) -> bool:
     """Whether a request or its answer names tokens by their ids, which are of one vocabulary."""
     prompt = body.prompt if isinstance(body, CompletionBody) else ""
     is_text = isinstance(prompt, str) or all(isinstance(part, str) for part in prompt)
-    return not is_text or any(getattr(body, name) for name in _IDS)
+    return not is_text or body.prompt_logprobs is not None or any(getattr(body, name) for name in _IDS)
 
 
 def _sticky_key(body: ChatBody | CompletionBody) -> bytes:

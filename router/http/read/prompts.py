@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast
 
 from pdkv.base.limits import MAX_CHOICES
-from pdkv.errors import InvalidRequest, RequestAborted
-from pdkv.router.http.read.served_model import Cancelled, ServedModel
+from pdkv.errors import InvalidRequest
+from pdkv.router.http.read.served_model import Cancelled, ServedModel, check_wanted
 
 SAMPLE_CHARS_PER_TOKEN = 16
 """Characters per token of the model's length above which only one end of a text is tokenized first."""
@@ -155,8 +155,7 @@ def encode(
         sample = truncation.kept_end(text, limit * SAMPLE_CHARS_PER_TOKEN)
     token_ids: list[int] = []
     for piece in (sample, text) if len(sample) < len(text) else (text,):
-        if cancelled():
-            raise RequestAborted("the client went away", request_id="")
+        check_wanted(cancelled)
         token_ids = model.tokenizer.encode(piece, add_special_tokens=add_special_tokens)
         if piece is not text and len(token_ids) >= 2 * limit:
             if truncation is None:

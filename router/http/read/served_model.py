@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pdkv.base.limits import clip
-from pdkv.errors import InvalidRequest
+from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.models.pooling_config import BY_LAST_TOKEN, Pooling
 from pdkv.parsers.reasoning import ReasoningParser
 from pdkv.parsers.tool_parser import ToolParser
@@ -15,6 +15,12 @@ from pdkv.text import Tokenizer
 
 Cancelled = Callable[[], bool]
 """Whether the result is no longer wanted; called between two prompts."""
+
+
+def check_wanted(cancelled: Cancelled) -> None:
+    """Raise RequestAborted for what is no longer wanted."""
+    if cancelled():
+        raise RequestAborted("the client went away", request_id="")
 
 
 @dataclass(frozen=True, kw_only=True)

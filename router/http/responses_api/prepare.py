@@ -12,10 +12,11 @@ from pdkv.parsers.answer import AnswerFormat
 from pdkv.parsers.tools import NamedToolChoice, ToolName
 from pdkv.router.http.read.ascii_json import ascii_json
 from pdkv.router.http.read.bodies import ChatBody, GenerationBody, JsonSchema, ResponseFormat, StreamOptions
+from pdkv.router.http.read.body_complexity import check_complexity
 from pdkv.router.http.read.decoding import BodyDecoder
 from pdkv.router.http.read.job import Job, prepare_chat
 from pdkv.router.http.read.pool_choice import User, prepare_for
-from pdkv.router.http.read.served_model import Cancelled, ServedModel
+from pdkv.router.http.read.served_model import Cancelled, ServedModel, check_wanted
 from pdkv.router.http.responses_api.conversation import messages_of
 from pdkv.router.http.responses_api.protocol import (
     LOGPROBS,
@@ -50,9 +51,16 @@ class Kept(NamedTuple):
     store: ResponseStore
     owner: str
 
-    def items(self, response_id: str) -> list[InputItem]:
-        """Items of a conversation up to and including a response. Raises InvalidRequest."""
-        return _ITEMS.decode(b"[" + self.store.conversation(self.owner, response_id) + b"]")
+    def items(self, response_id: str, cancelled: Cancelled) -> list[InputItem]:
+        """Items of a conversation up to and including a response. Raises InvalidRequest, also for one that could be no
+        body, and RequestAborted.
+        """
+        parts, items = self.store.conversation(self.owner, response_id), list[InputItem]()
+        check_complexity(b",".join(parts))
+        for part in parts:
+            check_wanted(cancelled)
+            items += _ITEMS.decode(b"[" + part + b"]")
+        return items
 
 
 _ITEMS = msgspec.json.Decoder(list[InputItem])
@@ -76,9 +84,9 @@ def prepare_responses(
     if kept is None:
         _check_stateless(body)
     own = read_own_tools(body.tools or [])
-    before = kept.items(body.previous_response_id) if kept is not None and body.previous_response_id else []
+    before = kept.items(body.previous_response_id, cancelled) if kept is not None and body.previous_response_id else []
     try:
-        chat = _as_chat(body, own, before)
+        chat = _as_chat(body, own, before, cancelled)
         job = prepare_for(chat, model, tenant, lambda chosen: prepare_chat(chat, chosen, cancelled))
     except InvalidRequest as error:
         raise _renamed(error, own) from None
@@ -118,7 +126,7 @@ def _keeper(body: ResponsesBody, kept: Kept) -> Callable[[str, bytes], None]:
     return keep
 
 
-def _as_chat(body: ResponsesBody, own: OwnTools, before: Sequence[InputItem]) -> ChatBody:
+def _as_chat(body: ResponsesBody, own: OwnTools, before: Sequence[InputItem], cancelled: Cancelled) -> ChatBody:
     shared = {name: getattr(body, name) for name in GenerationBody.__struct_fields__}
     shows_logprobs = LOGPROBS in (body.include or ())
     choice = body.tool_choice
@@ -127,7 +135,7 @@ def _as_chat(body: ResponsesBody, own: OwnTools, before: Sequence[InputItem]) ->
         given = [*before, *([InputItem(role="user", content=given)] if isinstance(given, str) else given)]
     return ChatBody(
         **shared,
-        messages=messages_of(body.instructions, given),
+        messages=messages_of(body.instructions, given, cancelled),
         max_completion_tokens=body.max_output_tokens,
         logprobs=shows_logprobs,
         top_logprobs=body.top_logprobs if shows_logprobs else None,

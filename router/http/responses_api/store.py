@@ -56,8 +56,9 @@ class ResponseStore:
             self._sizes[owner] += entry.size
             self._forget()
 
-    def conversation(self, owner: str, response_id: str) -> bytes:
-        """All items up to a response's end, as a JSON list without its brackets; their time to live starts over.
+    def conversation(self, owner: str, response_id: str) -> list[bytes]:
+        """All items up to a response's end, of each response as a JSON list without its brackets; their time to live
+        starts over.
 
         Raises:
             InvalidRequest: the owner has no such response, or no longer has it, or the conversation is too long.
@@ -88,7 +89,7 @@ class ResponseStore:
             for name, entry in reversed(found):
                 entry.until = until
                 self._entries.move_to_end((owner, name))
-        return b",".join(entry.items for _, entry in reversed(found) if entry.items)
+        return [entry.items for _, entry in reversed(found) if entry.items]
 
     def _forget(self) -> None:
         now = self._clock()

@@ -35,6 +35,7 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     slo_ttft_ms: _Seconds | None = None
     slo_tpot_ms: _Seconds | None = None
     stream: bool = True
+    pool: Annotated[str, Meta(max_length=256)] = ""  # that ran it; "": the launch's own engines
     outcome: Annotated[str, Meta(pattern="^(stop|length|abort|error:[a-z0-9_]{1,64})\\Z")]
     ttft_s: _Seconds | None = None  # None: no token came
     e2e_s: _Seconds

@@ -1,5 +1,6 @@
 """Failures reported by an engine, as typed errors."""
 
+from pdkv import errors
 from pdkv.errors import (
     EngineDied,
     GrammarGivenUp,
@@ -18,6 +19,8 @@ _KINDS = (RequestTimeout, RequestAborted, NonFiniteLogits, LogitsProcessorFailed
 _MISTAKES: dict[str, type[InvalidRequest]] = {kind.code: kind for kind in (InvalidRequest, GrammarGivenUp)}
 _BY_CODE: dict[str, type[RequestFailed]] = {kind.code: kind for kind in _KINDS}
 
+_CODES = {kind.code for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, PdkvError)}
+
 
 def error_of(message: Failed) -> PdkvError:
     """InvalidRequest or GrammarGivenUp, ServerBusy, or the RequestFailed that the code names."""
@@ -27,5 +30,10 @@ def error_of(message: Failed) -> PdkvError:
         return ServerBusy(message.message)
     kind = _BY_CODE.get(message.code, RequestFailed)
     error = kind(message.message, request_id=message.request_id, retryable=message.retryable)
-    error.code = message.code
+    error.code = known_code(message.code)
     return error
+
+
+def known_code(code: str) -> str:
+    """A code that an engine sent, if there is an error of it; others are one, since an engine may send anything."""
+    return code if code in _CODES else RequestFailed.code

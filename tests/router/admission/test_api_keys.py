@@ -197,6 +197,14 @@ def test_a_reload_of_a_broken_file_changes_nothing_and_is_logged(
     assert caplog.text.count("the API keys stay as they are") == 3
 
 
+def test_a_model_that_is_not_served_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (_, one), (_, other) = make_key("one"), make_key("other")
+    path = write(tmp_path / "keys", one, 'models = ["big", "bgi"]', other)
+    KeyRing(path, models=["small", "big"]).reload()
+    said = "the API key one may use ['bgi'], which is not served; known: small, big"
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [said] * 2
+
+
 @pytest.mark.parametrize("name", ["", "a b", "-a", "a" * 65, "anonymous", "ä", "a\n"])
 def test_a_name_that_cannot_be_a_label_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="a key's name has 1 to 64 letters"):

@@ -368,9 +368,9 @@ def test_a_server_that_lies_is_ejected_and_its_requests_succeed_elsewhere() -> N
     run(main())
 
 
-async def comment(writer: asyncio.StreamWriter, speaks: asyncio.Event | None = None) -> None:
+async def comment(writer: asyncio.StreamWriter, speaks: asyncio.Event | None = None, reason: str | None = None) -> None:
     """Send a token, then comments, while it `speaks`, until the client is gone."""
-    writer.write(HEAD + event([1]))
+    writer.write(HEAD + event([1], reason))
     with contextlib.suppress(OSError):
         while not writer.transport.is_closing():
             if speaks is not None:
@@ -415,6 +415,21 @@ def test_a_stream_that_says_nothing_more_fails(monkeypatch: pytest.MonkeyPatch) 
             engine.send(submit())
             await heard.until(lambda: bool(heard.of(Failed)))
             assert "no token came in time" in str(heard.of(Failed))
+
+    run(main())
+
+
+def test_a_server_that_talks_on_behind_its_answer_holds_it_up_no_longer_than_its_counts_may(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(foreign, "END_S", 0.1)
+
+    async def main() -> None:
+        server = Server()
+        server.answer = functools.partial(comment, reason="stop")  # type: ignore[method-assign]
+        async with rig(server) as (engine, heard):
+            engine.send(submit())
+            await heard.until(lambda: bool(heard.of(Finished)))
 
     run(main())
 

@@ -168,6 +168,29 @@ def test_a_batch_that_is_too_large_is_missed() -> None:
     run(main())
 
 
+def test_others_have_their_turn_between_two_repeated_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, told = 0, list[int]()
+
+    def tell(rig: Rig, _: Sequence[KVEvent]) -> None:
+        told.append(turn)
+        rig.changed.set()
+
+    async def take_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        others = asyncio.create_task(take_turns())
+        async with follow(before=100):
+            others.cancel()
+
+    monkeypatch.setattr(Rig, "tell", tell)
+    run(main())
+    assert len(set(told[1:])) == 100
+
+
 def test_one_that_never_repeats_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_events, "REPLAY_S", 0.05)
 

@@ -70,6 +70,7 @@ async def test_a_request_that_two_engines_were_taking_in_when_they_ended_is_not_
         ({"token_ids": [1] * 50}, "sent token 50 of at most 5"),
         ({"logprobs": [TokenLogprob(1, -1.0, 1)] * 3}, "sent 3 logprobs for 1 tokens"),
         ({"prompt_logprobs": PromptLogprobs.of([None])}, "sent 1 prompt logprobs for 20 tokens"),
+        ({"sources": SourceCounts(local_hit=10**18)}, "sent sources of 1000000000000000000 prompt tokens for 20"),
     ],
 )
 async def test_tokens_that_cannot_be_fail_their_request_only(forged: dict[str, object], text: str) -> None:

@@ -236,7 +236,9 @@ async def test_engines_of_pools_stay_among_themselves() -> None:
                 generation = dispatcher.start(request)
                 assert (await collect(generation))[0] == expected_output(request)
                 assert (generation.prefill_engine, generation.decode_engine) == (name, name)
-            assert {e["name"]: e["pool"] for e in router.dispatcher.topology()["engines"]} == {"a": "", "b": "next"}
+            told = router.dispatcher.topology()
+            assert {e["name"]: e["pool"] for e in told["engines"]} == {"a": "", "b": "next"}
+            assert [pool["identity"] for pool in told["pools"]] == ["other"], "of its first card"
             with pytest.raises(ConfigError, match="sources name several pools for the engine at"):
                 router.members.propose("dns", {other: ""})
             assert router.table() == both

@@ -1,8 +1,10 @@
 """Tokens that pile up are given in parts: a reader that was away for long does not get them all in one callback."""
 
 import asyncio
+from typing import Any
 
 import msgspec
+import pytest
 
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
@@ -10,7 +12,8 @@ from pdkv.router.generations.output import MAX_TAKEN, Output
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.router.routing.route_chooser import Route
 from pdkv.sampling.params import SamplingParams
-from pdkv.wire.messages import TokenLogprob, Tokens
+from pdkv.wire.messages import Finished, TokenLogprob, Tokens
+from pdkv.wire.reports import SourceCounts
 
 
 def request(max_tokens: int) -> GenerateRequest:
@@ -48,6 +51,20 @@ def test_an_engine_that_leaves_out_what_is_to_be_pooled_is_at_fault() -> None:
     delta = output.take("length", None)
     assert delta is not None
     assert delta.pooled == bytes(8)
+
+
+@pytest.mark.parametrize(
+    ("lie", "fault"),
+    [
+        ({}, ""),
+        ({"sources": SourceCounts(1, 1, 1)}, "sources of 3 prompt tokens for 2"),
+        ({"accepted_guesses": 2**62}, f"({2**62}, 0) guesses"),
+        ({"rejected_guesses": 65}, "(0, 65) guesses"),
+    ],
+)
+def test_what_is_charged_and_told_of_an_end_is_possible(lie: dict[str, Any], fault: str) -> None:
+    end = msgspec.structs.replace(Finished("r", 0, "stop", SourceCounts(2)), **lie)
+    assert Output(request(4)).fault_of_end(end) == fault
 
 
 def test_a_message_s_own_list_is_left_as_it_is() -> None:

@@ -12,12 +12,14 @@ from codex_bodies import CODEX, DOCS, HISTORY, PATCH, SHELL
 from coroutines import run
 from fake_dispatcher import FakeDispatcher, say
 from response_events import typed_events, whole_of
-from small_app import MODEL, eos, ids, make_app, tokenizer
+from small_app import MODEL, eos, ids, make_app, served, tokenizer
 
 from pdkv.config import HttpApi, HttpLimits
-from pdkv.errors import InvalidRequest
+from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.http.responses_api import tools as own_tools
+from pdkv.router.http.responses_api.prepare import Kept, prepare_responses
+from pdkv.router.http.responses_api.protocol import ResponsesBody
 from pdkv.router.http.responses_api.store import ResponseStore
 from pdkv.text import Tokenizer
 
@@ -228,8 +230,8 @@ def test_a_hundred_thousand_responses_take_what_they_may() -> None:
     for number in range(100_000):
         store.put("large", f"r{number}", None, b'"x"')
         assert store.held <= 1 << 20
-    assert store.conversation("small", "r") == b'"mine"', "who keeps little is not pushed out"
-    assert store.conversation("large", "r99999") == b'"x"'
+    assert store.conversation("small", "r") == [b'"mine"'], "who keeps little is not pushed out"
+    assert store.conversation("large", "r99999") == [b'"x"']
     with pytest.raises(InvalidRequest, match="r0"):
         store.conversation("large", "r0")
 
@@ -240,9 +242,9 @@ def test_responses_are_forgotten_in_time() -> None:
     store.put("a", "1", None, b'"1"')
     now[0] = 6.0
     store.put("a", "2", "1", b'"2"')
-    assert store.conversation("a", "2") == b'"1","2"'
+    assert store.conversation("a", "2") == [b'"1"', b'"2"']
     now[0] = 15.0  # it was used nine seconds ago
-    assert store.conversation("a", "1") == b'"1"'
+    assert store.conversation("a", "1") == [b'"1"']
     now[0] = 26.0
     with pytest.raises(InvalidRequest):
         store.conversation("a", "2")
@@ -250,6 +252,26 @@ def test_responses_are_forgotten_in_time() -> None:
     store.put("a", "3", None, b"x" * 101)
     with pytest.raises(InvalidRequest, match="more than 100 bytes"):
         store.conversation("a", "3")
+
+
+def test_a_long_conversation_is_no_work_of_the_event_loop_and_may_be_no_larger_than_a_body() -> None:
+    """A short request that names it would be prepared there."""
+    kept, body = Kept(ResponseStore(4 << 20, 9.0, 4 << 20), "a"), ResponsesBody(input="x", previous_response_id="r2")
+    for number, previous in enumerate([None, "r0", "r1"]):
+        kept.store.put("a", f"r{number}", previous, b",".join([b'{"type": "web_search_call"}'] * 1000))
+    num_left = 5
+
+    def cancelled() -> bool:
+        nonlocal num_left
+        num_left -= 1
+        return num_left < 0
+
+    with pytest.raises(RequestAborted):
+        prepare_responses(body, served(), cancelled, kept)
+    assert num_left == -1, "at the next occasion"
+    kept.store.put("a", "r2", "r1", b",".join([b'{"type": "web_search_call"}'] * 50_000))
+    with pytest.raises(InvalidRequest, match="lists and objects: drop or summarize the oldest messages"):
+        prepare_responses(body, served(), kept=kept)
 
 
 def test_namespaces_within_each_other_and_a_great_many_tools_are_refused() -> None:

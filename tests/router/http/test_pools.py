@@ -85,7 +85,8 @@ def test_all_or_none_are_split() -> None:
     assert two.ask(prompt="y").json()["model"] == MODEL, "the name that was asked for"
     assert two.said(prompt="x" * 60, max_tokens=8) == "own", "too long for the pool's model"
     assert two.own.requests[-1].split == Split(two.own.requests[-1].split.draw, {"next": 100.0}, ["next"])  # type: ignore[union-attr]
-    for named in ({"prompt": [5, 6]}, {"prompt": [[5, 6]]}, {"logit_bias": {"5": 1}}, {"return_token_ids": True}):
+    of_ids = {"prompt": [5, 6]}, {"prompt": [[5, 6]]}, {"logit_bias": {"5": 1}}, {"return_token_ids": True}
+    for named in (*of_ids, {"prompt_logprobs": 0}):
         assert two.said(**named) == "own", "ids are the own model's"  # type: ignore[arg-type]
     two.own.pools.split({"next": 0})
     assert {two.said(prompt=f"{n}") for n in range(5)} == {"own"}
@@ -116,6 +117,14 @@ def test_a_pool_without_engines_is_named_and_gets_no_split_requests() -> None:
     assert "the pool 'next' serves no request now: no decode engine is live" in reply.json()["error"]["message"]
     assert two.said() == "own"
     assert '"pools":{"next":"no decode engine is live"}' in two.get("/health")
+
+
+def test_a_pool_that_dies_while_a_request_is_tokenized_gets_no_split_one() -> None:
+    two = Two(next=100)
+    asked: list[None] = []
+    two.next.is_down = lambda: asked.append(None) or len(asked) > 1  # type: ignore[method-assign, func-returns-value]
+    assert two.said() == "own"
+    assert [request.split and request.split.without for request in two.own.requests] == [["next"]]
 
 
 def test_a_key_has_the_models_that_its_line_names(tmp_path: Path) -> None:

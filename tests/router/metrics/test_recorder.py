@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from asgi_client import begin, call
 from dispatch_rig import System, live
@@ -159,6 +160,16 @@ def ended(number: int, num_tokens: int = 200) -> Ended:
         t=number, session=0, key=0, prompt_tokens=num_tokens, output_tokens=1, outcome="stop", e2e_s=0.5
     )
     return Ended(line, [number] * num_tokens, num_tokens, "", "", "")
+
+
+def test_a_pool_is_named_and_shares_no_block_with_others(recorder: Recorder) -> None:
+    own = ended(1)
+    for pool in ("", "next", ""):
+        recorder.add(own._replace(line=msgspec.structs.replace(own.line, pool=pool), prompt=list(own.prompt)))
+    first, other, again = read(recorder).requests
+    assert [line.pool for line in (first, other, again)] == ["", "next", ""]
+    assert first.blocks == again.blocks
+    assert not {*first.blocks} & {*other.blocks}, "its model has another vocabulary"
 
 
 def test_a_recording_ends_at_its_size(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
