@@ -11,7 +11,7 @@ import logging
 import random
 import secrets
 import ssl
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -71,6 +71,9 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 5.0
 
 FIRST_TOKEN_S, TOKEN_S, END_S = 300.0, 30.0, 5.0
 """Seconds for a first token, for each further one, and for the counts behind the last."""
+
+PIECES_IN_A_ROW = 16
+"""Pieces of an answer between two turns of others: two milliseconds."""
 
 MAX_PAGE_BYTES = 1 << 20
 """Longest list of models; other pages and errors are cut."""
@@ -404,7 +407,7 @@ class ForeignEngine:
                 async with self._http.stream("POST", _PATH, content=content, headers=_JSON) as response:
                     if response.status_code != 200:
                         raise await _refusal(submit, response)
-                    async for data in response.aiter_raw():
+                    async for data in _pieces(response):
                         self._num_heard += 1
                         was_over = answer.has_ended
                         messages = [m for event in events.feed(data) if (m := answer.take(event)) is not None]
@@ -453,10 +456,20 @@ class ForeignEngine:
             self._tell(LoadReport(waiting=0, running=len(self._requests), blocks=blocks, answers=number))
 
 
+async def _pieces(response: httpx.Response) -> AsyncIterator[bytes]:
+    """What comes, piece by piece; others have their turn though many tiny ones come at once."""
+    num = 0
+    async for data in response.aiter_raw():
+        yield data
+        num += 1
+        if not num % PIECES_IN_A_ROW:
+            await asyncio.sleep(0)
+
+
 async def _read(response: httpx.Response, most: int) -> bytes:
     """The body, or its first bytes."""
     body = b""
-    async for data in response.aiter_raw():
+    async for data in _pieces(response):
         body += data
         if len(body) > most:
             break

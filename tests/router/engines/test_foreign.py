@@ -5,7 +5,8 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import anyio
@@ -19,6 +20,7 @@ from pdkv.config import DEFAULT_MODEL
 from pdkv.errors import IncompatiblePeers
 from pdkv.router.engines import foreign
 from pdkv.router.engines.foreign import ForeignEngine, Terms
+from pdkv.router.engines.foreign_answers import Events
 from pdkv.router.engines.foreign_kinds import KINDS
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.request import GenerateRequest
@@ -432,6 +434,32 @@ def test_a_server_that_talks_on_behind_its_answer_holds_it_up_no_longer_than_its
             await heard.until(lambda: bool(heard.of(Finished)))
 
     run(main())
+
+
+def test_others_have_their_turn_between_tiny_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    turn, turns = 0, Counter[int]()
+    feed = Events.feed
+
+    def counted(events: Events, data: bytes) -> Iterator[bytes]:
+        turns[turn] += 1
+        return feed(events, data)
+
+    async def trickle(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"1\r\n\n\r\n" * 2000)
+
+    async def main() -> None:
+        nonlocal turn
+        server = Server()
+        server.answer = trickle  # type: ignore[method-assign]
+        async with rig(server) as (engine, _):
+            engine.send(submit())
+            while turns.total() < 2000:
+                turn += 1
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(Events, "feed", counted)
+    run(main())
+    assert max(turns.values()) <= foreign.PIECES_IN_A_ROW
 
 
 def test_a_server_that_hangs_is_down_unless_its_streams_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
