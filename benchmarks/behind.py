@@ -1,5 +1,6 @@
-"""Two real vLLM servers behind pdkv's router, used by OpenAI's client: what the router knows of their caches, and what
-is lost when one of them is killed, stands still, or loses its engine process, and then begins again at its address.
+"""Two real vLLM servers behind pdkv's router, used by OpenAI's client: what the router knows of their caches, or what a
+prefill server passes to a decode server; and what is lost when one of them is killed, stands still, or loses its engine
+process, and then begins again at its address.
 """
 
 import asyncio
@@ -20,9 +21,9 @@ import openai
 
 from benchmarks.load import random_prompt
 from benchmarks.models import find_model
-from benchmarks.peers import vllm
+from benchmarks.peers import NIXL, pair_side, vllm
 from benchmarks.report import Claim, Context
-from benchmarks.servers import Server, free_port, get, running
+from benchmarks.servers import Server, free_port, get, metric, running
 
 STREAMS, TOKENS, CONVERSATIONS, TURNS = 100, 96, 25, 4
 _KEPT = re.compile(r"POST .* request_id=(\w+) .*local_hit=(\d+)")
@@ -49,18 +50,46 @@ def run(context: Context) -> list[Claim]:
 
     with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
         log = Path(logs, "router.log")
-        first, second = (stack.enter_context(serve(number, wait=number == 1)) for number in range(2))
+        servers = [stack.enter_context(serve(number, wait=number == 1)) for number in range(2)]
         words = [f"vllm=http://127.0.0.1:{port}" for port in ports]
         sources = [f"vllm-{i}=tcp://127.0.0.1:{at}/{again}" for i, (at, again) in enumerate(events)]
         url = stack.enter_context(_router(model, log, ["--backend", *words, "--backend-kv-events", *sources]))
-        claims = [_hits(url, log)]
-        for name, act in _FAILURES.items():
-            claims.append(_failure(name, url, second, partial(act, first.pid)))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(first.pid, signal.SIGKILL)
-            first = stack.enter_context(serve(0))
-            asyncio.run(_wait_used(url, first))
-    return claims
+        cases = [(f"one vLLM {name}", 0, act) for name, act in _FAILURES.items()]
+        return [_hits(url, log), *_fail_in_turn(url, servers, cases, lambda i: stack.enter_context(serve(i)))]
+
+
+def run_pair(context: Context, connector: str) -> list[Claim]:
+    """A prefill and a decode server that pass KV over vLLM's "nixl", or by a "store" of pdkv's inside vLLM, for which
+    the virtual environment needs pdkv; then failures of each.
+    """
+    assert context.vllm is not None
+    folder, model, ports = context.vllm, find_model(context.models, "tiny"), [free_port(), free_port()]
+    options = ["--dtype", "float32", "--block-size", "32"]
+    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as files:
+        transfer = {"nixl": NIXL, "store": _transfer_by_store(f"file://{files}/kv")}[connector]
+
+        def serve(number: int, *, wait: bool = True) -> Server:
+            side = pair_side(folder, model, number, options, transfer=transfer, port=ports[number], wait=wait)
+            return stack.enter_context(side)
+
+        servers = [serve(number, wait=number == 1) for number in range(2)]
+        words = [f"vllm-{role}={server.url}" for role, server in zip(("prefill", "decode"), servers, strict=True)]
+        url = stack.enter_context(_router(model, Path(files, "router.log"), ["--backend", *words]))
+        cases = [
+            (f"{role} server {name}", i, _FAILURES[name])
+            for i, role in enumerate(("prefill", "decode"))
+            for name in ("killed", "stopped")
+        ]
+        return [_passed(url, connector, *servers), *_fail_in_turn(url, servers, cases, serve)]
+
+
+def _transfer_by_store(url: str) -> dict[str, Any]:
+    return {
+        "kv_connector": "PdkvConnector",
+        "kv_connector_module_path": "pdkv.vllm.adapter",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"connector": "store", "config": {"url": url}},
+    }
 
 
 @contextlib.contextmanager
@@ -123,6 +152,18 @@ async def _talk(url: str) -> None:
         await asyncio.gather(*map(one, range(CONVERSATIONS)))
 
 
+def _passed(url: str, connector: str, prefill: Server, decode: Server) -> Claim:
+    """The prompt tokens that the decode server says it was passed; answers are those of the prefill server alone."""
+    rng, name = random.Random(2), "vllm:prompt_tokens_by_source_total"
+    prompts = [random_prompt(rng, 256 + i) for i in range(40)]
+    answers, right = (asyncio.run(_again(at, prompts)) for at in (url, prefill.url))
+    passed, total = metric(decode, name, source="external_kv_transfer"), metric(decode, name)
+    wrong = sum(answer != other for answer, other in zip(answers, right, strict=True))
+    figures = {"requests": len(prompts), "prompt tokens": total, "wrong": wrong}
+    title = f"prompt tokens passed to a decode vLLM by {connector} / of all there"
+    return Claim(title, passed / total, 0.9, "higher", figures)
+
+
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
@@ -145,6 +186,21 @@ _FAILURES: dict[str, Callable[[int], None]] = {
 }
 
 
+def _fail_in_turn(
+    url: str,
+    servers: list[Server],
+    cases: Sequence[tuple[str, int, Callable[[int], None]]],
+    serve: Callable[[int], Server],
+) -> Iterator[Claim]:
+    """Failures (name, server, what happens to its process), one after the other; `serve` begins that server again."""
+    for name, number, act in cases:
+        yield _failure(name, url, servers[1 - number], partial(act, servers[number].pid))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(servers[number].pid, signal.SIGKILL)
+        servers[number] = serve(number)
+        asyncio.run(_wait_used(url, servers[number]))
+
+
 def _failure(name: str, url: str, other: Server, act: Callable[[], None]) -> Claim:
     """Half of the streams are greedy, half sampled; greedy ones have the tokens of a server that nothing happens to."""
     rng = random.Random(name)
@@ -157,7 +213,7 @@ def _failure(name: str, url: str, other: Server, act: Callable[[], None]) -> Cla
         if len(a) == TOKENS
     )
     figures = {"lost": lost, "wrong": wrong, "longest pause s": seconds}
-    return Claim(f"one vLLM {name}: lost or wrong of {STREAMS}", lost + wrong, 0.0, "lower", figures)
+    return Claim(f"{name}: lost or wrong of {STREAMS}", lost + wrong, 0.0, "lower", figures)
 
 
 async def _streams(url: str, prompts: Sequence[list[int]], act: Callable[[], None]) -> tuple[list[list[int]], float]:

@@ -7,6 +7,7 @@ python -m benchmarks.peers serve VENV MODEL      until Ctrl-C; also: pd VENV MOD
 
 import argparse
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 import venv
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.servers import Server, free_port, running
 from pdkv.host.processor import emulates_bfloat16
@@ -23,13 +25,14 @@ VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"  # the one that this build of vLLM was compiled for
 NEEDED_BY = (
     "engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm", "vllm_behind",
-    "speculation_vllm",
+    "vllm_pair_nixl", "vllm_pair_store", "speculation_vllm",
 )  # fmt: skip
 """Benchmarks that stand beside it."""
 
 _UNUSED = ("torch", "torchvision", "torchaudio", "torchcodec")
 _MODEL = "m"
 _ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
+NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
 _PROXY = Path(__file__).parent / "peer_proxy.py"
 
 _LIST_REQUIREMENTS = """
@@ -88,18 +91,28 @@ def vllm(
         yield Server(url, _MODEL, process.pid, time.monotonic() - began)
 
 
+def pair_side(
+    folder: Path,
+    model: Path,
+    number: int,
+    options: Sequence[str] = (),
+    *,
+    transfer: Mapping[str, Any] = NIXL,
+    port: int = 0,
+    wait: bool = True,
+) -> contextlib.AbstractContextManager[Server]:
+    """The prefill (0) or decode server (1) of a pair, on that core, over a KV connector."""
+    transfer = {**transfer, "kv_role": ("kv_producer", "kv_consumer")[number]}
+    own = [*options, "--kv-transfer-config", json.dumps(transfer)]
+    side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+    return vllm(folder, model, cpus=str(number), options=own, port=port, wait=wait, environment=side)
+
+
 @contextlib.contextmanager
-def vllm_pair(folder: Path, model: Path, options: Sequence[str] = ()) -> Iterator[list[Server]]:
+def vllm_pair(folder: Path, model: Path) -> Iterator[list[Server]]:
     """One prefill and one decode server, one core each, over NIXL."""
-    with contextlib.ExitStack() as stack:
-        servers = []
-        for cpu, role in enumerate(("kv_producer", "kv_consumer")):
-            transfer = f'{{"kv_connector":"NixlConnector","kv_buffer_device":"cpu","kv_role":"{role}"}}'
-            own = [*options, "--kv-transfer-config", transfer]
-            side = {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
-            server = vllm(folder, model, cpus=str(cpu), options=own, wait=cpu > 0, environment=side)
-            servers.append(stack.enter_context(server))
-        yield servers
+    with pair_side(folder, model, 0, wait=False) as prefill, pair_side(folder, model, 1) as decode:
+        yield [prefill, decode]
 
 
 @contextlib.contextmanager

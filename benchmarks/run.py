@@ -65,6 +65,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "engine_moe": _of(versus.run_engine, "moe"),
     "pd_tiny": _of(versus.run_pd, "tiny"),
     "vllm_behind": behind.run,
+    "vllm_pair_nixl": _of(behind.run_pair, "nixl"),
+    "vllm_pair_store": _of(behind.run_pair, "store"),
     "balance_tiny": _of(pd_balance.run, "tiny"),
     "balance_mid": _of(pd_balance.run, "mid"),
     "front": front.run,

@@ -157,10 +157,18 @@ def read_source(text: str) -> Source:
     return Source(f"tcp://{host}:{port}", f"tcp://{host}:{replay}" if replay else "")
 
 
-def check_backends(key_file: Path | None, option: str = "backend") -> None:
-    """Raise ConfigError if there is no HTTP client, or the key cannot be used."""
+def check_backends(backends: Iterable[EngineAddress], key_file: Path | None, option: str = "backend") -> None:
+    """Raise ConfigError if there is no HTTP client, or it cannot use a URL or the key."""
     if importlib.util.find_spec("httpx") is None:
         raise ConfigError(f"--{option} needs httpx: pip install 'pdkv[backends]'")
+    import httpx
+
+    for backend in backends:
+        _, url = split_endpoint(backend.endpoint)
+        try:
+            httpx.Request("GET", url).url.host.encode()  # of an international name, which it decodes
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise ConfigError(f"{option}: a server's URL was expected, got {url!r}: {error}") from None
     if key_file is not None:
         read_backend_key(key_file, option)
 

@@ -161,6 +161,10 @@ class Speeds:
         usual = typical(list(seconds.values()))
         return {engine: each / usual for engine, each in seconds.items()} if usual else {}
 
+    def usual_work_s(self, num_tokens: int) -> float:
+        """Seconds to the end of a prompt with so many tokens to compute until then, at most engines; 0: not known."""
+        return typical([line.at(num_tokens) for line, _ in self._works.values()])
+
     def work_at(self, engine: str) -> tuple[float, float]:
         """(tokens, seconds) to the end of a prompt, as lately measured; zeros: not known."""
         return _usual_of(self._works.get(engine, (None, 0.0))[0])

@@ -2,10 +2,11 @@
 
 import logging
 
-from pdkv.errors import KVNotFound, StaleGeneration, TransferTimeout
+from pdkv.errors import KVNotFound, RequestAborted, StaleGeneration, TransferTimeout
 from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.faults import fault_of
 from pdkv.router.engines.fleet import FALLBACK, Counters, Fleet
+from pdkv.router.engines.outliers import SLOW
 from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow
 from pdkv.router.generations.generation import Generation
@@ -27,6 +28,9 @@ too.
 
 TELLING_TIMEOUT_S = 5.0
 """Seconds: a deadline that passes sooner after an engine's last message says more about the client than the engine."""
+
+IMPATIENT_S = 1.0
+"""Seconds: a client that gives up sooner after an engine was asked says nothing about the engine."""
 
 
 class Evidence:
@@ -104,7 +108,9 @@ class Evidence:
         if flow.failure is None or flow.request.probe or name is None or is_left or not self._fleet.is_ready(name):
             return
         fault = fault_of(flow.failure)
-        if fault == "deadline":
+        if isinstance(flow.failure, RequestAborted):
+            fault = "engine" if self._kept_waiting(generation, name, now) else fault
+        elif fault == "deadline":
             evident = self._fleet.engines[name].health.explains_timeout()
             if evident or generation.is_overdue(now, TELLING_TIMEOUT_S):
                 fault = "pair" if flow.awaits_kv and not evident else "engine"
@@ -116,6 +122,14 @@ class Evidence:
             fault = "engine" if is_second and not is_proven else "client"
         if fault == "engine" or (fault == "capacity" and name == FALLBACK):
             self._fleet.failed(name, now)
+
+    def _kept_waiting(self, generation: Generation, name: str, now: float) -> bool:
+        """Whether a client gave up on an engine that does nothing, far beyond the usual time of such a prompt."""
+        usual_s = self._fleet.speeds.usual_work_s(generation.asked_work)
+        least_s = max(SLOW * usual_s, IMPATIENT_S) if usual_s else TELLING_TIMEOUT_S
+        has_grammar = generation.flow.request.params.grammar is not None
+        does_nothing = self._fleet.engines[name].health.explains_timeout()
+        return does_nothing and not has_grammar and generation.is_overdue(now, least_s)
 
     def finished(self, generation: Generation, now: float) -> None:
         """Note what a generation that ended well says of its last engines, as far as they are still there."""

@@ -253,7 +253,7 @@ class RequestFlow:
 
     def abort(self) -> Sends:
         """End the generation because the client gave up. Idempotent."""
-        return self.fail(RequestAborted("the request was aborted", request_id=self.request_id))
+        return self.fail(RequestAborted("the request was aborted", request_id=self.request_id), engine=self._awaited)
 
     def expire(self, now: float) -> Sends:
         """End the generation because its deadline has passed, or no token has come for too long. Idempotent."""
@@ -262,9 +262,13 @@ class RequestFlow:
             message = f"no token came for {self.request.stall_timeout_s:g} s"
         if self.awaits_route or self.awaits_decode:
             message += "; it was last waiting for an engine that was gone"
-        # The engine whose turn it was is the one that was too slow.
-        engine = self.route.prefill if self.prefill == "running" and not self.output.token_ids else self.route.decode
-        return self.fail(RequestTimeout(message, request_id=self.request_id), engine=engine or None)
+        return self.fail(RequestTimeout(message, request_id=self.request_id), engine=self._awaited)
+
+    @property
+    def _awaited(self) -> str | None:
+        """The engine whose turn it is: the one that is too slow, if any is."""
+        is_prefill = self.prefill == "running" and not self.output.token_ids
+        return (self.route.prefill if is_prefill else self.route.decode) or None
 
     def fail(self, error: PdkvError, *, retryable: bool = False, engine: str | None = None) -> Sends:
         """End the generation with an error, through the fault of `engine` if one is named. Idempotent.

@@ -177,9 +177,11 @@ def _vllm(loads: list[tuple[EngineState, LoadReport]], model_name: str) -> Itera
 
 
 def _cache_config(engines: list[EngineState], model_name: str) -> Metric:
-    """Sizes of the engines' KV pools in labels, as vLLM has them and a Gateway's endpoint picker reads them."""
+    """Sizes of the engines' KV pools in labels, as vLLM has them and a Gateway's endpoint picker reads them. Those of
+    servers of other engines are not known.
+    """
     labels = ["model_name", "engine", "block_size", "num_gpu_blocks"]
-    cards = [engine.card for engine in engines if engine.card is not None]
+    cards = [engine.card for engine in engines if engine.card is not None and not engine.card.backend]
     sizes = [(each.engine, str(each.layout.block_size), str(each.num_blocks)) for each in cards]
     text = "Information of the KV cache."
     return gauges("vllm:cache_config_info", text, labels, (([model_name, *each], 1.0) for each in sizes))

@@ -192,6 +192,16 @@ def test_sampling_defaults_are_checked_before_anything_starts_and_are_the_router
         assert fleet.router.model.generation_config == source
 
 
+@pytest.mark.parametrize("backend", [(), ("vllm-prefill=http://a", "vllm-decode=http://b")])
+def test_the_work_of_a_server_that_no_launch_restarts_is_taken_over(
+    run_dir: RunDirectory, backend: tuple[str, ...]
+) -> None:
+    """100 streams waited for ever for a vLLM that decoded, beside one that could have."""
+    launch = LaunchConfig(backend=backend, **({"prefill": 0, "decode": 0} if backend else {}))
+    fleet = plan(run_dir, launch, EngineConfig(), EngineConfig())
+    assert fleet.router.config.recovery.take_over == bool(backend)
+
+
 def test_routers_of_two_launches_never_have_one_id(run_dir: RunDirectory) -> None:
     """An engine takes the second of an id for the first one's successor, and ends what that one asked for."""
     fleets = [plan(run_dir, LaunchConfig(), EngineConfig(), EngineConfig()) for _ in range(2)]

@@ -23,7 +23,7 @@ from pdkv.models.hub import with_local_model
 from pdkv.models.shard import Shard
 from pdkv.parsers.registry import check_parser_names
 from pdkv.router.admission.api_keys import read_keys
-from pdkv.router.engines.foreign_kinds import check_backends
+from pdkv.router.engines.foreign_kinds import check_backends, read_fallback
 from pdkv.router.engines.sources import make_resolver, read_engines
 from pdkv.router.fronts.wire import MAX_BODY_BYTES
 from pdkv.router.http.server.certificates import load_context
@@ -85,10 +85,11 @@ def check_deployment(deployment: Deployment) -> Deployment:
         raise ConfigError(
             f"--order {deployment.launch.order} is not one of connector {plan.name}: {', '.join(plan.orders)} or auto"
         )
-    if deployment.launch.backend:
-        check_backends(deployment.launch.backend_key_file)
-    if deployment.launch.fallback:
-        check_backends(deployment.launch.fallback_key_file, "fallback")
+    launch = deployment.launch
+    if launch.backend:
+        check_backends(launch.backends, launch.backend_key_file)
+    if launch.fallback:
+        check_backends([read_fallback(launch.fallback)], launch.fallback_key_file, "fallback")
     find_policy(deployment.launch.policy)
     isa()  # PDKV_ISA may name a level that this host has not
     api = deployment.router.api

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from pdkv.config import DEFAULT_MODEL, EngineConfig, ModelFiles, TiersConfig
+from pdkv.config import DEFAULT_MODEL, EngineConfig, ModelFiles, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
 from pdkv.host.memory_limits import LEAST_POOL_BYTES, check_host_memory, format_bytes, share_for_pools
 from pdkv.launch.config import Deployment
@@ -67,7 +67,7 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         run_dir=run_dir.path,
         orders=launch.orders,
         log_level=launch.log_level,
-        config=deployment.router,
+        config=_plan_router(deployment),
         drain_s=launch.drain_s,
         num_fronts=launch.router_fronts,
         cluster_key_file=launch.cluster_key_file,
@@ -91,6 +91,14 @@ def plan_fleet(deployment: Deployment, run_dir: RunDirectory) -> Fleet:
         start_timeout_s=launch.start_timeout_s,
         use_fork_server=launch.start_method == "fork" and bool(engines),
     )
+
+
+def _plan_router(deployment: Deployment) -> RouterConfig:
+    """The router's options: a role of other people's servers, which no launch starts again, is taken over."""
+    config = deployment.router
+    if not deployment.launch.backend:
+        return config
+    return dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, take_over=True))
 
 
 def _plan_pools(deployment: Deployment, own_names: Sequence[str]) -> list[PoolSpec]:

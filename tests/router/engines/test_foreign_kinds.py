@@ -8,6 +8,7 @@ from pdkv.errors import ConfigError
 from pdkv.router.engines.address import EngineAddress
 from pdkv.router.engines.foreign_kinds import (
     Source,
+    check_backends,
     check_sources,
     is_foreign,
     lacking,
@@ -50,6 +51,13 @@ def test_a_word_without_a_kind_has_that_of_the_word_before() -> None:
 def test_a_wrong_address_is_named(words: list[str], error: str) -> None:
     with pytest.raises(ConfigError, match=error):
         read_backends(words)
+
+
+def test_a_name_that_no_client_can_decode_is_refused() -> None:
+    """It was a traceback in the log, for each question about its health."""
+    check_backends(read_backends(["vllm=http://xn--mnchen-3ya:1", "http://[::1]:2"]), None)
+    with pytest.raises(ConfigError, match=r"backend: a server's URL was expected, got 'http://xn--abc:1': Codepoint"):
+        check_backends(read_backends(["vllm=http://xn--abc:1"]), None)
 
 
 @pytest.mark.parametrize(

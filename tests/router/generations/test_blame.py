@@ -12,6 +12,7 @@ from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.config import RecoveryConfig
 from pdkv.errors import LogitsProcessorFailed, RequestFailed, RequestTimeout
+from pdkv.router.engines.health import MUTE_TICKS
 from pdkv.router.generations.driver import TIMER_SLACK_S
 from pdkv.router.generations.generation import Generation
 from pdkv.wire.messages import Failed, RouterToEngine, Submit, Tokens
@@ -223,6 +224,48 @@ async def test_an_engine_that_was_asked_at_the_last_moment_is_not_blamed_for_the
         assert generation.flow.route.decode == "any-1"
         await streams.expire(generation)
         assert not is_blamed(streams.system, "any-1")
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "prompt_s", "is_mute", "blamed"),
+    [
+        (1.5, 0.1, True, True),
+        (0.9, 0.1, True, False),  # too soon to say anything
+        (1.5, 0.4, True, False),  # such prompts take that long
+        (1.5, 0.1, False, False),  # it sends to others
+        (1.5, 0.0, True, False),  # what is usual is not known
+        (6.0, 0.0, True, True),
+    ],
+)
+async def test_a_client_that_gives_up_tells_against_an_engine_that_does_nothing(
+    waited_s: float, prompt_s: float, is_mute: bool, blamed: bool
+) -> None:
+    """A server of another engine that hung while its health was well had each second request for ever."""
+    streams = Streams()
+    async with streams.running():
+        streams.system.dispatcher.fleet.speeds.worked("any-1", 2, prompt_s, streams.now)
+        generation = streams.start()
+        generation.asked_work = 2
+        for _ in range(MUTE_TICKS * is_mute):
+            streams.system.dispatcher.fleet.tick()
+        streams.now += waited_s
+        generation.abort()
+        assert is_blamed(streams.system, "any-0") == blamed
+
+
+async def test_a_client_that_leaves_a_stream_tells_nothing_against_an_engine_that_still_sends() -> None:
+    streams = Streams()
+    async with streams.running():
+        generation = streams.start()
+        streams.system.dispatcher.fleet.speeds.worked("any-1", generation.asked_work, 0.1, streams.now)
+        for _ in range(4):
+            streams.now += 0.99
+            streams.say_tokens(generation, 1)
+        for _ in range(MUTE_TICKS):
+            streams.system.dispatcher.fleet.tick()
+        streams.now += 0.99
+        generation.abort()
+        assert not is_blamed(streams.system, "any-0")
 
 
 async def test_a_deadline_that_is_seen_a_little_early_is_named() -> None:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import time
 
+import msgspec
 import pytest
 from asgi_client import begin, call
 from coroutines import run
@@ -161,7 +162,9 @@ async def test_vllms_names_say_what_vllm_means_by_them() -> None:
 async def test_a_gateway_s_endpoint_picker_finds_the_size_of_each_pool() -> None:
     dispatcher = FakeDispatcher()
     card = make_card()
-    dispatcher.engines = lambda: [EngineState("decode-1", "decode", "ready", card=card)]  # type: ignore[method-assign]
+    foreign = msgspec.structs.replace(card, engine="vllm-0", backend="vllm")  # whose pool is not known
+    engines = [EngineState(c.engine, "decode", "ready", card=c) for c in (card, foreign)]
+    dispatcher.engines = lambda: engines  # type: ignore[method-assign]
     samples = await scrape(make_app(dispatcher))
     sizes = str(card.layout.block_size), card.engine, MODEL, str(card.num_blocks)
     assert {key[1:]: value for key, value in samples.items() if key[0] == "vllm:cache_config_info"} == {sizes: 1}
