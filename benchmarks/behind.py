@@ -48,7 +48,7 @@ def run(context: Context) -> list[Claim]:
         options = ["--dtype", "float32", "--enable-prompt-tokens-details", "--kv-events-config", json.dumps(config)]
         return vllm(folder, model, cpus=str(number), options=options, port=ports[number], wait=wait)
 
-    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
+    with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
         log = Path(logs, "router.log")
         servers = [stack.enter_context(serve(number, wait=number == 1)) for number in range(2)]
         words = [f"vllm=http://127.0.0.1:{port}" for port in ports]
@@ -65,7 +65,7 @@ def run_pair(context: Context, connector: str) -> list[Claim]:
     assert context.vllm is not None
     folder, model, ports = context.vllm, find_model(context.models, "tiny"), [free_port(), free_port()]
     options = ["--dtype", "float32", "--block-size", "32"]
-    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as files:
+    with tempfile.TemporaryDirectory() as files, contextlib.ExitStack() as stack:
         transfer = {"nixl": NIXL, "store": _transfer_by_store(f"file://{files}/kv")}[connector]
 
         def serve(number: int, *, wait: bool = True) -> Server:
