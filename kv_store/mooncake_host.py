@@ -209,7 +209,9 @@ class MooncakeHost:
             unless_started.callback(control.close)
             control.send(msgspec.msgpack.encode(start))
             command = [sys.executable, "-P", "-m", "pdkv.kv_store.mooncake_process", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, process_group=0
+            )  # out of a terminal's reach: the engine says when to end
             unless_started.pop_all()
         self._control, self._is_ready, self._started_at = control, False, self._clock.now()
 

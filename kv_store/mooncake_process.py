@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import signal
 import socket
 import struct
 import sys
@@ -83,7 +82,6 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 def main(control_fd: int) -> None:
     """Serve until the engine is gone, or too many calls hang."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the engine says when to end
     set_process_name("pdkv-mooncake")
     control = socket.socket(fileno=control_fd)
     request = control.recv(MAX_CONTROL_BYTES)

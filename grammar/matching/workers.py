@@ -312,7 +312,9 @@ class Workers:
             start = msgspec.json.encode(self._start).decode()
             command = [sys.executable, "-m", "pdkv.grammar.matching.zygote", start, *map(str, fds)]
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            self._process = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment)
+            self._process = subprocess.Popen(
+                command, pass_fds=fds, stdin=subprocess.DEVNULL, env=environment, process_group=0
+            )  # out of a terminal's reach: the engine says when to end
         if self._thread.stopping.is_set():
             raise ConnectionError("it is not wanted any more")
         answer = control.recv(MAX_CONTROL_BYTES)

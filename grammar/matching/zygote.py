@@ -29,7 +29,6 @@ from pdkv.host.linux import die_with_parent, set_process_name
 def main(start: Start, control_fd: int, slab_fd: int, event_fd: int) -> None:
     """Serve until the engine is gone."""
     die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the engine says when to end
     os.nice(10)
     set_process_name("pdkv-grammar")
     control = socket.socket(fileno=control_fd)

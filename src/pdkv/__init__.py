@@ -3,9 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from pdkv.base.version import VERSION as __version__
-
 if TYPE_CHECKING:
+    from pdkv.base.version import VERSION as __version__
     from pdkv.offline.arguments import AsyncEngineArgs as AsyncEngineArgs
     from pdkv.offline.arguments import EngineArgs as EngineArgs
     from pdkv.offline.async_llm import AsyncLLM as AsyncLLM
@@ -42,6 +41,8 @@ def __getattr__(name: str) -> Any:
     """Import the offline API on first use: `import pdkv` stays free of torch."""
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name == "__version__":  # so that `pd` gets to its first line, which takes Ctrl-C, at once
+        return import_module("pdkv.base.version").VERSION
     from pdkv.base.vllm_api import ABSENT
 
     if name in ABSENT:  # an AttributeError would lose the text on its way through `from pdkv import`

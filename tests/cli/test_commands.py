@@ -5,7 +5,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from deployments import link_text_model
 
 from pdkv import __version__
 from pdkv.cli import launch as cli_launch
-from pdkv.cli.main import EXIT_READER_GONE, main, make_parser
+from pdkv.cli.main import EXIT_INTERRUPTED, EXIT_READER_GONE, EXIT_USAGE, main, make_parser
 from pdkv.config import EngineConfig
 from pdkv.connectors import plan
 from pdkv.connectors.registry import SHIPPED
@@ -42,14 +42,49 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"pdkv {__version__}\n"
 
 
-def test_a_reader_that_leaves_is_no_error() -> None:
-    """As in `pd connector show memory | head -1`."""
+PD = [sys.executable, "-P", "-m", "pdkv.cli"]
+
+
+def left_pipe() -> int:
+    """As in `pd … | head -1`."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-P", "-m", "pdkv.cli", "connector", "show", "memory"]
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
-    os.close(write)
+    return write
+
+
+def closed_terminal() -> int:
+    window, terminal = os.openpty()
+    os.close(window)
+    return terminal
+
+
+@pytest.mark.parametrize("gone", [left_pipe, closed_terminal])
+def test_a_reader_that_leaves_is_no_error(gone: Callable[[], int]) -> None:
+    output = gone()
+    done = subprocess.run([*PD, "connector", "show", "memory"], stdout=output, stderr=subprocess.PIPE, timeout=60)
+    os.close(output)
     assert (done.returncode, done.stderr) == (EXIT_READER_GONE, b"")
+
+
+def test_an_error_without_a_reader_keeps_its_code() -> None:
+    output = closed_terminal()
+    done = subprocess.run([*PD, "scale"], stdout=output, stderr=output, timeout=60)
+    os.close(output)
+    assert done.returncode == EXIT_USAGE
+
+
+def test_ctrl_c_in_an_import_shows_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([*PD, "--version"], env=environment, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (EXIT_INTERRUPTED, b"")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["http://h:1"], ["--run", "http://h:1"], ["--interval-s", "2", "http://h:1"]], ids=" ".join
+)
+def test_a_launch_is_named_by_an_argument_or_an_option(arguments: list[str]) -> None:
+    assert make_parser().parse_args(["status", *arguments]).run_name == "http://h:1"
 
 
 COMMANDS = [

@@ -5,6 +5,7 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,6 +128,15 @@ def need(connector: str) -> None:
 
 
 @pytest.mark.parametrize(("connector", "options"), SHIPPED, ids=[name_of(*row) for row in SHIPPED])
+def test_a_fork_server_whose_kit_has_gone_says_nothing() -> None:
+    kit, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    kit.close()
+    code = f"from pdkv.connector_kit.rig import zygote; zygote.PRELOADED = (); zygote.main({control.fileno()})"
+    done = subprocess.run([*PYTHON, "-c", code], pass_fds=[control.fileno()], stderr=subprocess.PIPE, timeout=60)
+    control.close()
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_the_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str], zygote: Zygote) -> None:
     """F1, F2, F3, F4, F5, F9, F10, F17, F19, F20, F24, as each case says."""
     need(connector)

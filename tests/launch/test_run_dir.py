@@ -118,9 +118,10 @@ def check_found(run_dir: RunDirectory) -> None:
     assert run_dir.path not in [Path(launch.path) for launch in running_launches()], "it is not ready yet"
     run_dir.introduce("http://127.0.0.1:8123", "1 prefill, 1 decode")
     (launch,) = [launch for launch in running_launches() if launch.path == str(run_dir.path)]
-    names = ("8123", str(os.getpid()), "http://127.0.0.1:8123", str(run_dir.path), run_dir.path.name)
+    urls = ("http://127.0.0.1:8123", "http://localhost:8123/v1", "localhost:8123", "http://127.0.0.1:8123/")
+    names = ("8123", str(os.getpid()), *urls, str(run_dir.path), run_dir.path.name)
     assert all(launch.is_called(name) for name in names)
-    assert not launch.is_called("812")
+    assert not any(launch.is_called(name) for name in ("", "812", "http://localhost:812", "http://other:8123"))
 
 
 def test_a_link_is_no_launch(root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from pdkv.base.options import parse_pairs
 from pdkv.cli.options import new_command
-from pdkv.cli.running import add_run_flag, ask_router, check_seconds, engine_state, print_table
+from pdkv.cli.running import add_launch, add_run_flag, ask_router, check_seconds, engine_state, print_table
 from pdkv.router.engines.address import read_split
 
 ROLES = ("prefill", "decode", "any")
@@ -14,7 +14,7 @@ ROLES = ("prefill", "decode", "any")
 
 def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     """Add the five commands to the `pd` parser."""
-    _add(commands, "engines", "list the engines of a running launch", run_engines, names=False)
+    add_launch(_add(commands, "engines", "list the engines of a running launch", run_engines, names=False))
     drain = _add(
         commands, "drain", "stop giving an engine new requests, and wait until it has finished those it has", run_drain,
         ". Exit code 1: it still has requests. `pd resume` undoes it. The last engine of a role is refused.",

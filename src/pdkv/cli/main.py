@@ -1,6 +1,8 @@
 """The `pd` command. A subcommand's implementation is imported when it runs; nothing imports this module."""
 
 import argparse
+import contextlib
+import errno
 import os
 import select
 import sys
@@ -25,36 +27,50 @@ from pdkv.errors import ConfigError, InvalidRequest, PdkvError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # the exit code that a shell shows for SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns the exit code: 0, 1 (failed) or 2 (a wrong flag, file or value)."""
+    """Run the command; returns the exit code: 0, 1 (failed), 2 (a wrong flag, file or value), 130 (Ctrl-C) or 141."""
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO) or not _without_readers():
+            raise
+        return EXIT_READER_GONE
+    finally:
+        for fd in _without_readers():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)  # or the interpreter's own flush fails, and says so
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = make_parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # it is closed in `pd … >&-`
+            sys.stdout.flush()
     except (ConfigError, InvalidRequest) as error:
-        print(f"pd: error: {without_secrets(str(error))}", file=sys.stderr)
-        return EXIT_USAGE
+        return _failed(f"error: {error}", EXIT_USAGE)
     except PdkvError as error:
-        print(f"pd: failed: {without_secrets(str(error))}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        if not _reader_is_gone():
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit fails again
-        return EXIT_READER_GONE
+        return _failed(f"failed: {error}", EXIT_FAILED)
     return code
 
 
-def _reader_is_gone() -> bool:
-    """Whether the reader of standard output has gone away."""
+def _failed(text: str, code: int) -> int:
+    with contextlib.suppress(OSError):  # the code says it, too
+        print(f"pd: {without_secrets(text)}", file=sys.stderr)
+    return code
+
+
+def _without_readers() -> list[int]:
+    """Which of standard output and error is a pipe without a reader, or a terminal that was closed."""
     poll = select.poll()
-    poll.register(sys.stdout.fileno(), 0)
-    return any(events & select.POLLERR for _, events in poll.poll(0))
+    for fd in (1, 2):
+        poll.register(fd, 0)
+    return [fd for fd, events in poll.poll(0) if events & select.POLLERR]
 
 
 def make_parser() -> argparse.ArgumentParser:

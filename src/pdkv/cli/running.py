@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from pdkv.launch.router_admin import RouterAdmin
 
 
+_WHICH = "which launch, if several are running: its port, URL, pid or run directory"
+
+
 def add_run_flag(parser: argparse.ArgumentParser, *, default: str | None = None) -> None:
     """Add --run to a command. `default`: argparse.SUPPRESS for a subcommand whose parent has the flag, too."""
-    parser.add_argument(
-        "--run",
-        dest="run_name",
-        metavar="NAME",
-        default=default,
-        help="which launch, if several are running: its port, URL, pid or run directory",
-    )
+    parser.add_argument("--run", dest="run_name", metavar="NAME", default=default, help=_WHICH)
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    """Let a command that takes no other argument take --run's value as one."""
+    parser.add_argument("run_name", nargs="?", metavar="LAUNCH", default=argparse.SUPPRESS, help="the same as --run")
 
 
 def find_run(arguments: argparse.Namespace) -> Path:
@@ -52,7 +54,7 @@ def find_launch(arguments: argparse.Namespace) -> RunInfo:
     known = "; ".join(f"port {each.url.rpartition(':')[2]} (pid {each.pid}, {each.shape})" for each in launches)
     if arguments.run_name is None:
         raise ConfigError(f"{len(launches)} launches are running: name one with --run PORT: {known}")
-    raise ConfigError(f"--run: no launch is named {arguments.run_name!r}; running: {known}")
+    raise ConfigError(f"no launch is named {arguments.run_name!r}; running: {known}")
 
 
 def say(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.cli.options import new_command
-from pdkv.cli.running import add_run_flag, ask_router, check_seconds, engine_state, find_launch, print_table
+from pdkv.cli.running import add_launch, add_run_flag, ask_router, check_seconds, engine_state, find_launch, print_table
 from pdkv.errors import StartupError
 from pdkv.launch.run_dir import RunInfo, running_launches
 
@@ -31,6 +31,7 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         help="seconds over which rates are measured (default: 1)",
     )
     add_run_flag(status)
+    add_launch(status)
     summary = "stop a running launch once its requests have finished"
     stop = new_command(commands, "stop", run_stop, summary, ", like Ctrl-C. Exit code 1: it is still running.")
     stop.add_argument(
@@ -40,6 +41,7 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         "--wait-s", type=float, default=_WAIT_S, metavar="SECONDS", help="how long to wait at most (default: 60)"
     )
     add_run_flag(stop)
+    add_launch(stop)
 
 
 def run_status(arguments: argparse.Namespace) -> int:

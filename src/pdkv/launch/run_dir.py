@@ -20,6 +20,7 @@ MARKS_FILE = "engines.json"  # their settings, for a restarted router
 CONTROL_SOCKET = "control.sock"  # the launcher's (control.py)
 _INFO_FILE = "launch.json"
 
+_THIS_HOST = ("127.0.0.1", "0.0.0.0", "[::1]", "[::]")
 _NAME = re.compile(r"^pdkv-(\d+)-(\d+)-[a-z0-9_]+$")
 _MAX_DIRECTORY_BYTES = 80  # a unix socket's path has at most 107 bytes; the rest is for the engine's name
 
@@ -40,8 +41,14 @@ class RunInfo(msgspec.Struct, frozen=True):
 
     def is_called(self, name: str) -> bool:
         """Whether `name` is its pid, port, URL, run directory or that directory's name."""
-        port = self.url.rpartition(":")[2]
-        return name in (str(self.pid), port, self.url, self.path, Path(self.path).name)
+        names = (str(self.pid), self.url.rpartition(":")[2], self.path, Path(self.path).name)
+        return name in names or _address(name) == _address(self.url)
+
+
+def _address(url: str) -> tuple[str, str]:
+    """Host and port of a URL, with or without scheme and /v1; this host's own names are one."""
+    host, _, port = url.rstrip("/").removesuffix("/v1").rpartition("://")[2].rpartition(":")
+    return ("localhost" if host in _THIS_HOST else host), port
 
 
 class RunDirectory:

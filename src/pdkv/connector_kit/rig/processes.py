@@ -59,7 +59,7 @@ class Zygote:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": ":".join(filter(None, sys.path)),
         }
-        self._process = subprocess.Popen(command, pass_fds=[remote.fileno()], env=environment)
+        self._process = subprocess.Popen(command, pass_fds=[remote.fileno()], env=environment, process_group=0)
         remote.close()
         self._control.settimeout(START_TIMEOUT_S)
         if self._receive() != b"ready":

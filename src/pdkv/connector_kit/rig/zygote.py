@@ -4,6 +4,7 @@ Hosts die with it (by signal, so that a stopped one dies too), and it dies with 
 watches.
 """
 
+import contextlib
 import gc
 import importlib
 import os
@@ -20,7 +21,6 @@ MAX_REQUEST_BYTES = 4096
 
 def main(control_fd: int) -> None:
     """Import, then fork hosts until the kit is gone. A request is a path for stacks, and a host's end of its pipe."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps: the kit watches its hosts by their pidfds
     control = socket.socket(fileno=control_fd)
     for module in PRELOADED:
@@ -28,6 +28,11 @@ def main(control_fd: int) -> None:
     gc.collect()
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, "a thread was started by an import: forked hosts would hang"
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the kit did not wait for an answer
+        _serve(control)
+
+
+def _serve(control: socket.socket) -> None:
     control.send(b"ready")
     while True:
         data, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 1)
