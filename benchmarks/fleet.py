@@ -4,7 +4,7 @@ CPU time of one thread, each case in a process of its own. Half of the engines r
 16 blocks of 64, and 20 of them all of it. The fakes encode what they are sent; no socket is involved.
 
     python -m benchmarks.run fleet
-    python -m benchmarks.fleet decision 1000 pairs --profile
+    python -m cProfile -s tottime -m benchmarks.fleet decision 1000 pairs
 
 Its memory is that of a process with a dispatcher and a connection to each engine, once each engine has been told of all
 others; there, the fakes are sockets of another process.
@@ -12,11 +12,9 @@ others; there, the fakes are sockets of another process.
 
 import argparse
 import asyncio
-import cProfile
 import json
 import multiprocessing
 import os
-import pstats
 import subprocess
 import sys
 import tempfile
@@ -112,7 +110,7 @@ def dispatcher_keys(dispatcher: Dispatcher, fakes: list[Fake], request: Generate
     return list(dispatcher.holdings.of(request, 0.0).keys)
 
 
-async def decision(num_engines: int, case: str, profile: bool) -> float:
+async def decision(num_engines: int, case: str) -> float:
     """CPU seconds from a request to its Submit, and to its end by an abort; its keys are known."""
     dispatcher, fakes = make_fleet(num_engines)
     now = dispatcher._clock()
@@ -133,19 +131,13 @@ async def decision(num_engines: int, case: str, profile: bool) -> float:
         assert dispatcher.has_room()
         dispatcher.start(request).abort()
 
-    profiler = cProfile.Profile()
     for request in requests[:8]:
         once(request)
-    if profile:
-        profiler.enable()
     times = []
     for request in requests:
         start = time.thread_time()
         once(request)
         times.append(time.thread_time() - start)
-    profiler.disable()
-    if profile:
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(28)
     dispatcher.close()
     return median(times)
 
@@ -161,7 +153,7 @@ async def longest_hold(work: Callable[[], object]) -> float:
     return worst
 
 
-async def start(num_engines: int, case: str, profile: bool) -> float:
+async def start(num_engines: int, case: str) -> float:
     """An engine's restart."""
     dispatcher, fakes = make_fleet(num_engines)
     dispatcher.listener.engine_down(fakes[0].name, "a benchmark")
@@ -171,7 +163,7 @@ async def start(num_engines: int, case: str, profile: bool) -> float:
     return seconds
 
 
-async def death(num_engines: int, case: str, profile: bool) -> float:
+async def death(num_engines: int, case: str) -> float:
     """The death of an engine with STREAMS prompts of 4,096 tokens and DEAD_BLOCKS blocks."""
     dispatcher, fakes = make_fleet(num_engines)
     for i in range(STREAMS):
@@ -182,18 +174,12 @@ async def death(num_engines: int, case: str, profile: bool) -> float:
         while dispatcher.index.has_work:
             dispatcher.index.work()
     await longest_hold(lambda: None)
-    profiler = cProfile.Profile()
-    if profile:
-        profiler.enable()
     seconds = await longest_hold(partial(dispatcher.listener.engine_down, fakes[0].name, "a benchmark"))
-    profiler.disable()
-    if profile:
-        pstats.Stats(profiler).sort_stats("tottime").print_stats(28)
     dispatcher.close()
     return seconds
 
 
-async def join(num_engines: int, case: str, profile: bool) -> dict[str, float]:
+async def join(num_engines: int, case: str) -> dict[str, float]:
     """What the start of one more engine costs until all are told: messages, bytes, and CPU."""
     dispatcher, _ = make_fleet(num_engines)
     await asyncio.sleep(0)
@@ -211,7 +197,7 @@ async def join(num_engines: int, case: str, profile: bool) -> dict[str, float]:
     return {"calls": len(Fake.sent), "own_bytes": own, "bytes": total, "cpu_ms": 1e3 * seconds}
 
 
-async def index(num_engines: int, case: str, profile: bool) -> dict[str, float]:
+async def index(num_engines: int, case: str) -> dict[str, float]:
     """MiB of an index of OWN_BLOCKS blocks that each engine alone has, and CPU microseconds for each of them."""
     dispatcher, fakes = make_fleet(num_engines)
     before, began, number = own_memory_kib(os.getpid()), time.thread_time(), 1 << 32
@@ -227,7 +213,7 @@ async def index(num_engines: int, case: str, profile: bool) -> dict[str, float]:
     return {"mib": num_bytes / 2**20, "bytes_a_key": num_bytes / num_keys, "us_a_key": 1e6 * seconds / num_keys}
 
 
-async def memory(num_engines: int, case: str, profile: bool) -> float:
+async def memory(num_engines: int, case: str) -> float:
     """MiB of this process that are its own, with so many engines over sockets."""
     names = [f"{role}-{i}" for i in range(num_engines // 2) for role in ("prefill", "decode")]
     with tempfile.TemporaryDirectory() as folder:
@@ -313,9 +299,8 @@ def main() -> None:
     parser.add_argument("what", choices=CASES)
     parser.add_argument("engines", type=int)
     parser.add_argument("case", nargs="?", default="plain", choices=PAIRS)
-    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    print(json.dumps(asyncio.run(CASES[args.what](args.engines, args.case, args.profile))))
+    print(json.dumps(asyncio.run(CASES[args.what](args.engines, args.case))))
 
 
 if __name__ == "__main__":
