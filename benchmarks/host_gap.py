@@ -16,6 +16,7 @@ from pdkv.engine.core import EngineCore
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.step_loop import make_step_loop
 from pdkv.testing.engine import submit
+from pdkv.testing.standin import VOCAB_SIZE
 from pdkv.wire.frames import encode_message
 from pdkv.wire.messages import Finished
 
@@ -85,7 +86,7 @@ def _serve(at_once: int, num_steps: int, max_steps_ahead: int) -> list[float]:
         while len(device.steps) < num_steps + num_steps // 4:
             for _ in range(missing):
                 length = min(max(int(rng.gauss(260, 120)), 20), MAX_OUTPUT)
-                prompt = [rng.randrange(32_000) for _ in range(10)]
+                prompt = [rng.randrange(VOCAB_SIZE) for _ in range(10)]
                 core.handle("r", submit(prompt, request_id=f"q{num_sent}", max_tokens=length), time.monotonic())
                 num_sent += 1
             missing = 0

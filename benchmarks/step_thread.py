@@ -12,19 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median, quantiles
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 import torch
 
 from benchmarks.report import Claim, Context
-from pdkv.assemble.core import build_core
 from pdkv.config import HandoffConfig
-from pdkv.connectors.base import NO_TRANSFERS, ConnectorConfig, WorkerConnector
-from pdkv.connectors.block_table import LocalBlockTable
+from pdkv.connectors.base import NO_TRANSFERS, WorkerConnector
 from pdkv.connectors.nixl.agent import load_bindings
-from pdkv.connectors.plan import NO_PLAN
-from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.intake import prepare
 from pdkv.engine.kv.block_pool import BlockPool, Holder
@@ -32,7 +28,8 @@ from pdkv.engine.plan import SampledTokens, StepOutput, StepPlan
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
 from pdkv.errors import ConfigError
-from pdkv.testing.engine import submit
+from pdkv.testing.engine import make_core, submit
+from pdkv.testing.standin import VOCAB_SIZE
 from pdkv.wire.kv import EngineCard, KVLayout
 from pdkv.wire.messages import EngineToRouter, HandedOff, Loaded, Peers, Release, Submit, Tokens
 
@@ -41,7 +38,6 @@ P = ParamSpec("P")
 
 BLOCK_SIZE = 16
 LAYOUT = KVLayout(1, 1, 8, BLOCK_SIZE, "bfloat16", 2)
-VOCAB_SIZE = 32_000
 LONG_TOKENS = 131_072
 RATIO_LIMIT = 1.1
 LIMIT_MS = 2.0
@@ -61,9 +57,11 @@ CONNECTORS: Mapping[str, tuple[str, Mapping[str, str]] | None] = {
 class DrawsOnly(Executor):
     """Computes nothing and draws the same token for everybody; the connector's worker side is a real one."""
 
-    def __init__(self, worker: WorkerConnector | None, kv_cache: torch.Tensor) -> None:
+    def __init__(self, worker: WorkerConnector | None, pool: torch.Tensor | None, num_blocks: int) -> None:
         self._worker = worker
-        self._kv_cache = kv_cache
+        if worker is not None:
+            self._kv_cache = torch.zeros(LAYOUT.pool_shape(num_blocks), dtype=torch.bfloat16) if pool is None else pool
+            worker.register_kv_caches(self._kv_cache)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         worker, meta = self._worker, plan.kv_meta
@@ -94,61 +92,25 @@ class DrawsOnly(Executor):
 
 @contextmanager
 def engine(
-    connector: tuple[str, Mapping[str, str]] | None,
-    num_blocks: int,
-    *,
-    max_tokens: int,
-    batch: int,
-    notify: Callable[[], None] = lambda: None,
+    connector: tuple[str, Mapping[str, str]] | None, num_blocks: int, *, max_tokens: int, batch: int, **fields: Any
 ) -> Iterator[EngineCore]:
-    """An engine with one router, "r".
+    """An engine that computes nothing, made by `make_core(**fields)`.
 
     Args:
         connector: its name and its options; None: it has none.
         max_tokens: of one step.
         batch: requests of one step.
-        notify: called on any thread when the connector has news for the next step.
     """
-    name = f"step-thread-{secrets.token_hex(4)}"
-    with ExitStack() as stack:
-        made, worker, plan, table = None, None, NO_PLAN, LocalBlockTable(num_blocks)
-        kv_cache = torch.empty(0)
-        if connector is not None:
-            plan = plan_connector(*connector)
-            config = ConnectorConfig(
-                engine=name, epoch=f"{name}.0", layout=LAYOUT, num_blocks=num_blocks, plan=plan, block_table=table
-            )
-            made = build_connector(config, notify)
-            stack.callback(made.shutdown)
-            pool = made.kv_cache()
-            worker = made.worker()
-            kv_cache = torch.zeros(LAYOUT.pool_shape(num_blocks), dtype=torch.bfloat16) if pool is None else pool
-            worker.register_kv_caches(kv_cache)
-        blobs = [worker.handshake()] if worker else []
-        executor = DrawsOnly(worker, kv_cache)
-        stack.callback(executor.shutdown)
-        card = EngineCard(
-            engine=name, epoch=f"{name}.0", role="any", pid=0, connector=connector[0] if connector else "",
-            kind=plan.kind, content_addressed=False, orders=list(plan.orders),
-            model="none", layout=LAYOUT, hash_block_size=BLOCK_SIZE, num_blocks=num_blocks,
-            max_model_len=num_blocks * BLOCK_SIZE, max_num_seqs=batch, rank_blobs=blobs,
-        )  # fmt: skip
-        scheduler = made.scheduler() if made else None
-        if scheduler is not None:
-            stack.callback(scheduler.shutdown)
-        core = build_core(
-            card=card,
-            executor=executor,
-            connector=scheduler,
-            block_table=made.block_table if made and made.block_table else table,
-            handoff=HandoffConfig(connector=connector[0] if connector else "memory"),
-            limits=SchedulerLimits(batch, max_tokens),
-            eos_token_ids=[],
-            vocab_size=VOCAB_SIZE,
-            shutdown=lambda: None,
-        )
-        core.router_joined("r", "1")
+    kind, options = connector or ("memory", None)
+    core = make_core(
+        name=f"step-thread-{secrets.token_hex(4)}", num_blocks=num_blocks, layout=LAYOUT, kv_checksum="on",
+        limits=SchedulerLimits(batch, max_tokens), handoff=HandoffConfig(connector=kind), connector=kind,
+        options=options, executor=lambda worker, pool: DrawsOnly(worker, pool, num_blocks), **fields,
+    )  # fmt: skip
+    try:
         yield core
+    finally:
+        core.shutdown()
 
 
 def cpu_ms(work: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> float:

@@ -12,17 +12,18 @@ from pdkv.assemble.core import build_core
 from pdkv.assemble.engine import build_engine
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.config import EngineConfig, HandoffConfig
-from pdkv.connectors.base import ConnectorConfig
+from pdkv.connectors.base import ConnectorConfig, WorkerConnector
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.engine.core import EngineCore
 from pdkv.engine.proposers.base import TokenProposer
 from pdkv.engine.scheduler import SchedulerLimits
+from pdkv.engine.worker.executor import Executor
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.clock import REAL_LIMIT_S, VirtualClock
 from pdkv.testing.standin import NUM_LAYERS, VOCAB_SIZE, StandInExecutor
-from pdkv.wire.kv import EngineCard, KVGroup, KVLayout
+from pdkv.wire.kv import ChecksumMode, EngineCard, KVGroup, KVLayout
 from pdkv.wire.messages import (
     Allocated,
     Continue,
@@ -56,6 +57,9 @@ def make_core(
     connector: str = "memory",
     max_model_len: int | None = None,
     groups: tuple[KVGroup, ...] = (),
+    layout: KVLayout | None = None,
+    kv_checksum: ChecksumMode = "off",
+    executor: Callable[[WorkerConnector | None, Any], Executor] | None = None,
     hit_tokens: int = 0,
     proposer: TokenProposer | None = None,
     grammars: Any = None,
@@ -66,6 +70,9 @@ def make_core(
     Args:
         options: those of its connector; None: it has none.
         max_model_len: in tokens; None: all that the pool holds.
+        layout: in place of the stand-in's, for another executor.
+        executor: makes it, and registers the pool, given the connector's worker side and its pool; None: a
+            StandInExecutor.
         proposer: guesses tokens; steps have room for its guesses.
         grammars: in place of a GrammarHost.
         notify: called by the connector's threads when there is news.
@@ -75,37 +82,48 @@ def make_core(
     if proposer is not None:
         limits = limits._replace(num_draft_tokens=proposer.num_tokens)
     num_layers = len(groups[0].layers) if groups else NUM_LAYERS
-    layout = KVLayout(num_layers, 1, 1, block_size, "int64", 8, groups=groups)
+    layout = layout or KVLayout(num_layers, 1, 1, block_size, "int64", 8, groups=groups)
     made, plan, table = None, NO_PLAN, LocalBlockTable(num_blocks)
     if options is not None:
         plan = plan_connector(connector, options)
         config = ConnectorConfig(
-            engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, plan=plan, kv_checksum="off",
-            block_table=table,
+            engine=name, epoch=f"{name}.0", layout=layout, num_blocks=num_blocks, plan=plan,
+            kv_checksum=kv_checksum, block_table=table,
         )  # fmt: skip
         made = build_connector(config, notify)
-    worker = made.worker() if made else None
+    scheduler, worker = (made.scheduler(), made.worker()) if made else (None, None)
+    if executor is None:
+        runs: Executor = StandInExecutor(num_blocks, layout, worker, proposer=proposer, grammars=grammars)
+    else:
+        runs = executor(worker, made and made.kv_cache())
     card = EngineCard(
-        engine=name, epoch=f"{name}.0", role="any", pid=0, connector="memory", kind=plan.kind if made else "pull",
+        engine=name, epoch=f"{name}.0", role="any", pid=0, connector=connector, kind=plan.kind if made else "pull",
         content_addressed=False, orders=list(plan.orders) if made else [], model="stand-in", layout=layout,
-        hash_block_size=block_size, num_blocks=num_blocks, max_model_len=max_model_len or num_blocks * block_size,
-        max_num_seqs=limits.max_num_seqs, rank_blobs=[worker.handshake()] if worker else [],
+        hash_block_size=layout.block_size, num_blocks=num_blocks,
+        max_model_len=max_model_len or num_blocks * layout.block_size, max_num_seqs=limits.max_num_seqs,
+        rank_blobs=[worker.handshake()] if worker else [],
     )  # fmt: skip
-    executor = StandInExecutor(num_blocks, layout, worker, proposer=proposer, grammars=grammars)
+
+    def shutdown() -> None:
+        for part in (runs, scheduler, made):
+            if part is not None:
+                part.shutdown()
+
     core = build_core(
         card=card,
-        executor=executor,
-        connector=made.scheduler() if made else None,
+        executor=runs,
+        connector=scheduler,
         block_table=made.block_table if made and made.block_table else table,
         handoff=handoff,
         limits=limits,
         eos_token_ids=[EOS],
         vocab_size=VOCAB_SIZE,
-        shutdown=executor.shutdown,
+        shutdown=shutdown,
         hit_tokens=hit_tokens,
         grammars=grammars,
     )
-    executor.pool.blocks = core.scheduler.kv.pool
+    if isinstance(runs, StandInExecutor):
+        runs.pool.blocks = core.scheduler.kv.pool
     core.router_joined("r", "1")
     core.take_messages(0.0)
     return core

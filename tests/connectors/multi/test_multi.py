@@ -264,7 +264,7 @@ def test_a_card_without_the_same_children_is_refused_once_with_both_sides_values
         for _ in range(2):
             core.handle("r", Peers([core.card, other.card, make_core(name="e2", options={}).card]), 0.0)
     (first, second) = [record.getMessage() for record in caplog.records]
-    assert first == f"no KV from engine e1: it has memory of memory; e0 has multi of memory,{STAND_IN_STORE}"
+    assert first == f"no KV from engine e1: it has multi of memory; e0 has multi of memory,{STAND_IN_STORE}"
     assert second == (
         "no KV from engine e2: it has connector memory, which lists no children on its card; "
         f"e0 has multi of memory,{STAND_IN_STORE}"
