@@ -18,11 +18,12 @@ class Slab:
         """The file is at least `size_bytes(shape)` long, and zero at first."""
         rows, workers = shape.rows_per_worker * shape.num_workers, shape.num_workers
         memory = memoryview(mmap.mmap(fd, size_bytes(shape)))
-        num_numbers = 1 + 2 * workers + 2 * rows
+        num_numbers = 1 + 3 * workers + 2 * rows
         numbers = memory[: 8 * num_numbers].cast("q")
         self.waiting = numbers[:1]  # whether the engine wants a sign of each mask
         self.working, self.calls = numbers[1 : 1 + workers], numbers[1 + workers : 1 + 2 * workers]
         """For each worker: the number of its current grammar, plus one; and the number of switches."""
+        self.pids = numbers[1 + 2 * workers : 1 + 3 * workers]
         self.numbers, self.counts = numbers[-2 * rows : -rows], numbers[-rows:]
         """For each row: which masks are ready, 0 for none; and how many, one more than the drafts that the grammar
         allows.
@@ -58,7 +59,7 @@ class Slab:
 
     def clear(self, worker: int) -> None:
         """Clear the rows of a worker that is gone: another one will write them again."""
-        self.working[worker] = 0
+        self.working[worker] = self.pids[worker] = 0
         for row in range(worker * self._shape.rows_per_worker, (worker + 1) * self._shape.rows_per_worker):
             self.numbers[row] = 0
 
@@ -66,4 +67,4 @@ class Slab:
 def size_bytes(shape: SlabShape) -> int:
     """Bytes of the memory. Unwritten parts take none."""
     rows = shape.num_workers * shape.rows_per_worker
-    return 8 * (1 + 2 * shape.num_workers + 2 * rows) + 4 * rows * shape.masks_per_row * shape.num_words
+    return 8 * (1 + 3 * shape.num_workers + 2 * rows) + 4 * rows * shape.masks_per_row * shape.num_words

@@ -66,7 +66,7 @@ class WorkerState:
         self.free = list(range(index * num_rows, (index + 1) * num_rows))  # places
         self.num_awaited = 0  # answers
         self.waits_since = 0.0
-        self.num_calls = 0  # of the library, when it was looked at last
+        self.progress = (0, 0)  # when it was looked at last: calls of the library, and nanoseconds of processor time
         self.is_killed = False
         self.num_ends = 0  # since it said anything
         self._frames = Frames()
@@ -114,7 +114,7 @@ class WorkerState:
         sock.setblocking(False)
         self.sock, self.is_deaf, self.is_killed = sock, False, False
         self._frames = Frames()
-        self.num_calls = -1
+        self.progress = (-1, 0)
         for known in self.known.values():
             self.send(Learn(known.number, known.grammar), is_awaited=True)
         for row in self.rows.values():

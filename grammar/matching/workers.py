@@ -35,6 +35,7 @@ from pdkv.grammar.matching.messages import (
 )
 from pdkv.grammar.matching.slab import Slab, size_bytes
 from pdkv.grammar.matching.state import Known, Row, WorkerState
+from pdkv.host.process_info import process_cpu_ns
 from pdkv.sampling.shape import Grammar
 from pdkv.wire.types import RequestKey
 
@@ -42,7 +43,9 @@ START_TIMEOUT_S = 120.0
 """Seconds for imports and the vocabulary on a busy machine."""
 
 STUCK_S = 10.0
-"""Seconds after which a worker without progress, for example a stopped one, is replaced."""
+"""Seconds after which a worker that gets nothing done and uses no processor time, such as a stopped one, is replaced.
+One that computes ends by its bound of processor time, however long a busy host takes to give it that.
+"""
 
 REMEMBER_S = 60.0
 """Seconds for which a given-up grammar is refused by its digest."""
@@ -273,9 +276,10 @@ class Workers:
         assert self.slab is not None
         if not worker.num_awaited:
             return
-        now, calls = self._now(), int(self.slab.calls[worker.index])
-        if calls != worker.num_calls:
-            worker.num_calls, worker.waits_since = calls, now
+        now, pid = self._now(), self.slab.pids[worker.index]
+        progress = self.slab.calls[worker.index], process_cpu_ns(pid) if pid else 0
+        if progress != worker.progress:
+            worker.progress, worker.waits_since = progress, now
         elif now >= worker.waits_since + STUCK_S:
             logger.warning("a process that matches grammars has made no progress for %g s: it is replaced", STUCK_S)
             worker.waits_since = now

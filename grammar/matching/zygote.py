@@ -102,6 +102,7 @@ class _Zygote:
             die_with_parent()
             self._control.close()
             self._selector.close()
+            self._slab.pids[worker] = os.getpid()
             silence = os.open(os.devnull, os.O_WRONLY)
             os.dup2(silence, 2)  # the library's remarks on a client's grammar
             with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ _KINDS = {
 }
 _OF_SERVERS = frozenset(get_args(CallOfServer))
 _ITEMS_IN_A_ROW = 64
-"""They take half a millisecond."""
+"""Items that are read in half a millisecond."""
 
 _FIELDS = sorted({name for kind in _KINDS.values() for name in kind.required | kind.optional})
 

@@ -19,6 +19,7 @@ from pdkv.errors import GrammarGivenUp, InvalidRequest
 from pdkv.grammar.matching import workers
 from pdkv.grammar.matching.host import GrammarHost
 from pdkv.grammar.matching.state import Known
+from pdkv.host.process_info import process_cpu_ns
 from pdkv.models.config import load_model_config
 from pdkv.sampling.shape import Grammar
 from pdkv.testing import VirtualClock
@@ -146,6 +147,30 @@ def test_a_worker_that_is_stopped_is_replaced(host: Host) -> None:
 COSTLY = lark("start: " + "|".join(f"r{i}" for i in range(20_000)) + "".join(f'\nr{i}: "x{i}"' for i in range(20_000)))
 DEEP = lark("start: r0" + "".join(f'\nr{i}: "a" r{i + 1}' for i in range(50_000)) + '\nr50000: "b"')
 """Overflows the library's stack."""
+
+
+def test_a_worker_that_gets_little_processor_time_is_not_replaced() -> None:
+    """A busy host: between two looks it computes, but ends no call."""
+    made = Host()
+    try:
+        made.ask(BITS)
+        [pid] = made.pids
+        os.kill(pid, signal.SIGSTOP)
+        ticket, books = made.host.ask(COSTLY, ""), made.host._workers
+        for _ in range(2 * workers.MAX_LOST):
+            before = process_cpu_ns(pid)
+            os.kill(pid, signal.SIGCONT)
+            wait_until_true(lambda before=before: process_cpu_ns(pid) > before, "it computes")  # type: ignore[misc]
+            os.kill(pid, signal.SIGSTOP)
+            with books.lock:
+                made.clock.advance(workers.STUCK_S)
+                books._look_after(books.worker_of(""))
+        os.kill(pid, signal.SIGCONT)
+        made.wait(lambda: ticket.done)
+        assert ticket.error is None
+        assert made.pids == [pid]
+    finally:
+        made.host.close()
 
 
 @pytest.mark.parametrize(
