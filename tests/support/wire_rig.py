@@ -121,7 +121,7 @@ def connected(
 def raw_peer(context: Context, endpoint: str) -> "zmq.Socket[bytes]":
     socket = context.socket(zmq.DEALER)
     socket.linger = 0
-    socket.rcvtimeo = int(TIMEOUT_S * 1000)
+    socket.rcvtimeo = socket.sndtimeo = int(TIMEOUT_S * 1000)
     socket.connect(endpoint)
     return socket
 
