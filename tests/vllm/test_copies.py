@@ -45,7 +45,7 @@ def copy_out(recorded: RecordedStreams) -> bool:
         for cache, value in zip(caches, values(2), strict=True):
             cache.copy_(value)
     recorded.finish()
-    copies.last.wait(5.0)
+    copies.last.wait(60.0)
     return torch.equal(staging[PAIRS.staging], images(values(1)))
 
 
@@ -59,7 +59,7 @@ def copy_in(recorded: RecordedStreams) -> bool:
     copies.copy_in(PAIRS)
     with recorded.compute.on():
         read = [cache.clone() for cache in caches]
-    copies.last.wait(5.0)
+    copies.last.wait(60.0)
     staging.fill_(-3.0)
     recorded.finish()
     return torch.equal(images(read), images(values(1)))
@@ -93,7 +93,7 @@ class Inner:
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         assert meta.earlier_steps is not None
-        meta.earlier_steps.wait(5.0)
+        meta.earlier_steps.wait(60.0)
         self.seen.append(self.staging[PAIRS.staging].clone())
 
     def wait_for_save(self) -> None:
