@@ -180,7 +180,8 @@ def test_a_tier_that_is_back_is_used_again(server: RedisServer, tmp_path: Path) 
 
 def test_if_all_tiers_fail_the_error_is_told(server: RedisServer) -> None:
     options = StoreOptions(operation_timeout_s=0.2, connect_timeout_s=0.2)
-    with TieredStore([RedisStore(server.url, options), RedisStore(server.url, options)]) as store, server.stopped():
+    stores = [RedisStore(server.url, options) for _ in range(2)]
+    with TieredStore(stores, retry_after_s=1000) as store, server.stopped():
         for error in (StoreTimeout, StoreUnavailable):  # the second time they rest, and nothing is waited for
             with pytest.raises(error):
                 get(store, b"a")
@@ -249,7 +250,7 @@ class Refusing(MemoryStore):
 def test_a_tier_that_cannot_be_written_is_read(error: StoreError) -> None:
     """F57: And what would be sent in vain is not sent."""
     name = f"unwritable-{error.code}"
-    with MemoryStore(name) as filler, TieredStore([Refusing(name, error)]) as store:
+    with MemoryStore(name) as filler, TieredStore([Refusing(name, error)], retry_after_s=1000) as store:
         filler.put(items(b"a"))
         refusing = store.tiers[0].store
         assert isinstance(refusing, Refusing)
