@@ -17,6 +17,7 @@ from pdkv.router.admission.tenants import Tenant
 from pdkv.router.fronts.session import Session, answer
 from pdkv.router.fronts.wire import Link, PageScope, Problem
 from pdkv.router.http.answer.request_report import record
+from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.metrics.exposition import gauge
 from pdkv.router.metrics.recorder import Recorder
@@ -43,11 +44,14 @@ class Hall:
         self, dispatcher: "Dispatcher", admission: Admission, metrics: Metrics, drain: Drain, keys: KeyRing | None,
         pages: ASGIApp, max_kept_bytes: int, recorder: Recorder | None = None,
     ) -> None:  # fmt: skip
-        """`pages` serves what fronts do not; `max_kept_bytes`: of answers without a front, oldest dropped first."""
+        """`pages` serves what fronts do not; `max_kept_bytes`: of answers without a front, oldest dropped first, and as
+        many for bodies of requests whose answers may be taken up.
+        """
         self.dispatcher, self.drain, self.pages = dispatcher, drain, pages
         self._admission, self._metrics, self._keys, self._recorder = admission, metrics, keys, recorder
         self._no_totals = Totals()  # of what is not counted
         self._max_kept_bytes = max_kept_bytes
+        self._bodies = ByteBudget(max_kept_bytes, "the bodies of answers that may be taken up")
         self._fronts: dict[Door, asyncio.Task[None]] = {}
         self._kept: dict[str, Session] = {}  # that may be taken up, by id
         self._alone: dict[Session, int] = {}  # those without a front or over, and their bytes; oldest first
@@ -123,6 +127,7 @@ class Hall:
         """End a session for good. Idempotent."""
         self._rejoin(session)
         self._kept.pop(session.id, None)
+        self._bodies.give(session.body)
         session.close("disconnected")
 
     def _rejoin(self, session: Session) -> None:
@@ -131,9 +136,11 @@ class Hall:
         if session.timer is not None:
             session.timer.cancel()
 
-    def admitted(self, session: Session) -> None:
-        """Let it be taken up from now on."""
-        self._kept[session.id] = session
+    def admits(self, session: Session, num_bytes: int) -> bool:
+        """Let it be taken up from now on, if there is memory for the body of its request."""
+        if has_room := self._bodies.try_take(session.body, num_bytes):
+            self._kept[session.id] = session
+        return has_room
 
     def take_up(self, resume_id: str, path: str, tenant: Tenant) -> Session:
         """The session of this id. Raises InvalidRequest (404)."""

@@ -17,6 +17,7 @@ from pdkv.router.fronts.wire import Facts, Link, Problem, as_list, encode
 from pdkv.router.http.answer.request_report import record
 from pdkv.router.http.read.job import Job
 from pdkv.router.http.read.prompts import Prompt
+from pdkv.router.http.server.budget import Held
 from pdkv.router.metrics.recorder import Recorder
 from pdkv.router.metrics.requests import RequestMetrics
 from pdkv.router.request import GenerateRequest, PromptKeys
@@ -32,8 +33,8 @@ _told = msgspec.msgpack.Decoder(list[tuple[str, int, int, msgspec.Raw]])
 class Keeper(Protocol):
     """What has the sessions that may be taken up again."""
 
-    def admitted(self, session: "Session") -> None:
-        """Let it be taken up from now on."""
+    def admits(self, session: "Session", num_bytes: int) -> bool:
+        """Let it be taken up from now on, if there is memory for the body of its request."""
 
     def keep(self, session: "Session") -> None:
         """Take it over: it has no front, or is over."""
@@ -120,6 +121,7 @@ class Session:
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(visit)
         self.timer: asyncio.TimerHandle | None = None
+        self.body = Held(visit.tenant.digest)  # of its request, as far as it is kept
         self._keeper, self._recorder = keeper, recorder
         self._is_over = False
         self._runs: dict[int, Run] = {}
@@ -177,9 +179,8 @@ class Session:
             self._terms = self.visit.judge(asked)
             self._asked = asked
             self.metrics.prepared(len(asked.prompt_lengths) * asked.n)
-            if replay.body:
+            if replay.body and self._keeper.admits(self, len(replay.body)):
                 self.kept = replay
-                self._keeper.admitted(self)
         except MalformedMessage:
             raise
         except PdkvError as error:

@@ -277,6 +277,28 @@ def test_answers_without_a_front_end_when_their_memory_is_full(tmp_path: Path) -
     run(main())
 
 
+def test_bodies_that_are_kept_are_bounded_and_one_key_leaves_room_for_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        keys, headers = write_keys(tmp_path, "a", "b")
+        async with rig(tmp_path, kept=100_000, keys=keys) as hall:
+            front, tasks = await hall.front(), []
+            for number, key in enumerate("aaab"):
+                asked = begin(front, "POST", COMPLETIONS, body(user="u" * 20_000), headers[key])
+                (await hall.dispatcher.next_generation(number)).put(tokens(10))
+                await asked[0].wait_for_writes(1)
+                tasks.append(asked[1])
+            owners = [session.visit.tenant.name for session in hall.hall._kept.values()]
+            assert owners == ["a", "a", "b"], "of the third one, nothing but the stream"
+            for generation in hall.dispatcher.generations:
+                generation.put(tokens(11, end="length"))
+            await asyncio.gather(*tasks)
+            for session in list(hall.hall._kept.values()):
+                hall.hall.drop(session)
+            assert hall.hall._bodies.held == 0
+
+    run(main())
+
+
 def test_other_paths_and_refusals_are_the_dispatchers(tmp_path: Path) -> None:
     async def main() -> None:
         keys, headers = write_keys(tmp_path, "a")
