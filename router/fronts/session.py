@@ -29,6 +29,9 @@ logger = logging.getLogger(__name__)
 
 _told = msgspec.msgpack.Decoder(list[tuple[str, int, int, msgspec.Raw]])
 
+TOLD_IN_A_ROW = 512
+"""Calls that a front is told again in one turn of the event loop: half a millisecond."""
+
 
 class Keeper(Protocol):
     """What has the sessions that may be taken up again."""
@@ -67,7 +70,7 @@ class Run:
     def tell_news(self) -> None:
         """Tell what is new, once."""
         generation, session = self.generation, self.session
-        if self._is_over or session.link is None:
+        if self._is_over or session.link is None or session.is_behind:
             return
         try:
             delta = generation.take()
@@ -128,7 +131,9 @@ class Session:
         self._asked: Asked | None = None
         self._terms: Terms | None = None
         self._requests: dict[int, GenerateRequest] = {}
-        self._told, self._num_told = bytearray(), 0  # encoded calls, in order, if it can be taken up again
+        self._told = list[bytearray]()  # encoded calls, TOLD_IN_A_ROW in each, if it can be taken up again
+        self._num_told = 0
+        self.is_behind = False  # its front is told again what another one was
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -137,7 +142,13 @@ class Session:
         of_tokens = 48 * sum(run.num_sent for run in self._runs.values())
         requests = self._requests.values()
         of_prompts = 36 * sum(len(each.prompt_token_ids) + len(each.prediction_token_ids) for each in requests)
-        return 4096 + of_tokens + of_prompts + len(self._told) + (len(self.kept.body) if self.kept is not None else 0)
+        return (
+            4096
+            + of_tokens
+            + of_prompts
+            + sum(map(len, self._told))
+            + (len(self.kept.body) if self.kept is not None else 0)
+        )
 
     def tell(self, name: str, choice: int, what: object) -> None:
         """Tell its front something of a choice, and each front that takes it up."""
@@ -145,7 +156,9 @@ class Session:
         if self.link is not None:
             self.link.put(call)
         if self.kept is not None:
-            self._told += call
+            if not self._num_told % TOLD_IN_A_ROW:
+                self._told.append(bytearray())
+            self._told[-1] += call
             self._num_told += 1
 
     def join(self, link: Link, number: int) -> None:
@@ -154,10 +167,22 @@ class Session:
             del self.link.objects[self._number]
             self.link.send(self._number, "taken")
         self._number, link.objects[number] = number, self
+        self.link, self.is_behind = link, True
         answer(link, number, self.visit.tenant, None, self.id, self.kept)
-        for name, _, choice, what in _told.decode(as_list(self._num_told, self._told)):
+        self._tell_again(link, number, 0)
+
+    def _tell_again(self, link: Link, number: int, index: int) -> None:
+        """Tell a front what another one was told, part by part as it reads them; and then what is new."""
+        if (self.link, self._number) != (link, number):  # it has left, or another one has come
+            return
+        if index == len(self._told):
+            self.is_behind = False
+            self._attach(link)
+            return
+        num = min(TOLD_IN_A_ROW, self._num_told - index * TOLD_IN_A_ROW)
+        for name, _, choice, what in _told.decode(as_list(num, self._told[index])):
             link.send(number, name, choice, what)
-        self._attach(link)
+        link.ask_for_news(partial(self._tell_again, link, number, index + 1))
 
     def left(self) -> None:
         """Note that its front is gone."""

@@ -4,6 +4,7 @@ import array
 import asyncio
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from pdkv.config import RouterConfig
 from pdkv.errors import EngineUnavailable, RequestAborted, RequestTimeout
 from pdkv.launch.listening import listen_for_fronts
 from pdkv.router.admission.api_keys import KeyRing, make_key
-from pdkv.router.fronts import remote, wire
+from pdkv.router.fronts import remote, session, wire
 from pdkv.router.fronts.front_app import FrontApp
 from pdkv.router.fronts.hall import Hall
 from pdkv.router.fronts.remote import RemoteDesk
@@ -129,7 +130,11 @@ def write_keys(path: Path, *names: str, limits: str = "") -> tuple[KeyRing, dict
     [{}, {"n": 3, "logprobs": 2}, {"stop": ["zz"], "echo": True}, {"messages": [{"role": "user", "content": "a"}]}],
     ids=["one", "n", "echo", "chat"],
 )
-def test_a_stream_taken_up_at_another_front_has_each_event_once(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_a_stream_taken_up_at_another_front_has_each_event_once(
+    tmp_path: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "TOLD_IN_A_ROW", 2)
+
     def part(*token_ids: int, end: str | None = None) -> Delta:
         of_each = [logprob(i, 9) for i in token_ids] if "logprobs" in fields else None
         return tokens(*token_ids, end=end, logprobs=of_each)
@@ -164,6 +169,40 @@ def test_a_stream_taken_up_at_another_front_has_each_event_once(tmp_path: Path, 
             assert len(hall.dispatcher.generations) == num_choices
 
     run(main())
+
+
+def test_others_have_their_turn_while_a_front_is_told_a_long_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever takes it up again and again costs little each time."""
+    monkeypatch.setattr(session, "TOLD_IN_A_ROW", 2)
+    turn, told, send = 0, Counter[int](), wire.Link.send
+
+    def counted(link: wire.Link, to: int, name: str, *arguments: object) -> None:
+        told[turn] += name == "delta"
+        send(link, to, name, *arguments)
+
+    async def take_turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def main() -> None:
+        async with rig(tmp_path) as hall:
+            front, others = await hall.front(), asyncio.create_task(take_turns())
+            whole, task = begin(front, "POST", COMPLETIONS, body(max_tokens=30))
+            for number in range(20):
+                (await hall.dispatcher.next_generation(0)).put(tokens(10, end="length" if number == 19 else None))
+                await whole.wait_for_writes(number + 1)
+            await task
+            monkeypatch.setattr(wire.Link, "send", counted)
+            again = await call(front, "POST", COMPLETIONS, headers={"x-pd-resume-id": whole.headers["x-pd-resume-id"]})
+            others.cancel()
+            assert [data for _, data in events(again)] == [data for _, data in events(whole)]
+
+    run(main())
+    assert (told.total(), max(told.values())) == (20, 2)
 
 
 def test_an_answer_is_taken_up_with_its_own_key_and_path_alone(tmp_path: Path) -> None:
