@@ -1,5 +1,6 @@
 """Turns the body of POST /v1/responses into a checked request by way of a chat; errors name its own fields."""
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -119,11 +120,8 @@ def _keeper(body: ResponsesBody, kept: Kept) -> Callable[[str, bytes], None]:
     if isinstance(given, str):
         given = [InputItem(role="user", content=[InputPart(type="input_text", text=given)])]
     new = msgspec.json.encode(given)[1:-1]
-
-    def keep(response_id: str, output: bytes) -> None:
-        kept.store.put(kept.owner, response_id, body.previous_response_id, b",".join(filter(None, [new, output])))
-
-    return keep
+    name = kept.store.begin(kept.owner, body.previous_response_id, new)  # there, since it has room for so much
+    return functools.partial(kept.store.end, kept.owner, name)
 
 
 def _as_chat(body: ResponsesBody, own: OwnTools, before: Sequence[InputItem], cancelled: Cancelled) -> ChatBody:

@@ -1,5 +1,6 @@
 """Stores responses in memory for a while, per API key, so that a client can continue from one by its id."""
 
+import secrets
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -55,6 +56,20 @@ class ResponseStore:
             self._entries[owner, response_id] = entry
             self._sizes[owner] += entry.size
             self._forget()
+
+    def begin(self, owner: str, previous: str | None, items: bytes) -> str:
+        """Store the items of a request whose response is to come, for as long as a response. Returns their name."""
+        name = secrets.token_hex(16)
+        self.put(owner, name, previous, items)
+        return name
+
+    def end(self, owner: str, name: str, response_id: str, output: bytes) -> None:
+        """Store a response to what `begin` stored, unless that had to make room."""
+        with self._lock:
+            if (entry := self._entries.get((owner, name))) is None:
+                return
+            self._drop((owner, name))
+        self.put(owner, response_id, entry.previous, b",".join(filter(None, [entry.items, output])))
 
     def conversation(self, owner: str, response_id: str) -> list[bytes]:
         """All items up to a response's end, of each response as a JSON list without its brackets; their time to live

@@ -18,7 +18,7 @@ from pdkv.config import HttpApi, HttpLimits
 from pdkv.errors import InvalidRequest, RequestAborted
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.http.responses_api import tools as own_tools
-from pdkv.router.http.responses_api.prepare import Kept, prepare_responses
+from pdkv.router.http.responses_api.prepare import RESPONSES, Kept, prepare_responses
 from pdkv.router.http.responses_api.protocol import ResponsesBody
 from pdkv.router.http.responses_api.store import ResponseStore
 from pdkv.text import Tokenizer
@@ -272,6 +272,21 @@ def test_a_long_conversation_is_no_work_of_the_event_loop_and_may_be_no_larger_t
     kept.store.put("a", "r2", "r1", b",".join([b'{"type": "web_search_call"}'] * 50_000))
     with pytest.raises(InvalidRequest, match="lists and objects: drop or summarize the oldest messages"):
         prepare_responses(body, served(), kept=kept)
+
+
+def test_what_running_requests_hold_of_their_input_counts_and_makes_room() -> None:
+    kept = Kept(ResponseStore(1 << 20, 9.0, 1 << 20), "a")
+    given = [{"role": "user", "content": "x"}, {"type": "web_search_call", "result": "x" * 400_000}]
+    body = RESPONSES.decode(json.dumps({"input": given}).encode())
+    jobs = [prepare_responses(body, served(), kept=kept) for _ in range(3)]
+    assert kept.store.held > 800_000
+    for number, job in enumerate(jobs):
+        assert job.keep is not None
+        job.keep(f"r{number}", b'"out"')
+    [items] = kept.store.conversation("a", "r2")
+    assert (items[:15], items[-6:]) == (b'{"role":"user",', b',"out"')
+    with pytest.raises(InvalidRequest, match="no response 'r0'"):
+        kept.store.conversation("a", "r0")
 
 
 def test_namespaces_within_each_other_and_a_great_many_tools_are_refused() -> None:
