@@ -74,7 +74,9 @@ def run_pair(context: Context, connector: str) -> list[Claim]:
 
         servers = [serve(number, wait=number == 1) for number in range(2)]
         words = [f"vllm-{role}={server.url}" for role, server in zip(("prefill", "decode"), servers, strict=True)]
-        url = stack.enter_context(_router(model, Path(files, "router.log"), ["--backend", *words]))
+        url = stack.enter_context(
+            _router(model, Path(files, "router.log"), ["--local-turns", "never", "--backend", *words])
+        )
         cases = [
             (f"{role} server {name}", i, _FAILURES[name])
             for i, role in enumerate(("prefill", "decode"))
