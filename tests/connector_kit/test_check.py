@@ -105,6 +105,15 @@ def assert_passed(report: Report) -> None:
     assert report.passed == sum(case.status == "passed" for case in report.cases) > 0
 
 
+def test_a_fork_server_whose_kit_has_gone_says_nothing() -> None:
+    kit, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    kit.close()
+    code = f"from pdkv.connector_kit.rig import zygote; zygote.PRELOADED = (); zygote.main({control.fileno()})"
+    done = subprocess.run([*PYTHON, "-c", code], pass_fds=[control.fileno()], stderr=subprocess.PIPE, timeout=60)
+    control.close()
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.fixture(scope="module", autouse=True)
 def importable() -> Iterator[None]:
     """The broken connectors and the examples, here and in the kit's processes."""
@@ -128,15 +137,6 @@ def need(connector: str) -> None:
 
 
 @pytest.mark.parametrize(("connector", "options"), SHIPPED, ids=[name_of(*row) for row in SHIPPED])
-def test_a_fork_server_whose_kit_has_gone_says_nothing() -> None:
-    kit, control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    kit.close()
-    code = f"from pdkv.connector_kit.rig import zygote; zygote.PRELOADED = (); zygote.main({control.fileno()})"
-    done = subprocess.run([*PYTHON, "-c", code], pass_fds=[control.fileno()], stderr=subprocess.PIPE, timeout=60)
-    control.close()
-    assert (done.returncode, done.stderr) == (0, b"")
-
-
 def test_the_kit_passes_for_what_is_shipped(connector: str, options: dict[str, str], zygote: Zygote) -> None:
     """F1, F2, F3, F4, F5, F9, F10, F17, F19, F20, F24, as each case says."""
     need(connector)
