@@ -55,6 +55,7 @@ def _of(module_run: Callable[[Context, str], list[Claim]], size: str) -> Benchma
 
 BENCHMARKS: dict[str, Benchmark] = {
     "startup": startup.run,
+    "startup_second": startup.run_second,
     "step_thread": step_thread.run,
     "host_gap": host_gap.run,
     "ttft_tiny": _of(ttft.run, "tiny"),

@@ -56,6 +56,13 @@ def test_new_engines_get_their_share_of_what_there_is_with_them(run_dir: RunDire
     assert [(spec.name, spec.config.threads, spec.num_engines) for spec in specs] == [
         ("decode-1", 1, 4), ("decode-2", 1, 4),
     ]  # fmt: skip
+    assert os.environ[SPIN_VARIABLE] == "20000", "one thread waits for no other: the fork server stays"
+
+
+def test_threads_that_share_cpus_do_not_spin(run_dir: RunDirectory) -> None:
+    control = make_control(run_dir, LaunchConfig(), threads=2)
+    control.choose_spin(list(control.supervisor.engines.values()))
+    control.plan({"decode": 1})
     assert os.environ[SPIN_VARIABLE] == "0", "the old engines keep their threads: there are more than CPUs"
 
 

@@ -38,7 +38,7 @@ _LIFELINE_GRACE_S = 2.0
 _MAX_PIPE_BYTES = 64 * 1024
 _PROBE_S = 2.0  # seconds for a store to be found unreachable at the start
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("pdkv.launch.engine_process")  # also as "__main__", whose level is not that of --log-level
 
 
 _NEWS, _STEP_ENDED = b"\0", b"\xff"  # bytes in the pipe other than signal numbers

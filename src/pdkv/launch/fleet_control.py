@@ -234,8 +234,8 @@ class FleetControl:
                 specs.append(
                     plan_engine(deployment, self.run_dir, kind, index, num_engines=num_engines, num_ranks=num_ranks)
                 )
-        if specs:
-            self.choose_spin([*self.supervisor.engines.values(), *specs])
+        if any(spec.config.in_host_memory and spec.config.threads != 1 for spec in specs):
+            self.choose_spin([*self.supervisor.engines.values(), *specs])  # others have no threads that could spin
         if deployment.on_ray:
             return specs
         running = self.supervisor.engines.values()
@@ -246,7 +246,7 @@ class FleetControl:
         rounds = str(spin_rounds([spec.config.threads or 1 for spec in engines for _ in range(spec.config.tp)]))
         if self.chooses_spin and os.environ.get(SPIN_VARIABLE) != rounds:
             os.environ[SPIN_VARIABLE] = rounds
-            self.supervisor.renew_environment()  # libgomp has read the old one there
+            self.supervisor.renew_environment()  # libgomp has read the old one there; the next start imports anew
 
     def _planned_anew(self, name: str) -> EngineSpec:
         """The engine with its share of the machine among the current engines."""
