@@ -9,15 +9,12 @@ them are recited, greedily, over KV that went through a codec, in bfloat16, and 
 has changed if any of its tokens has.
 """
 
-import importlib.util
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +22,7 @@ import torch
 
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context, show
+from benchmarks.support import recall_module
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.config import DEFAULT_MODEL
 from pdkv.connector_kit.bench.turns import times_in_turns
@@ -176,17 +174,6 @@ def go_on(model: Any, caches: Sequence[Layers], last: torch.Tensor, num_tokens: 
         last = model(last, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
         answers.append(last)
     return torch.cat(answers, 1)
-
-
-def recall_module() -> ModuleType:
-    """examples/default_model/recall.py, which belongs to no package."""
-    spec = importlib.util.spec_from_file_location("recall", ROOT / "examples" / "default_model" / "recall.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["recall"] = module  # where its dataclasses look
-    spec.loader.exec_module(module)
-    return module
 
 
 def all_codecs() -> Iterator[Codec]:

@@ -86,27 +86,32 @@ def make_model(path: Path, size: str, device: str = "cpu") -> None:
     _make(path, family, fields, device, "bfloat16")  # never as float32: the large one would take 4 GB
 
 
-def find_wide(folder: Path, width: int, noise: float, dtype: str = "bfloat16") -> Path:
+def find_wide(folder: Path, width: int, noise: float, dtype: str = "bfloat16", times: int = 1) -> Path:
     """A model directory of the embedded model with `width` more neurons in each layer, made if it is not there.
 
     Args:
         noise: standard deviation of their weights behind the activation; with 0 the function is that of the embedded
             model, and otherwise nearly so.
+        times: its hidden state has so many times as many numbers, all others zeros: 4 to a power, so that norms of them
+            are exact.
     """
-    path = folder / f"wide-{width}-{noise:g}-{dtype}"
+    path = folder / f"wide-{times}-{width}-{noise:g}-{dtype}"
     if not path.exists():
-        _whole(path, lambda work: _widen(work, width, noise, dtype))
+        _whole(path, lambda work: _widen(work, width, noise, dtype, times))
     return path
 
 
-def _widen(work: Path, width: int, noise: float, dtype: str) -> None:
+def _widen(work: Path, width: int, noise: float, dtype: str, times: int) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
     draw = torch.Generator().manual_seed(_SEED)
     shutil.copytree(DEFAULT_MODEL, work, dirs_exist_ok=True)
     fields = json.loads((work / "config.json").read_text())
+    zeros = (times - 1) * fields["hidden_size"]
     fields["intermediate_size"] += width
+    fields["hidden_size"] += zeros
+    fields["rms_norm_eps"] /= times
     (work / "config.json").write_text(json.dumps({**fields, "dtype": dtype}))
     weights = load_file(work / "model.safetensors")
     for name, weight in weights.items():
@@ -115,6 +120,10 @@ def _widen(work: Path, width: int, noise: float, dtype: str) -> None:
             shape = (weight.shape[0], width) if axis else (width, weight.shape[1])
             more = torch.randn(shape, generator=draw) * (noise if axis else _GATE)
             weight = torch.cat([weight, more], axis)
+        if weight.dim() == 1:
+            weight = weight / times**0.5
+        adds = "o_proj" in name or "down_proj" in name
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, zeros) if adds else (0, zeros))
         weights[name] = weight.to(getattr(torch, dtype)).contiguous()
     save_file(weights, work / "model.safetensors", {"format": "pt"})
 

@@ -21,6 +21,7 @@ from benchmarks.models import find_wide
 from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, post
+from benchmarks.support import recall_module
 from pdkv import LLM, SamplingParams
 from pdkv.base.options import option
 from pdkv.config import DEFAULT_MODEL
@@ -29,12 +30,17 @@ from pdkv.engine.proposers.base import Asked, Place
 from pdkv.engine.proposers.registry import make_proposer
 from pdkv.proposers import NewRequest, ProposerOptions, TokenProposer
 
-RECITED = 200
-NUM_WORDS_SAID, _EOS = 96, 1
-WIDTH = 122_880
-"""Neurons added to each layer: then a step reads as many bytes as one of the random model "mid"."""
+FACTS = 28
+RECITED = 7 * FACTS + 3
+"""Tokens that name so many facts."""
 
-NOISE = 0.12
+NUM_WORDS_SAID, _EOS = 96, 1
+WIDTH, TIMES = 7_680, 16
+"""Neurons added to each layer, and what the hidden size is multiplied by: then a step reads as many bytes as one of the
+random model "mid", in layers of shapes that models have.
+"""
+
+NOISE = 0.48
 """Standard deviation for which the wide model draws four of five tokens as the embedded one does."""
 
 BESIDE = (1, 8)
@@ -75,13 +81,10 @@ class Load(NamedTuple):
 
     @classmethod
     def recital(cls, llm: LLM, at_once: int, turn: int) -> "Load":
-        """Prompts that say a text twice and begin it again."""
-        prompts = []
-        for i in range(at_once):
-            words = random.Random(1000 * turn + i).choices(_WORDS, k=RECITED)
-            ids = llm.get_tokenizer().encode(" ".join(words))[:RECITED]
-            prompts.append([*ids, *ids, *ids[:20]])
-        return cls(prompts, _params(at_once, RECITED - 20, temperature=0.0))
+        """Facts that are to be repeated, which the embedded model does."""
+        recitals = [recall_module().make_recital(1000 * turn + i, FACTS) for i in range(at_once)]
+        prompts = [llm.get_tokenizer().encode(recital.prompt) for recital in recitals]
+        return cls(prompts, _params(at_once, RECITED, temperature=0.0))
 
     @classmethod
     def words(cls, llm: LLM, at_once: int, turn: int) -> "Load":
@@ -100,8 +103,8 @@ class Load(NamedTuple):
 
 def run(context: Context) -> list[Claim]:
     """Ratios of tokens a second, each from one run in turns."""
-    rounds, width = (1, 1024) if context.quick else (3, WIDTH)
-    wide = find_wide(context.models, width, 0.0)
+    rounds, width, times = (1, 1024, 1) if context.quick else (3, WIDTH, TIMES)
+    wide = find_wide(context.models, width, 0.0, times=times)
     claims = [
         _compare(
             f"{name}, recital, {at_once} at once, ngram / without",
@@ -129,9 +132,15 @@ def _compare(
 ) -> Claim:
     without, with_guesses = _llm(None, path), _llm(config, path)
     ratios = _in_turns(without, with_guesses, lambda turn: make(without, turn), rounds)
-    figures = _counts(with_guesses)
+    figures = {**_counts(with_guesses), "prompts' share without": _prompts_share(without, make(without, 0))}
     _end(without, with_guesses)
     return Claim.of(name, Spread.of(ratios), least, "higher", figures)
+
+
+def _prompts_share(llm: LLM, load: Load) -> float:
+    """Of the time that the load takes: 1 / this is the most that guesses can bring."""
+    first = load._replace(params=_params(len(load.prompts), 1, temperature=0.0))
+    return min(_time(llm, first)[1] for _ in range(2)) / min(_time(llm, load)[1] for _ in range(2))
 
 
 def _counts(llm: LLM) -> dict[str, float]:
@@ -216,7 +225,8 @@ def _oracle(path: Path, steps: _Steps) -> list[Claim]:
 
 def _draft_model(context: Context, steps: _Steps) -> Claim:
     """The embedded model drafts for a wide one that agrees with it as often as NOISE makes it."""
-    path, config = find_wide(context.models, WIDTH, NOISE), {"model": str(DEFAULT_MODEL), "num_speculative_tokens": 8}
+    path = find_wide(context.models, WIDTH, NOISE, times=TIMES)
+    config = {"model": str(DEFAULT_MODEL), "num_speculative_tokens": 8}
     drafter, first = _llm(None), _llm({**config, "num_speculative_tokens": 1, "adaptive": False}, path)
     guess_s = min(_time(drafter, Load.words(drafter, 1, turn))[1] for turn in range(3)) / NUM_WORDS_SAID
     for turn in range(4):
@@ -243,7 +253,7 @@ def _step_seconds(path: Path, load: Load, k: int) -> float:
 def run_beside(context: Context) -> list[Claim]:
     """Our gain / that of vLLM's own n-grams, with the same model and texts."""
     assert context.vllm is not None
-    path = find_wide(context.models, WIDTH, 0.0)
+    path = find_wide(context.models, WIDTH, 0.0, times=TIMES)
     llm = _llm(None, path)
     loads = {at_once: [Load.recital(llm, at_once, turn).prompts for turn in range(4)] for at_once in BESIDE}
     _end(llm)
@@ -269,7 +279,7 @@ def _recital(at_once: int, llm: LLM, turn: int) -> Load:
 
 def _complete(server: Server, prompts: Sequence[list[int]]) -> float:
     """Seconds until the server has completed all prompts, sent at once."""
-    fixed = {"model": server.model, "max_tokens": RECITED - 20, "temperature": 0, "ignore_eos": True}
+    fixed = {"model": server.model, "max_tokens": RECITED, "temperature": 0, "ignore_eos": True}
     begin = perf_counter()
     with ThreadPoolExecutor(len(prompts)) as pool:
         list(pool.map(lambda prompt: post(f"{server.url}/v1/completions", fixed | {"prompt": prompt}), prompts))

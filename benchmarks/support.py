@@ -1,10 +1,11 @@
 """What tests and benchmarks share lies in tests/support and tests/harness."""
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 TESTS = Path(__file__).parent.parent / "tests"
@@ -16,6 +17,17 @@ def support_module(name: str) -> Any:
         if str(TESTS / folder) not in sys.path:
             sys.path.insert(0, str(TESTS / folder))
     return importlib.import_module(name)
+
+
+def recall_module() -> ModuleType:
+    """examples/default_model/recall.py, which belongs to no package."""
+    spec = importlib.util.spec_from_file_location("recall", TESTS.parent / "examples" / "default_model" / "recall.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["recall"] = module  # where its dataclasses look
+    spec.loader.exec_module(module)
+    return module
 
 
 @contextmanager

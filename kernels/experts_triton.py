@@ -140,7 +140,13 @@ def grouped_linear_triton(x: torch.Tensor, weights: torch.Tensor, order: Order, 
 def add_weighted_triton(
     x: torch.Tensor, places: torch.Tensor, factors: torch.Tensor, residual: torch.Tensor | None
 ) -> torch.Tensor:
-    """residual + the weighted sum of some rows of x (places, size), rounded once; arguments as of `add_weighted`."""
+    """residual + the weighted sum of some rows of x (rows, size), rounded once: (n, size).
+
+    Args:
+        places: (n, chosen) int64, rows of x.
+        factors: (n, chosen) float32, theirs.
+        residual: (n, size); None: 0.
+    """
     (n, chosen), size = places.shape, x.shape[1]
     out = torch.empty((n, size), dtype=x.dtype, device=x.device)
     if n:

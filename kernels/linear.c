@@ -420,12 +420,12 @@ static int64_t take_rows(const linear *all, const layer *const *layers, const in
 }
 
 /* Layers of equal sizes by rows of their own: those of layer i are [ends[i - 1], ends[i]) of `x_rows` and of `out`. */
-void pdkv_linear_group(const layer *const *layers, const int64_t *ends, int64_t groups, const void *x,
-                       const int64_t *x_rows, int64_t x_stride, void *out, void *scratch, int64_t num_threads,
-                       int64_t before) {
+static void multiply_group(const layer *const *layers, const int64_t *ends, int64_t groups, const void *x,
+                           const int64_t *x_rows, int64_t x_stride, void *out, void *scratch, int num_threads,
+                           int64_t before) {
     const linear all = {layers[0], x, NULL, out, scratch, ends[groups - 1], x_stride, 0, {before, NULL, 0}, x_rows};
     const int64_t panels = num_panels(layers[0]);
-#pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
     {
         float sums[BLOCK_ROWS * COLUMNS] __attribute__((aligned(64)));
         some_rows taken[BLOCK_ROWS];
@@ -440,6 +440,32 @@ void pdkv_linear_group(const layer *const *layers, const int64_t *ends, int64_t 
             }
         }
     }
+}
+
+/* Rows that go through a few of the experts each. Experts are of equal sizes, and all arrays contiguous. */
+typedef struct {
+    const layer *const *gate_up, *const *down; /* (experts,) */
+    const void *x, *residual;                  /* (rows, hidden); residual may be NULL */
+    const int64_t *experts;                    /* (rows, chosen) */
+    const float *weights;                      /* the same */
+    void *out;                                 /* (rows, hidden) */
+    void *gates, *products, *scratch;          /* (rows * chosen, 2 * neurons), (rows * chosen, hidden), and of a linear */
+    int64_t *indices;                          /* (experts + 2 * rows * chosen,), overwritten */
+    int64_t num, rows, chosen, num_threads;
+} experts;
+
+void pdkv_experts(const experts *a) {
+    const int64_t count = a->rows * a->chosen, hidden = a->down[0]->outputs;
+    int64_t *const ends = a->indices, *const rows = ends + a->num, *const places = rows + count, begin = 0;
+    memset(ends, 0, (size_t)a->num * sizeof *ends);
+    for (int64_t i = 0; i < count; i++) ends[a->experts[i]]++;
+    for (int64_t i = 0; i < a->num; i++) begin += ends[i], ends[i] = begin - ends[i];
+    for (int64_t i = 0; i < count; i++) rows[places[i] = ends[a->experts[i]]++] = i / a->chosen; /* ends are reached */
+    multiply_group(a->gate_up, ends, a->num, a->x, rows, a->gate_up[0]->inputs, a->gates, a->scratch, (int)a->num_threads, AS_THEY_ARE);
+    multiply_group(a->down, ends, a->num, a->gates, NULL, a->gate_up[0]->outputs, a->products, a->scratch,
+                   (int)a->num_threads, GATED);
+    add_weighted(a->products, places, a->weights, a->residual, a->out, a->rows, a->chosen, hidden, a->down[0]->dtype,
+                 a->num_threads);
 }
 
 /* Lays a line of a row's numbers into every 32nd place of a chunk: they are of 1 byte, or (pairs) of 4. */

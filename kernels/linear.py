@@ -126,7 +126,7 @@ def _library() -> ctypes.CDLL | None:
         "pdkv_linear_row_bytes": (NUMBER, [layer]),
         "pdkv_linear_pack": (None, [POINTER, *[NUMBER] * 4, POINTER, *[NUMBER] * 2]),
         "pdkv_linear": (None, [layer, *[POINTER, NUMBER] * 4, NUMBER, POINTER, ctypes.c_double]),
-        "pdkv_linear_group": (None, [*[POINTER] * 2, NUMBER, *[POINTER] * 2, NUMBER, *[POINTER] * 2, *[NUMBER] * 2]),
+        "pdkv_experts": (None, [ctypes.POINTER(_Experts)]),
         "pdkv_pass_heads": (None, ()),  # which passes.py calls
     }
     return load_library("_linear", functions)
@@ -259,38 +259,65 @@ class PackedWeight:
         return out
 
 
-class PackedGroup:
-    """Weights of equal sizes, each of which multiplies rows of its own."""
+class _Experts(ctypes.Structure):
+    """linear.c's `experts`: what its comments say."""
 
-    def __init__(self, weights: Sequence[PackedWeight]) -> None:
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("gate_up", "down", "x", "residual", "experts", "weights")),
+        *((name, ctypes.c_void_p) for name in ("out", "gates", "products", "scratch", "indices")),
+        *((name, ctypes.c_int64) for name in ("num", "rows", "chosen", "num_threads")),
+    )
+
+
+class PackedExperts:
+    """Gated MLPs of equal sizes, of which each row goes through a few."""
+
+    def __init__(self, gate_up: Sequence[PackedWeight], down: Sequence[PackedWeight]) -> None:
         library = _library()
         assert library is not None, "ask available() first"
-        assert len({(weight.outputs, weight.inputs, weight.dtype) for weight in weights}) == 1, "unequal weights"
-        self.weights = list(weights)  # keeps what `_layers` points at
-        self._layers = (ctypes.c_void_p * len(weights))(*[ctypes.addressof(weight._layer) for weight in weights])
-        self._row_bytes = max(weight._row_bytes for weight in weights)
-        self._run = library.pdkv_linear_group
+        self._num, self._hidden, self._dtype = len(gate_up), gate_up[0].inputs, gate_up[0].dtype
+        self._weights = *gate_up, *down  # keeps what `_layers` points at
+        shapes = {(weight.outputs, weight.inputs, weight.dtype) for weight in self._weights}
+        assert shapes == {
+            (2 * down[0].inputs, self._hidden, self._dtype), (self._hidden, down[0].inputs, self._dtype)
+        }, shapes  # fmt: skip
+        self._layers = [
+            (ctypes.c_void_p * len(each))(*[ctypes.addressof(weight._layer) for weight in each])
+            for each in (gate_up, down)
+        ]
+        self._row_bytes = max(weight._row_bytes for weight in self._weights)
+        self._run = library.pdkv_experts
 
-    def multiply(
-        self, x: torch.Tensor, ends: torch.Tensor, num_threads: int, *, rows: torch.Tensor | None = None,
-        gated: bool = False,
+    def add(
+        self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None,
+        num_threads: int,
     ) -> torch.Tensor:  # fmt: skip
-        """Each weight's rows of x times its weight, one behind the other: (ends[-1], outputs).
+        """residual + the weighted sum of each row's experts, rounded once, (n, hidden); products are rounded, too.
 
         Args:
-            ends: (weights,) int64, where each weight's rows end, those of the first begin at 0.
-            rows: (ends[-1],) int64, which rows of x they are; None: all, as they lie.
-            gated: silu(gate) * up of the rows is multiplied, as with GATED.
+            x: (n, hidden).
+            experts: (n, chosen) int64.
+            weights: (n, chosen) float32.
+            residual: (n, hidden); None: 0.
         """
-        first, count = self.weights[0], int(ends[-1])
-        assert (x.dtype, x.shape[1], x.stride(1)) == (first.dtype, first.inputs * (1 + gated), 1), x.shape
-        assert (ends.dtype, len(ends)) == (torch.int64, len(self.weights)), ends.shape
-        assert count == len(x if rows is None else rows), (count, x.shape)
-        out = torch.empty((count, first.outputs), dtype=first.dtype)
-        scratch = _scratch.address(min(count, BLOCK_ROWS) * self._row_bytes)
-        self._run(
-            ctypes.addressof(self._layers), ends.data_ptr(), len(ends), x.data_ptr(),
-            None if rows is None else rows.data_ptr(), x.stride(0), out.data_ptr(), scratch, num_threads,
-            _GATES[GATED] if gated else AS_THEY_ARE,
+        (n, chosen), hidden, dtype = experts.shape, self._hidden, self._dtype
+        assert (x.shape, x.dtype) == ((n, hidden), dtype), (x.shape, x.dtype)
+        assert (experts.dtype, weights.dtype) == (torch.int64, torch.float32), (experts.dtype, weights.dtype)
+        assert weights.shape == experts.shape, (weights.shape, experts.shape)
+        assert residual is None or (residual.shape, residual.dtype) == (x.shape, dtype), x.shape
+        count = n * chosen
+        out, gates, products = (
+            torch.empty((rows, size), dtype=dtype)
+            for rows, size in ((n, hidden), (count, self._weights[0].outputs), (count, hidden))
+        )
+        indices = torch.empty(self._num + 2 * count, dtype=torch.int64)
+        x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        args = _Experts(
+            *map(ctypes.addressof, self._layers), x.data_ptr(), None if residual is None else residual.data_ptr(),
+            experts.data_ptr(), weights.data_ptr(), out.data_ptr(), gates.data_ptr(), products.data_ptr(),
+            _scratch.address(min(count, BLOCK_ROWS) * self._row_bytes), indices.data_ptr(), self._num, n, chosen,
+            num_threads,
         )  # fmt: skip
+        self._run(ctypes.byref(args))
         return out

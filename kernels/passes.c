@@ -185,7 +185,7 @@ void pdkv_pass_heads(const head_pass *a) {
         pass_any_heads(a, row);
 }
 
-/* A row of `size` numbers: residual + the sum over j of weights[j] * x[places[j]], in float32 and rounded once. */
+/* Row `row`, of `size` numbers. */
 INLINE void add_row(const void *x, const int64_t *places, const float *weights, const void *residual, void *to,
                     int64_t row, int64_t chosen, int64_t size, const int dtype) {
     for (int64_t i = 0; i < size; i += WIDTH) {
@@ -197,9 +197,7 @@ INLINE void add_row(const void *x, const int64_t *places, const float *weights, 
     }
 }
 
-/* For each row, whose places and weights are (rows, chosen). */
-void pdkv_add_weighted(const void *x, const int64_t *places, const float *weights, const void *residual, void *to,
-                       int64_t rows, int64_t chosen, int64_t size, int64_t dtype, int64_t threads) {
+void add_weighted(const void *x, const int64_t *places, const float *weights, const void *residual, void *to, int64_t rows, int64_t chosen, int64_t size, int64_t dtype, int64_t threads) {
     const int num_threads = rows * chosen * size < SHARED_NUMBERS ? 1 : (int)threads;
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
     for (int64_t row = 0; row < rows; row++)

@@ -6,11 +6,10 @@ Calls release the GIL. A row's result is bit-identical for any other rows in the
 
 import ctypes
 from functools import cache
-from typing import Any
 
 import torch
 
-from pdkv.kernels.compiled import NUMBER, POINTER, load_library
+from pdkv.kernels.compiled import load_library
 from pdkv.kernels.host import DTYPES
 from pdkv.kernels.linear import NORMED, Norm
 
@@ -40,8 +39,7 @@ class HeadPassArgs(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL:
     taken = {"pdkv_pass": _PassArgs, "pdkv_pass_heads": HeadPassArgs}
-    functions: dict[str, Any] = {name: (None, [ctypes.POINTER(args)]) for name, args in taken.items()}
-    functions["pdkv_add_weighted"] = (None, [*[POINTER] * 5, *[NUMBER] * 5])
+    functions = {name: (None, [ctypes.POINTER(args)]) for name, args in taken.items()}
     library = load_library("_linear", functions)
     assert library is not None, "ask linear.available() first"
     return library
@@ -74,26 +72,3 @@ def pass_heads(args: HeadPassArgs) -> None:
     The caller has checked positions, blocks and offsets.
     """
     _library().pdkv_pass_heads(ctypes.byref(args))
-
-
-def add_weighted(
-    x: torch.Tensor, places: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None, num_threads: int
-) -> torch.Tensor:
-    """residual + the weighted sum of some rows of x (rows, size), rounded once: (n, size).
-
-    Args:
-        places: (n, chosen) int64, rows of x for each of the result's.
-        weights: (n, chosen) float32, their factors.
-        residual: (n, size); None: 0.
-    """
-    n, size = len(places), x.shape[1]
-    residual = None if residual is None else residual.contiguous()
-    out = torch.empty((n, size), dtype=x.dtype)
-    assert (places.shape, places.dtype) == (weights.shape, torch.int64), places.shape
-    assert x.is_contiguous(), x.stride()
-    _library().pdkv_add_weighted(
-        x.data_ptr(), places.contiguous().data_ptr(), weights.contiguous().data_ptr(),
-        None if residual is None else residual.data_ptr(), out.data_ptr(), n, places.shape[1], size,
-        dtype_number(x.dtype), num_threads,
-    )  # fmt: skip
-    return out

@@ -7,8 +7,7 @@ from typing import Protocol
 import torch
 
 from pdkv.errors import ModelError
-from pdkv.kernels.linear import PackedGroup
-from pdkv.kernels.passes import add_weighted
+from pdkv.kernels.linear import PackedExperts
 from pdkv.models.decoder import GatedMlp, Mlp
 from pdkv.models.expert_config import Experts
 from pdkv.models.linear import CompiledLinear, Linear, PlainLinear, linear_kind, make_linear
@@ -36,8 +35,8 @@ class Router:
         experts = wanted.topk(config.chosen, dim=-1).indices
         weights = scores.gather(1, experts)
         if config.normalised:
-            weights /= weights.sum(-1, keepdim=True) + 1e-20
-        return experts, weights.mul_(config.scale)
+            weights /= weights.sum(-1, keepdim=True).add_(1e-20)
+        return experts, weights if config.scale == 1.0 else weights.mul_(config.scale)
 
     def _of_best_groups(self, wanted: torch.Tensor) -> torch.Tensor:
         config = self._config
@@ -80,23 +79,15 @@ class TorchExperts:
 
 
 class CompiledExperts:
-    """The products of all experts by compiled kernels, in two calls."""
+    """The products of all experts by compiled kernels, in one call."""
 
     def __init__(self, gate_up: Sequence[CompiledLinear], down: Sequence[CompiledLinear]) -> None:
-        self._gate_up = PackedGroup([layer.weight for layer in gate_up])
-        self._down = PackedGroup([layer.weight for layer in down])
+        self._packed = PackedExperts(*([layer.weight for layer in layers] for layers in (gate_up, down)))
 
     def add(
         self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        chosen, threads = experts.shape[1], torch.get_num_threads()
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        ends = flat.bincount(minlength=len(self._gate_up.weights)).cumsum(0)
-        gates = self._gate_up.multiply(x, ends, threads, rows=order // chosen)
-        products = self._down.multiply(gates, ends, threads, gated=True)
-        places = torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)))
-        return add_weighted(products, places.view_as(experts), weights, residual, threads)
+        return self._packed.add(x, experts, weights, residual, torch.get_num_threads())
 
 
 class TritonExperts:

@@ -5,7 +5,7 @@ import torch
 from isas import kernels_of
 
 from pdkv.kernels.compiled import levels
-from pdkv.kernels.linear import BLOCK_ROWS, GATED, EightBits, PackedGroup, PackedWeight, available, pack
+from pdkv.kernels.linear import BLOCK_ROWS, GATED, EightBits, PackedExperts, PackedWeight, available, pack
 
 pytestmark = pytest.mark.skipif(not available(), reason="no compiler when pdkv was installed")
 
@@ -168,20 +168,26 @@ def test_rows_of_a_packed_weight_are_an_embeddings(dtype: torch.dtype, weight_dt
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
-def test_a_group_gives_each_row_the_bits_of_its_own_weight(
+def test_experts_give_each_row_the_bits_of_its_own_weights(
     isa: str, dtype: torch.dtype, weight_dtype: WeightKind
 ) -> None:
-    """Some weights without rows, one with more than are laid out at once, rows of x more than once."""
-    counts, inputs, outputs = (1, 0, BLOCK_ROWS + 40, 3, 60, 0), 96, 70
-    weights = [PackedWeight(make_weight((outputs, inputs), weight_dtype), None, dtype) for _ in counts]
-    x, ends = make((50, inputs), dtype), torch.tensor(counts).cumsum(0)
-    rows = torch.arange(int(ends[-1])) * 7 % 50
-    expected = [
-        weight.multiply(x[rows[end - count : end]], None, 1)
-        for weight, end, count in zip(weights, ends.tolist(), counts, strict=True)
-    ]
-    gates = make((len(rows), 2 * inputs), dtype)
-    alone = weights[2].multiply(gates[1 : 1 + counts[2]], None, 1, GATED)
+    """Some experts without rows, one with more than are laid out at once."""
+    counts, hidden, neurons = (1, 0, BLOCK_ROWS + 40, 3, 60, 0), 70, 96
+    gate_up, down = (
+        [PackedWeight(make_weight(shape, weight_dtype), make(shape[:1], dtype) * i, dtype) for i in range(len(counts))]
+        for shape in ((2 * neurons, hidden), (hidden, neurons))
+    )
+    chosen = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    chosen = torch.stack([chosen, chosen.flip(0)], 1)
+    x, weights = make((len(chosen), hidden), dtype), make((len(chosen), 2))
+    residual = x.flip(0)
+    sums = torch.zeros(x.shape)
+    for j in range(2):
+        for expert in chosen[:, j].unique().tolist():
+            rows = chosen[:, j] == expert
+            product = down[expert].multiply(gate_up[expert].multiply(x[rows], None, 1), None, 1, GATED)
+            sums[rows] += weights[rows, j, None] * product.float()
     for threads in (1, 2, 5):
-        assert torch.equal(PackedGroup(weights).multiply(x, ends, threads, rows=rows), torch.cat(expected))
-        assert torch.equal(PackedGroup(weights).multiply(gates, ends, threads, gated=True)[1 : 1 + counts[2]], alone)
+        experts = PackedExperts(gate_up, down)
+        assert torch.equal(experts.add(x, chosen, weights, residual, threads), (sums + residual.float()).to(dtype))
+        assert torch.equal(experts.add(x[:1], chosen[:1], weights[:1], None, threads), sums[:1].to(dtype))

@@ -3,7 +3,9 @@
 python -m guesses: each cell of a cover in which every two of proposer, connector, topology, ranks, mishap and way of
 choosing meet answers all requests twice, the second time from its caches. Text, token ids, reasons and tool calls must
 be equal, and logprobs within 1e-5 of those of an engine of as many ranks. Exit code 1 where an output differs or there
-are fewer outputs than --outputs. --part 2/5 runs the second fifth of the cells.
+are fewer outputs than --outputs. --part 2/5 runs the second fifth of the cells. With --dtype bfloat16 all compute in
+that, by the same-bits rule (docs/failures.md): a row's bits do not depend on the rows beside it. They do depend on
+whether a token was a prompt's or an output's, so no request finds KV that was another's output.
 """
 
 import argparse
@@ -41,8 +43,13 @@ COUNTERS = {
 """Names in /metrics of what shows that it has happened."""
 
 DRAFTER_NOISE = 2.0
-BLOCK_BYTES = 4 * 2 * 4 * 32 * 16 * 4
-"""Of the embedded model: layers, sides, heads, their size, tokens, bytes of a float32."""
+BLOCK_BYTES = {"float32": 4 * 2 * 4 * 32 * 16 * 4, "bfloat16": 4 * 2 * 4 * 32 * 16 * 2}
+"""Of the embedded model, by dtype: layers, sides, heads, their size, tokens, bytes of a number."""
+
+
+def asks_in(dtype: str) -> dict[str, dict[str, Any]]:
+    """All requests; in bfloat16 each with a cache of its own."""
+    return {name: {**ask, **({"cache_salt": name} if dtype == "bfloat16" else {})} for name, ask in all_asks().items()}
 
 
 def differences(mine: Reply, right: Reply) -> list[str]:
@@ -77,24 +84,25 @@ def disturbed(deployment: Running, cell: Cell, asks: dict[str, Any]) -> dict[str
     return replies
 
 
-def right_answers(ranks: int) -> dict[str, Reply]:
+def right_answers(ranks: int, dtype: str) -> dict[str, Reply]:
     """Those of one engine that guesses nothing."""
+    flags = ["--tp", str(ranks), "--kv-cache-memory", str(1600 * BLOCK_BYTES[dtype]), "--dtype", dtype]
     with launches(DEFAULT_MODEL) as launch:
-        memory = str(1600 * BLOCK_BYTES)
-        plain = launch("--prefill", "0", "--decode", "1", "--tp", str(ranks), "--kv-cache-memory", memory)
-        return asyncio.run(ask_all(plain, all_asks(), "guesses"))
+        plain = launch("--prefill", "0", "--decode", "1", *flags)
+        return asyncio.run(ask_all(plain, asks_in(dtype), "guesses"))
 
 
-def run_cell(cell: Cell, drafter: Path, right: dict[str, Reply]) -> tuple[int, list[str]]:
+def run_cell(cell: Cell, drafter: Path, right: dict[str, Reply], dtype: str) -> tuple[int, list[str]]:
     """How many outputs there were, and those that differ."""
     count, found = 0, list[str]()
-    asks = {name: predicted(ask, right[name].texts[0]) if "chat" in name else ask for name, ask in all_asks().items()}
+    asks = asks_in(dtype)
+    asks |= {name: predicted(ask, right[name].texts[0]) for name, ask in asks.items() if "chat" in name}
     with (
         tempfile.TemporaryDirectory(prefix="guesses-") as folder,
         BACKENDS[cell.backend](directory=folder) as chosen,
         launches(DEFAULT_MODEL) as launch,
     ):
-        deployment = launch(*cell.flags(drafter, BLOCK_BYTES), *chosen.flags)
+        deployment = launch(*cell.flags(drafter, BLOCK_BYTES[dtype]), "--dtype", dtype, *chosen.flags)
         for _ in range(2):
             for name, reply in disturbed(deployment, cell, asks).items():
                 count += len(reply.reasons)
@@ -112,17 +120,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="guesses", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--outputs", type=int, default=0, help="exit code 1 where there are fewer")
     parser.add_argument("--part", default="1/1", help="of the cells, such as 2/5")
+    parser.add_argument("--dtype", choices=BLOCK_BYTES, default="float32", help="in which is computed")
     options = parser.parse_args(arguments)
     part, parts = map(int, options.part.split("/"))
     cells = cover()[part - 1 :: parts]
     total = num_wrong = 0
     with tempfile.TemporaryDirectory(prefix="guesses-model-") as folder:
-        drafter = find_wide(Path(folder), 256, DRAFTER_NOISE, "float32")
-        right = {ranks: right_answers(ranks) for ranks in {cell.ranks for cell in cells}}
+        drafter = find_wide(Path(folder), 256, DRAFTER_NOISE, options.dtype)
+        right = {ranks: right_answers(ranks, options.dtype) for ranks in {cell.ranks for cell in cells}}
         for number, cell in enumerate(cells, 1):
             started = time.monotonic()
             try:
-                count, wrong = run_cell(cell, drafter, right[cell.ranks])
+                count, wrong = run_cell(cell, drafter, right[cell.ranks], options.dtype)
             except Exception:  # the others are compared all the same
                 traceback.print_exc()
                 count, wrong = 0, ["it failed"]
