@@ -49,12 +49,12 @@ async def test_a_failed_request_says_why_and_a_retried_one_where_it_was() -> Non
         (seen,) = system.dispatcher.driver.find_requests("retried")
         assert (seen["attempt"], [leg["engine"] for leg in seen["legs"]]) == (1, ["prefill-0", "prefill-1"])
         system.backends["prefill-1"].engine.tasks.clear()
-        system.backends["prefill-1"].say(Failed(generation.request_id, 1, "strange", "it does not work", False))
+        system.backends["prefill-1"].say(Failed(generation.request_id, 1, "kv_corrupted", "it does not work", False))
         with pytest.raises(RequestFailed):
             await collect(generation)
         (failed,) = system.dispatcher.driver.find_requests("retried")
-        assert (failed["state"], failed["error"]) == ("failed", {"code": "strange", "message": "it does not work"})
-        assert [leg["outcome"] for leg in failed["legs"]] == ["", "strange"]
+        assert (failed["state"], failed["error"]) == ("failed", {"code": "kv_corrupted", "message": "it does not work"})
+        assert [leg["outcome"] for leg in failed["legs"]] == ["", "kv_corrupted"]
 
 
 async def test_only_the_last_are_known_and_one_id_may_name_several() -> None:

@@ -106,7 +106,7 @@ async def test_a_retry_shows_both_attempts_and_an_error_is_one(receiver: OtlpRec
                 await asyncio.sleep(0)
             [(request_id, attempt)] = second.engine.tasks
             second.engine.tasks.clear()
-            second.say(Failed(request_id, attempt, "strange", "it does not work", False))
+            second.say(Failed(request_id, attempt, "kv_corrupted", "it does not work", False))
 
         killer = asyncio.ensure_future(kill())
         await ask(system, tracer, {"prompt": [5] * 20})
@@ -115,7 +115,7 @@ async def test_a_retry_shows_both_attempts_and_an_error_is_one(receiver: OtlpRec
         assert sorted((leg["pdkv.engine"], leg["pdkv.attempt"]) for leg in legs) == [("prefill-0", 0), ("prefill-1", 1)]
         (root,) = [span for span in receiver.spans if span.name == "pdkv.request"]
         assert root.status.code == root.status.STATUS_CODE_ERROR
-        assert attributes_of(root)["pdkv.outcome"] == "strange"
+        assert attributes_of(root)["pdkv.outcome"] == "kv_corrupted"
 
 
 async def test_an_aggregated_engine_has_both_phases_and_choices_are_bounded(receiver: OtlpReceiver) -> None:
