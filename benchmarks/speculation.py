@@ -138,7 +138,7 @@ def _compare(
 
 
 def _prompts_share(llm: LLM, load: Load) -> float:
-    """Of the time that the load takes: 1 / this is the most that guesses can bring."""
+    """The share of the time that the load takes: 1 / this is the most that guesses can bring."""
     first = load._replace(params=_params(len(load.prompts), 1, temperature=0.0))
     return min(_time(llm, first)[1] for _ in range(2)) / min(_time(llm, load)[1] for _ in range(2))
 

@@ -74,9 +74,9 @@ def test_what_cannot_be_swept_yet_keeps_no_launch_from_starting(root: Path, monk
         (left / "late").touch()
         real(path, **at)
 
-    monkeypatch.setattr(os, "rmdir", rmdir)
-    assert sweep_leftovers() == []
-    monkeypatch.undo()
+    with monkeypatch.context() as during:
+        during.setattr(os, "rmdir", rmdir)
+        assert sweep_leftovers() == []
     assert sweep_leftovers() == [left]
 
 

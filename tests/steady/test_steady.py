@@ -81,13 +81,12 @@ def test_processes_of_deployments_are_stopped_and_go_on() -> None:
         seen = set()
         with stops.running():
             deadline = time.monotonic() + 60.0
-            while psutil.STATUS_STOPPED not in seen and time.monotonic() < deadline:
+            while not (stops.num_stops and psutil.STATUS_STOPPED in seen) and time.monotonic() < deadline:
                 seen.add(psutil.Process(process.pid).status())
                 time.sleep(0.01)
         assert psutil.STATUS_STOPPED in seen
         assert stops.num_stops >= 1
-        assert psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
-        process.communicate("\n", timeout=60.0)
+        process.communicate("\n", timeout=60.0)  # which a stopped one would not answer
         assert process.returncode == 0
 
 
