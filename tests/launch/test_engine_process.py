@@ -190,6 +190,7 @@ def test_a_full_pipe_is_notified_already(notifier: Notifier) -> None:
     assert notifier.drain()
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 def test_as_a_program_it_logs_under_its_own_name() -> None:
     """`pd engine` runs it as one; --log-level is for what is below "pdkv"."""
     names = runpy.run_module("pdkv.launch.engine_process", run_name="__program__")
