@@ -461,7 +461,8 @@ void pdkv_experts(const experts *a) {
     for (int64_t i = 0; i < count; i++) ends[a->experts[i]]++;
     for (int64_t i = 0; i < a->num; i++) begin += ends[i], ends[i] = begin - ends[i];
     for (int64_t i = 0; i < count; i++) rows[places[i] = ends[a->experts[i]]++] = i / a->chosen; /* ends are reached */
-    multiply_group(a->gate_up, ends, a->num, a->x, rows, a->gate_up[0]->inputs, a->gates, a->scratch, (int)a->num_threads, AS_THEY_ARE);
+    multiply_group(a->gate_up, ends, a->num, a->x, rows, a->gate_up[0]->inputs, a->gates, a->scratch,
+                   (int)a->num_threads, AS_THEY_ARE);
     multiply_group(a->down, ends, a->num, a->gates, NULL, a->gate_up[0]->outputs, a->products, a->scratch,
                    (int)a->num_threads, GATED);
     add_weighted(a->products, places, a->weights, a->residual, a->out, a->rows, a->chosen, hidden, a->down[0]->dtype,

@@ -197,7 +197,8 @@ INLINE void add_row(const void *x, const int64_t *places, const float *weights, 
     }
 }
 
-void add_weighted(const void *x, const int64_t *places, const float *weights, const void *residual, void *to, int64_t rows, int64_t chosen, int64_t size, int64_t dtype, int64_t threads) {
+void add_weighted(const void *x, const int64_t *places, const float *weights, const void *residual, void *to,
+                  int64_t rows, int64_t chosen, int64_t size, int64_t dtype, int64_t threads) {
     const int num_threads = rows * chosen * size < SHARED_NUMBERS ? 1 : (int)threads;
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_threads > 1)
     for (int64_t row = 0; row < rows; row++)

@@ -96,7 +96,8 @@ class StoreConnector(KVConnector):
         try:
             for store in cls.options_type.parse(plan.options).probed_stores():
                 with closing(store):
-                    store.contains(_PROBE_KEYS)
+                    for part in store.parts().values():
+                        part.contains(_PROBE_KEYS)
         except TransferError as error:
             return f"{error}"
         return ""

@@ -162,7 +162,7 @@ class Speeds:
         return {engine: each / usual for engine, each in seconds.items()} if usual else {}
 
     def usual_work_s(self, num_tokens: int) -> float:
-        """Seconds to the end of a prompt with so many tokens to compute until then, at most engines; 0: not known."""
+        """Seconds to the end of a prompt behind so many tokens, at the typical engine; 0: not known."""
         return typical([line.at(num_tokens) for line, _ in self._works.values()])
 
     def work_at(self, engine: str) -> tuple[float, float]:

@@ -119,6 +119,7 @@ class Hall:
             return
         self._alone[session] = session.num_bytes
         self._num_bytes += self._alone[session]
+        self._bodies.give(session.held_body)  # which is counted there from now on
         session.timer = asyncio.get_running_loop().call_later(HOLD_S, self.drop, session)
         while self._num_bytes > self._max_kept_bytes:
             self.drop(next(iter(self._alone)))
@@ -127,7 +128,7 @@ class Hall:
         """End a session for good. Idempotent."""
         self._rejoin(session)
         self._kept.pop(session.id, None)
-        self._bodies.give(session.body)
+        self._bodies.give(session.held_body)
         session.close("disconnected")
 
     def _rejoin(self, session: Session) -> None:
@@ -136,9 +137,9 @@ class Hall:
         if session.timer is not None:
             session.timer.cancel()
 
-    def admits(self, session: Session, num_bytes: int) -> bool:
+    def try_admit(self, session: Session, num_bytes: int) -> bool:
         """Let it be taken up from now on, if there is memory for the body of its request."""
-        if has_room := self._bodies.try_take(session.body, num_bytes):
+        if has_room := self._bodies.try_take(session.held_body, num_bytes):
             self._kept[session.id] = session
         return has_room
 
@@ -149,6 +150,8 @@ class Hall:
             text = "there is no such answer (any more) to take up with this key at this path"
             raise InvalidRequest(text, param="x-pd-resume-id", status=404)
         self._rejoin(session)
+        if session.kept is not None:
+            self._bodies.try_take(session.held_body, len(session.kept.body))
         return session
 
     def _held(self) -> Iterator[Metric]:

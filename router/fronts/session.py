@@ -36,7 +36,7 @@ TOLD_IN_A_ROW = 512
 class Keeper(Protocol):
     """What has the sessions that may be taken up again."""
 
-    def admits(self, session: "Session", num_bytes: int) -> bool:
+    def try_admit(self, session: "Session", num_bytes: int) -> bool:
         """Let it be taken up from now on, if there is memory for the body of its request."""
 
     def keep(self, session: "Session") -> None:
@@ -124,7 +124,7 @@ class Session:
         self.stack = contextlib.ExitStack()
         self.stack.enter_context(visit)
         self.timer: asyncio.TimerHandle | None = None
-        self.body = Held(visit.tenant.digest)  # of its request, as far as it is kept
+        self.held_body = Held(visit.tenant.digest)  # of its request, as far as it is kept
         self._keeper, self._recorder = keeper, recorder
         self._is_over = False
         self._runs: dict[int, Run] = {}
@@ -142,13 +142,8 @@ class Session:
         of_tokens = 48 * sum(run.num_sent for run in self._runs.values())
         requests = self._requests.values()
         of_prompts = 36 * sum(len(each.prompt_token_ids) + len(each.prediction_token_ids) for each in requests)
-        return (
-            4096
-            + of_tokens
-            + of_prompts
-            + sum(map(len, self._told))
-            + (len(self.kept.body) if self.kept is not None else 0)
-        )
+        of_calls, of_body = sum(map(len, self._told)), len(self.kept.body) if self.kept is not None else 0
+        return 4096 + of_tokens + of_prompts + of_calls + of_body
 
     def tell(self, name: str, choice: int, what: object) -> None:
         """Tell its front something of a choice, and each front that takes it up."""
@@ -172,7 +167,9 @@ class Session:
         self._tell_again(link, number, 0)
 
     def _tell_again(self, link: Link, number: int, index: int) -> None:
-        """Tell a front what another one was told, part by part as it reads them; and then what is new."""
+        """Tell a front what another one was told, part by part as it reads them; and then what is new. What comes
+        meanwhile may be told twice: facts and failures, which change nothing the second time.
+        """
         if (self.link, self._number) != (link, number):  # it has left, or another one has come
             return
         if index == len(self._told):
@@ -204,7 +201,7 @@ class Session:
             self._terms = self.visit.judge(asked)
             self._asked = asked
             self.metrics.prepared(len(asked.prompt_lengths) * asked.n)
-            if replay.body and self._keeper.admits(self, len(replay.body)):
+            if replay.body and self._keeper.try_admit(self, len(replay.body)):
                 self.kept = replay
         except MalformedMessage:
             raise

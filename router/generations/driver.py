@@ -253,7 +253,7 @@ class Driver:
             return
         generation.timeline.heard(engine, message, flow, now)
         sends = flow.handle(engine, message, now)
-        if isinstance(message, HandedOff):
+        if isinstance(message, HandedOff) and not flow.output.fault_of_sources(message.sources):
             self._note_prompt(generation, now)
             self._evidence.handed_off(generation, engine, message, now)
         elif isinstance(message, Loaded):

@@ -107,19 +107,20 @@ class Evidence:
         name, is_left = flow.failed_engine, failures is not None and failures.leaving
         if flow.failure is None or flow.request.probe or name is None or is_left or not self._fleet.is_ready(name):
             return
-        fault = fault_of(flow.failure)
+        fault, health = fault_of(flow.failure), self._fleet.engines[name].health
         if isinstance(flow.failure, RequestAborted):
-            fault = "engine" if self._kept_waiting(generation, name, now) else fault
+            if self._kept_waiting(generation, name, now):  # what waits for KV does nothing, but sends beats
+                fault = "pair" if flow.awaits_kv and health.beats and not health.suspicion else "engine"
         elif fault == "deadline":
-            evident = self._fleet.engines[name].health.explains_timeout()
+            evident = health.explains_timeout()
             if evident or generation.is_overdue(now, TELLING_TIMEOUT_S):
                 fault = "pair" if flow.awaits_kv and not evident else "engine"
-            if fault == "pair" and self._fleet.is_ready(flow.route.prefill):  # which of the two was too slow?
-                self._fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
         elif fault == "engine" and is_final(flow.failure):
             is_second = failures is not None and failures.doubted
-            is_proven = now - self._fleet.engines[name].health.last_good < PROVEN_S
+            is_proven = now - health.last_good < PROVEN_S
             fault = "engine" if is_second and not is_proven else "client"
+        if fault == "pair" and self._fleet.is_ready(flow.route.prefill):  # which of the two was too slow?
+            self._fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
         if fault == "engine" or (fault == "capacity" and name == FALLBACK):
             self._fleet.failed(name, now)
 

@@ -266,7 +266,9 @@ class RequestFlow:
 
     @property
     def _awaited(self) -> str | None:
-        """The engine whose turn it is: the one that is too slow, if any is."""
+        """The engine whose turn it is: the one that is too slow, if any is. None while a lender is asked."""
+        if self.loan.state == "asked":
+            return None
         is_prefill = self.prefill == "running" and not self.output.token_ids
         return (self.route.prefill if is_prefill else self.route.decode) or None
 
@@ -306,17 +308,18 @@ class RequestFlow:
         return sends
 
     def _on_finished(self, engine: str, message: Finished) -> Sends:
-        if engine == self.route.decode:
+        is_decode = engine == self.route.decode
+        if is_decode:
             self.decode = "done"
-            if fault := self.output.fault_of_end(message):
-                return self._fail_by(engine, fault)
-            if self.prompt_engine in (None, engine) and not self._sources_known:
-                self.sources = message.sources
         else:
             self.prefill = "done"
             self._released = True  # the first token was the last: there was no hand-off
-            if not self._sources_known:
-                self.prompt_engine, self.sources = engine, message.sources
+        if fault := self.output.fault_of_end(message):
+            return self._fail_by(engine, fault)
+        if not self._sources_known and not is_decode:
+            self.prompt_engine, self.sources = engine, message.sources
+        elif not self._sources_known and self.prompt_engine in (None, engine):
+            self.sources = message.sources
         self.finish_reason, self.stop_token_id = message.reason, message.stop_token_id
         self.guesses = message.accepted_guesses, message.rejected_guesses
         return self._close()

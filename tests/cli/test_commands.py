@@ -13,7 +13,8 @@ from deployments import link_text_model
 
 from pdkv import __version__
 from pdkv.cli import launch as cli_launch
-from pdkv.cli.main import EXIT_INTERRUPTED, EXIT_READER_GONE, EXIT_USAGE, main, make_parser
+from pdkv.cli.__main__ import EXIT_INTERRUPTED
+from pdkv.cli.main import EXIT_READER_GONE, EXIT_USAGE, main, make_parser
 from pdkv.config import EngineConfig
 from pdkv.connectors import plan
 from pdkv.connectors.registry import SHIPPED

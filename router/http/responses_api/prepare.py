@@ -1,6 +1,5 @@
 """Turns the body of POST /v1/responses into a checked request by way of a chat; errors name its own fields."""
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -120,8 +119,7 @@ def _keeper(body: ResponsesBody, kept: Kept) -> Callable[[str, bytes], None]:
     if isinstance(given, str):
         given = [InputItem(role="user", content=[InputPart(type="input_text", text=given)])]
     new = msgspec.json.encode(given)[1:-1]
-    name = kept.store.begin(kept.owner, body.previous_response_id, new)  # there, since it has room for so much
-    return functools.partial(kept.store.end, kept.owner, name)
+    return kept.store.begin(kept.owner, body.previous_response_id, new)
 
 
 def _as_chat(body: ResponsesBody, own: OwnTools, before: Sequence[InputItem], cancelled: Cancelled) -> ChatBody:

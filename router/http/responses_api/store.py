@@ -1,10 +1,13 @@
 """Stores responses in memory for a while, per API key, so that a client can continue from one by its id."""
 
+import math
 import secrets
 import threading
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.limits import clip
@@ -41,12 +44,13 @@ class ResponseStore:
         self._max_conversation_bytes = max_conversation_bytes
         self._clock = clock
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()  # by owner and id, in order of their ends
-        self._sizes: Counter[str] = Counter()  # by owner
-        self._lock = threading.Lock()
+        self._running: dict[tuple[str, str], _Entry] = {}  # what requests add whose responses are to come
+        self._sizes: Counter[str] = Counter()  # by owner, of both
+        self._lock = threading.RLock()  # a request may be dropped while its own thread is in here
 
     @property
     def held(self) -> int:
-        """Bytes of all responses."""
+        """Bytes of all responses, and of what running requests add."""
         return sum(self._sizes.values())
 
     def put(self, owner: str, response_id: str, previous: str | None, items: bytes) -> None:
@@ -57,19 +61,29 @@ class ResponseStore:
             self._sizes[owner] += entry.size
             self._forget()
 
-    def begin(self, owner: str, previous: str | None, items: bytes) -> str:
-        """Store the items of a request whose response is to come, for as long as a response. Returns their name."""
-        name = secrets.token_hex(16)
-        self.put(owner, name, previous, items)
-        return name
-
-    def end(self, owner: str, name: str, response_id: str, output: bytes) -> None:
-        """Store a response to what `begin` stored, unless that had to make room."""
+    def begin(self, owner: str, previous: str | None, items: bytes) -> Callable[[str, bytes], None]:
+        """Hold the items of a request whose response is to come. Returns what stores that, by its id and output, unless
+        the items had to make room; they go with the last reference to it.
+        """
+        key = owner, secrets.token_hex(16)
+        entry = _Entry(previous, items, math.inf)
         with self._lock:
-            if (entry := self._entries.get((owner, name))) is None:
-                return
-            self._drop((owner, name))
-        self.put(owner, response_id, entry.previous, b",".join(filter(None, [entry.items, output])))
+            self._running[key] = entry
+            self._sizes[owner] += entry.size
+            self._forget()
+        keep = partial(self._end, key)
+        weakref.finalize(keep, self._leave, key).atexit = False
+        return keep
+
+    def _end(self, key: tuple[str, str], response_id: str, output: bytes) -> None:
+        if (entry := self._leave(key)) is not None:
+            self.put(key[0], response_id, entry.previous, b",".join(filter(None, [entry.items, output])))
+
+    def _leave(self, key: tuple[str, str]) -> _Entry | None:
+        with self._lock:
+            if (entry := self._running.pop(key, None)) is not None:
+                self._sizes[key[0]] -= entry.size
+            return entry
 
     def conversation(self, owner: str, response_id: str) -> list[bytes]:
         """All items up to a response's end, of each response as a JSON list without its brackets; their time to live
@@ -112,7 +126,10 @@ class ResponseStore:
             self._drop(oldest)
         while self.held > self._max_bytes:
             [(owner, _)] = self._sizes.most_common(1)
-            self._drop(next(key for key in self._entries if key[0] == owner))
+            if (oldest := next((key for key in self._entries if key[0] == owner), None)) is not None:
+                self._drop(oldest)
+            else:
+                self._leave(next(key for key in self._running if key[0] == owner))
 
     def _drop(self, key: tuple[str, str]) -> None:
         self._sizes[key[0]] -= self._entries.pop(key).size

@@ -4,14 +4,14 @@ import os
 import signal
 import sys
 
-_EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
 def start() -> int:
     """Run the command; returns its exit code. Ctrl-C before and behind it ends the process at once."""
     interrupts = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # else its parent has it ignored
     if interrupts:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(_EXIT_INTERRUPTED))
+        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
     from pdkv.cli.main import main
 
     if not interrupts:

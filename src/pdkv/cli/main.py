@@ -22,12 +22,12 @@ from pdkv.cli import profile as cli_profile
 from pdkv.cli import scale as cli_scale
 from pdkv.cli import simulate as cli_simulate
 from pdkv.cli import status as cli_status
+from pdkv.cli.__main__ import EXIT_INTERRUPTED
 from pdkv.cli.options import Parser
 from pdkv.errors import ConfigError, InvalidRequest, PdkvError
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
 EXIT_READER_GONE = 141  # the exit code that a shell shows for SIGPIPE
 
 

@@ -15,7 +15,7 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         commands, "scale", run_scale, "change the number of engines of a running launch",
         ". New engines get the launch's own options. The newest are removed first, each once its requests are done. If "
         "all engines are aggregated, --decode sets their number.",
-        usage="pd scale [--prefill N] [--decode M] [--drain-s SECONDS] [LAUNCH]",
+        usage="pd scale [--prefill N] [--decode M] [--drain-s SECONDS] [--run NAME | LAUNCH]",
     )  # fmt: skip
     parser.add_argument("--prefill", type=int, metavar="N", help="number of prefill engines")
     parser.add_argument("--decode", type=int, metavar="M", help="number of decode engines")
@@ -23,7 +23,7 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         commands, "restart", run_restart, "restart the engines of a running launch one after the other",
         ": each engine is drained, stopped, started and ready before the next one is drained. While the only engine of "
         "a role is down, an engine of the other role stands in for it. The router is not restarted.",
-        usage="pd restart [--drain-s SECONDS] [LAUNCH]",
+        usage="pd restart [--drain-s SECONDS] [--run NAME | LAUNCH]",
     )  # fmt: skip
     restart.add_argument("--rolling", action="store_true", help="one engine after the other, as without it")
     for each in (parser, restart):

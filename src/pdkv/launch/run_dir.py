@@ -99,7 +99,7 @@ def running_launches() -> list[RunInfo]:
 
 
 def sweep_leftovers() -> list[Path]:
-    """Delete this user's run directories without a living owner; returns them.
+    """Delete this user's run directories without a living owner; returns those that are gone.
 
     An owner is alive only if a process with that pid and that start time exists, so a reused pid protects nothing.
     """

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import pytest
 from coroutines import clock
@@ -22,11 +23,13 @@ from pdkv.router.generations.generation import Generation
 from pdkv.router.generations.placement import Placement
 from pdkv.router.generations.recovery import Recovery
 from pdkv.testing import VirtualLoop
+from pdkv.wire.kv import KVHandoff
 from pdkv.wire.messages import (
     Beat,
     EngineToRouter,
     Failed,
     Finished,
+    HandedOff,
     Loaded,
     PromptLogprobs,
     Submit,
@@ -82,6 +85,28 @@ async def test_tokens_that_cannot_be_fail_their_request_only(forged: dict[str, o
             await collect(victim)
         system.backends["any-0"].release()
         await check_right(system, make_request(num_prompt=33))
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        lambda name: Finished(name, 0, "stop", SourceCounts(computed=10**18)),
+        lambda name: Finished(name, 0, "stop", SourceCounts(), accepted_guesses=10**18),
+        lambda name: HandedOff(name, 0, SourceCounts(computed=10**18), KVHandoff(name, 0, "t", "p", "e", 20, b""), 0.1),
+    ],
+)
+async def test_what_a_prefill_engine_cannot_have_done_is_not_put_to_its_credit(
+    lie: Callable[[str], EngineToRouter],
+) -> None:
+    async with live(System(1, 1)) as system:
+        prefill = system.backends["prefill-0"]
+        prefill.held = True
+        victim, fleet = system.dispatcher.start(make_request()), system.dispatcher.fleet
+        prefill.say(lie(victim.request_id))
+        with pytest.raises(RequestFailed, match=r"sent (sources of 10{18} prompt tokens|\(10{18}, 0\) guesses)"):
+            await collect(victim)
+        assert fleet.engines["prefill-0"].health.last_good == 0.0
+        prefill.engine.tasks.clear()
 
 
 async def test_messages_of_an_engine_that_has_no_part_in_a_request_are_dropped() -> None:

@@ -289,6 +289,23 @@ def test_what_running_requests_hold_of_their_input_counts_and_makes_room() -> No
         kept.store.conversation("a", "r0")
 
 
+def test_a_request_without_a_response_leaves_nothing_and_a_long_run_is_kept_from_its_end() -> None:
+    now = [0.0]
+    store = ResponseStore(1 << 20, 10.0, 100, lambda: now[0])
+    refused, keep = store.begin("a", None, b'"refused"'), store.begin("a", None, b'"mine"')
+    both = store.held
+    del refused
+    assert store.held < both
+    now[0] = 60.0
+    keep("r", b'"out"')
+    now[0] = 69.0
+    assert store.conversation("a", "r") == [b'"mine","out"']
+    now[0] = 80.0
+    with pytest.raises(InvalidRequest):
+        store.conversation("a", "r")
+    assert store.held == 0
+
+
 def test_namespaces_within_each_other_and_a_great_many_tools_are_refused() -> None:
     deep = '{"input": "x", "tools": [' + '{"type": "namespace", "name": "n", "tools": [' * 10_000 + "]}" * 10_000 + "]}"
     exchange = run(call(make_app(FakeDispatcher()), "POST", PATH, deep.encode()))
