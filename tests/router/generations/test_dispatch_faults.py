@@ -330,6 +330,26 @@ async def test_what_a_store_no_longer_has_tells_nothing_of_the_pair(kind: str, c
         await collect(generation)
 
 
+async def test_a_client_that_gives_up_on_kv_tells_against_the_pair_and_not_the_engine_that_waits_for_it() -> None:
+    async with live(System(1, 1)) as system:
+        decode, fleet = system.backends["decode-0"], system.dispatcher.fleet
+        decode.held = True
+        generation = system.dispatcher.start(make_request())
+        await anext(generation)
+        while not generation.flow.awaits_kv:
+            await asyncio.sleep(0)
+        for _ in range(MUTE_TICKS):
+            fleet.tick()
+            decode.say(Beat("e0", 0.0))
+        clock().advance(6.0)
+        decode.say(Beat("e0", 0.0))
+        score = fleet.engines["decode-0"].score._failing
+        generation.abort()
+        assert fleet.engines["decode-0"].score._failing == score
+        assert fleet.pairs.avoided(system.dispatcher._clock())
+        decode.engine.tasks.clear()
+
+
 async def test_engines_are_looked_after_though_an_error_occurs_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with live(System(1, 1)) as system:
         looked_again = asyncio.Event()
