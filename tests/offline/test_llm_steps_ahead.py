@@ -68,7 +68,7 @@ def watch_steps_ahead(llm: LLM, patch: pytest.MonkeyPatch) -> list[int]:
 def generate(model: Path, ahead: int, proposer: RandomProposer | None = None) -> list[Any]:
     """What there is to say of every choice: (prompt, seed, number, token ids, text, reasons, logprobs)."""
     prompts, params = asked()
-    pool = {"kv_cache_memory": 24 * 16 * 512, "max_model_len": 128}
+    pool = {"kv_cache_memory": 20 * 16 * 512, "max_model_len": 128}
     lag = {"max_steps_ahead": ahead, "in_turn_below_s": 0.0}  # 0: steps as short as these are planned ahead, too
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pdkv.offline.engine.build_engine", partial(build_engine, proposer=proposer))
