@@ -12,8 +12,8 @@ import pytest
 from deployments import link_text_model
 
 from pdkv import __version__
+from pdkv.cli import EXIT_INTERRUPTED
 from pdkv.cli import launch as cli_launch
-from pdkv.cli.__main__ import EXIT_INTERRUPTED
 from pdkv.cli.main import EXIT_READER_GONE, EXIT_USAGE, main, make_parser
 from pdkv.config import EngineConfig
 from pdkv.connectors import plan

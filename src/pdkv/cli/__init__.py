@@ -1,1 +1,4 @@
 """The `pd` command."""
+
+EXIT_INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells have it."""

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-EXIT_INTERRUPTED = 130
+from pdkv.cli import EXIT_INTERRUPTED
 
 
 def start() -> int:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from pdkv import __version__
 from pdkv.base.secret_options import without_secrets
+from pdkv.cli import EXIT_INTERRUPTED
 from pdkv.cli import bench as cli_bench
 from pdkv.cli import cache as cli_cache
 from pdkv.cli import connector as cli_connector
@@ -22,7 +23,6 @@ from pdkv.cli import profile as cli_profile
 from pdkv.cli import scale as cli_scale
 from pdkv.cli import simulate as cli_simulate
 from pdkv.cli import status as cli_status
-from pdkv.cli.__main__ import EXIT_INTERRUPTED
 from pdkv.cli.options import Parser
 from pdkv.errors import ConfigError, InvalidRequest, PdkvError
 
