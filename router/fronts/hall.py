@@ -149,9 +149,9 @@ class Hall:
         if session is None or (session.path, session.owner) != (path, tenant.keeper):
             text = "there is no such answer (any more) to take up with this key at this path"
             raise InvalidRequest(text, param="x-pd-resume-id", status=404)
-        self._rejoin(session)
-        if session.kept is not None:
+        if session in self._alone and session.kept is not None:  # its body was counted there
             self._bodies.try_take(session.held_body, len(session.kept.body))
+        self._rejoin(session)
         return session
 
     def _held(self) -> Iterator[Metric]:

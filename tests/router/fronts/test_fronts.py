@@ -328,9 +328,15 @@ def test_bodies_that_are_kept_are_bounded_and_one_key_leaves_room_for_others(tmp
                 tasks.append(asked[1])
             owners = [session.visit.tenant.name for session in hall.hall._kept.values()]
             assert owners == ["a", "a", "b"], "of the third one, nothing but the stream"
+            first, held = next(iter(hall.hall._kept.values())), hall.hall._bodies.held
+            hall.hall.take_up(first.id, first.path, first.visit.tenant)
+            assert hall.hall._bodies.held == held, "it is counted once"
             for generation in hall.dispatcher.generations:
                 generation.put(tokens(11, end="length"))
             await asyncio.gather(*tasks)
+            assert hall.hall._bodies.held == 0, "what has ended is counted among what may be taken up"
+            hall.hall.take_up(first.id, first.path, first.visit.tenant)
+            assert hall.hall._bodies.held > 20_000
             for session in list(hall.hall._kept.values()):
                 hall.hall.drop(session)
             assert hall.hall._bodies.held == 0
