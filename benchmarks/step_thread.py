@@ -144,7 +144,7 @@ def decode_steps(quick: bool) -> list[Claim]:
             name: stack.enter_context(
                 engine(
                     CONNECTORS[name],
-                    num_requests * (num_blocks + 32),
+                    num_requests * (num_blocks + 128),
                     max_tokens=65_536,
                     batch=num_requests,
                     notify=news[name].set,
@@ -153,7 +153,7 @@ def decode_steps(quick: bool) -> list[Claim]:
             for name in names
         }
         for name, core in cores.items():
-            _fill(core, prompts, 32 * BLOCK_SIZE, news[name])
+            _fill(core, prompts, 128 * BLOCK_SIZE, news[name])
         gc.collect()
         gc.freeze()  # as engines do when they have started
         gc.disable()
