@@ -14,7 +14,7 @@ from deployments import link_text_model
 from pdkv import __version__
 from pdkv.cli import EXIT_INTERRUPTED
 from pdkv.cli import launch as cli_launch
-from pdkv.cli.main import EXIT_READER_GONE, EXIT_USAGE, main, make_parser
+from pdkv.cli.main import EXIT_FAILED, EXIT_READER_GONE, EXIT_USAGE, main, make_parser
 from pdkv.config import EngineConfig
 from pdkv.connectors import plan
 from pdkv.connectors.registry import SHIPPED
@@ -65,6 +65,12 @@ def test_a_reader_that_leaves_is_no_error(gone: Callable[[], int]) -> None:
     done = subprocess.run([*PD, "connector", "show", "memory"], stdout=output, stderr=subprocess.PIPE, timeout=60)
     os.close(output)
     assert (done.returncode, done.stderr) == (EXIT_READER_GONE, b"")
+
+
+def test_a_full_disk_is_said_in_a_sentence() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*PD, "connector", "list"], stdout=full, stderr=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stderr) == (EXIT_FAILED, b"pd: failed: No space left on device\n")
 
 
 def test_an_error_without_a_reader_keeps_its_code() -> None:

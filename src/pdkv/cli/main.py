@@ -38,12 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _silence(sys.stdout.fileno())  # what is buffered would fail again at the end
+            return _failed(f"failed: {error.strerror}", EXIT_FAILED)
         if error.errno not in (errno.EPIPE, errno.EIO) or not _without_readers():
             raise
         return EXIT_READER_GONE
     finally:
         for fd in _without_readers():
-            os.dup2(os.open(os.devnull, os.O_WRONLY), fd)  # or the interpreter's own flush fails, and says so
+            _silence(fd)  # or the interpreter's own flush fails, and says so
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -63,6 +66,10 @@ def _failed(text: str, code: int) -> int:
     with contextlib.suppress(OSError):  # the code says it, too
         print(f"pd: {without_secrets(text)}", file=sys.stderr)
     return code
+
+
+def _silence(fd: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
 
 
 def _without_readers() -> list[int]:
