@@ -82,7 +82,8 @@ class Load(NamedTuple):
     @classmethod
     def recital(cls, llm: LLM, at_once: int, turn: int) -> "Load":
         """Facts that are to be repeated, which the embedded model does."""
-        recitals = [recall_module().make_recital(1000 * turn + i, FACTS) for i in range(at_once)]
+        make_recital = recall_module().make_recital
+        recitals = [make_recital(1000 * turn + i, FACTS) for i in range(at_once)]
         prompts = [llm.get_tokenizer().encode(recital.prompt) for recital in recitals]
         return cls(prompts, _params(at_once, RECITED, temperature=0.0))
 

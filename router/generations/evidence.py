@@ -6,6 +6,7 @@ from pdkv.errors import KVNotFound, RequestAborted, StaleGeneration, TransferTim
 from pdkv.router.engines.books import kv_tokens
 from pdkv.router.engines.faults import fault_of
 from pdkv.router.engines.fleet import FALLBACK, Counters, Fleet
+from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.outliers import SLOW
 from pdkv.router.generations.failure_record import is_final
 from pdkv.router.generations.flow import RequestFlow
@@ -109,7 +110,7 @@ class Evidence:
             return
         fault, health = fault_of(flow.failure), self._fleet.engines[name].health
         if isinstance(flow.failure, RequestAborted):
-            if self._kept_waiting(generation, name, now):  # what waits for KV does nothing, but sends beats
+            if self._kept_waiting(generation, health, now):  # what waits for KV does nothing, but sends beats
                 fault = "pair" if flow.awaits_kv and health.beats and not health.suspicion else "engine"
         elif fault == "deadline":
             evident = health.explains_timeout()
@@ -124,13 +125,12 @@ class Evidence:
         if fault == "engine" or (fault == "capacity" and name == FALLBACK):
             self._fleet.failed(name, now)
 
-    def _kept_waiting(self, generation: Generation, name: str, now: float) -> bool:
+    def _kept_waiting(self, generation: Generation, health: EngineHealth, now: float) -> bool:
         """Whether a client gave up on an engine that does nothing, far beyond the usual time of such a prompt."""
         usual_s = self._fleet.speeds.usual_work_s(generation.asked_work)
         least_s = max(SLOW * usual_s, IMPATIENT_S) if usual_s else TELLING_TIMEOUT_S
         has_grammar = generation.flow.request.params.grammar is not None
-        does_nothing = self._fleet.engines[name].health.explains_timeout()
-        return does_nothing and not has_grammar and generation.is_overdue(now, least_s)
+        return health.explains_timeout() and not has_grammar and generation.is_overdue(now, least_s)
 
     def finished(self, generation: Generation, now: float) -> None:
         """Note what a generation that ended well says of its last engines, as far as they are still there."""

@@ -38,3 +38,22 @@ def run(
 def clock() -> VirtualClock:
     """That of the event loop that runs now, which is a virtual one."""
     return asyncio.get_running_loop().clock  # type: ignore[attr-defined]
+
+
+class Turns:
+    """Counts the turns of the event loop, from 1 on, within its block."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    async def __aenter__(self) -> "Turns":
+        self._task = asyncio.create_task(self._count())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    async def _count(self) -> None:
+        while True:
+            self.number += 1
+            await asyncio.sleep(0)

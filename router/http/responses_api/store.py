@@ -1,13 +1,13 @@
 """Stores responses in memory for a while, per API key, so that a client can continue from one by its id."""
 
 import math
-import secrets
 import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.limits import clip
@@ -44,7 +44,8 @@ class ResponseStore:
         self._max_conversation_bytes = max_conversation_bytes
         self._clock = clock
         self._entries: OrderedDict[tuple[str, str], _Entry] = OrderedDict()  # by owner and id, in order of their ends
-        self._running: dict[tuple[str, str], _Entry] = {}  # what requests add whose responses are to come
+        self._running: dict[tuple[str, int], _Entry] = {}  # what requests add whose responses are to come
+        self._serials = count()
         self._sizes: Counter[str] = Counter()  # by owner, of both
         self._lock = threading.RLock()  # a request may be dropped while its own thread is in here
 
@@ -65,7 +66,7 @@ class ResponseStore:
         """Hold the items of a request whose response is to come. Returns what stores that, by its id and output, unless
         the items had to make room; they go with the last reference to it.
         """
-        key = owner, secrets.token_hex(16)
+        key = owner, next(self._serials)
         entry = _Entry(previous, items, math.inf)
         with self._lock:
             self._running[key] = entry
@@ -75,11 +76,11 @@ class ResponseStore:
         weakref.finalize(keep, self._leave, key).atexit = False
         return keep
 
-    def _end(self, key: tuple[str, str], response_id: str, output: bytes) -> None:
+    def _end(self, key: tuple[str, int], response_id: str, output: bytes) -> None:
         if (entry := self._leave(key)) is not None:
             self.put(key[0], response_id, entry.previous, b",".join(filter(None, [entry.items, output])))
 
-    def _leave(self, key: tuple[str, str]) -> _Entry | None:
+    def _leave(self, key: tuple[str, int]) -> _Entry | None:
         with self._lock:
             if (entry := self._running.pop(key, None)) is not None:
                 self._sizes[key[0]] -= entry.size

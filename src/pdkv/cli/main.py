@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            _silence(sys.stdout.fileno())  # what is buffered would fail again at the end
+            _silence(1)  # what is buffered would fail again at the end
             return _failed(f"failed: {error.strerror}", EXIT_FAILED)
         if error.errno not in (errno.EPIPE, errno.EIO) or not _without_readers():
             raise

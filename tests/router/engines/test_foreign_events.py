@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from coroutines import run
+from coroutines import Turns, run
 
 from pdkv.router.engines import foreign_events
 from pdkv.router.engines.foreign_cache import ForeignCache
@@ -169,22 +169,15 @@ def test_a_batch_that_is_too_large_is_missed() -> None:
 
 
 def test_others_have_their_turn_between_two_repeated_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    turn, told = 0, list[int]()
+    turns, told = Turns(), list[int]()
 
     def tell(rig: Rig, _: Sequence[KVEvent]) -> None:
-        told.append(turn)
+        told.append(turns.number)
         rig.changed.set()
 
-    async def take_turns() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
     async def main() -> None:
-        others = asyncio.create_task(take_turns())
-        async with follow(before=100):
-            others.cancel()
+        async with turns, follow(before=100):
+            pass
 
     monkeypatch.setattr(Rig, "tell", tell)
     run(main())

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 import small_tokenizers
 from asgi_client import Exchange, begin, call
-from coroutines import run
+from coroutines import Turns, run
 from dispatch_rig import System, live
 from fake_dispatcher import FakeDispatcher, logprob, say, tokens
 from small_app import MODEL, make_app, served, tokenizer
@@ -176,21 +176,15 @@ def test_others_have_their_turn_while_a_front_is_told_a_long_answer(
 ) -> None:
     """Whoever takes it up again and again costs little each time."""
     monkeypatch.setattr(session, "TOLD_IN_A_ROW", 2)
-    turn, told, send = 0, Counter[int](), wire.Link.send
+    turns, told, send = Turns(), Counter[int](), wire.Link.send
 
     def counted(link: wire.Link, to: int, name: str, *arguments: object) -> None:
-        told[turn] += name == "delta"
+        told[turns.number] += name == "delta"
         send(link, to, name, *arguments)
 
-    async def take_turns() -> None:
-        nonlocal turn
-        while True:
-            turn += 1
-            await asyncio.sleep(0)
-
     async def main() -> None:
-        async with rig(tmp_path) as hall:
-            front, others = await hall.front(), asyncio.create_task(take_turns())
+        async with rig(tmp_path) as hall, turns:
+            front = await hall.front()
             whole, task = begin(front, "POST", COMPLETIONS, body(max_tokens=30))
             for number in range(20):
                 (await hall.dispatcher.next_generation(0)).put(tokens(10, end="length" if number == 19 else None))
@@ -198,7 +192,6 @@ def test_others_have_their_turn_while_a_front_is_told_a_long_answer(
             await task
             monkeypatch.setattr(wire.Link, "send", counted)
             again = await call(front, "POST", COMPLETIONS, headers={"x-pd-resume-id": whole.headers["x-pd-resume-id"]})
-            others.cancel()
             assert [data for _, data in events(again)] == [data for _, data in events(whole)]
 
     run(main())
