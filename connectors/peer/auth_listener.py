@@ -85,7 +85,12 @@ class AuthListener:
 
     def close(self, timeout_s: float) -> bool:
         """End the thread and all strangers; False: it did not end in time. Idempotent."""
-        return not self._thread.is_alive or self._thread.stop(timeout_s)
+        if self._thread.is_alive and not self._thread.stop(timeout_s):
+            return False
+        if self._wake >= 0:  # closed here, since the thread may end before it is woken
+            os.close(self._wake)
+            self._wake = -1
+        return True
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -103,7 +108,6 @@ class AuthListener:
             self._selector.close()
             for listener in self._listeners:
                 listener.close()
-            os.close(self._wake)
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._wait_s()):

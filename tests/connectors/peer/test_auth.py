@@ -365,6 +365,21 @@ def test_a_peer_comes_in_and_its_connection_works(opened: Callable[..., Opened])
     assert len(own.listener._strangers) == own.listener.num_refused == 0
 
 
+def test_a_listener_whose_thread_ends_before_it_is_woken_closes(
+    opened: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer's greeting may end the thread's turn first, and its descriptor must not be another's by then."""
+    own, write = opened(), os.eventfd_write
+
+    def write_late(fd: int, value: int) -> None:
+        own.connect()
+        wait_until_true(lambda: not own.listener._thread.is_alive, "the thread has ended")
+        write(fd, value)
+
+    monkeypatch.setattr(os, "eventfd_write", write_late)
+    own.close()
+
+
 def test_a_thousand_idle_strangers_hold_few_descriptors_and_keep_nobody_out(opened: Callable[..., Opened]) -> None:
     own = opened()
     for i in range(1000):
