@@ -1,14 +1,18 @@
 """How long a device waits for its host while an engine decodes, in a trace of what the device does."""
 
+import json
 from collections.abc import Callable
+from gzip import open as gzip_open
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu.overlap import Span, spans_of_trace
 from benchmarks.report import Claim
 from pdkv import LLM, SamplingParams
+
+Span = tuple[float, float]
+"""Begin and end, in microseconds."""
 
 BATCHES = (64, 512)
 
@@ -43,8 +47,15 @@ def work(run: Callable[[], object], device: str) -> list[Span]:
     with TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json.gz"
         profiler.export_chrome_trace(str(path))
-        computes, transfers = spans_of_trace(path)
-    return computes + transfers
+        return spans_of_trace(path)
+
+
+def spans_of_trace(path: Path) -> list[Span]:
+    """What the device computed and copied, in a chrome trace of torch's profiler."""
+    with gzip_open(path, "rt") as file:
+        events = json.load(file)["traceEvents"]
+    ran = (event for event in events if event.get("cat") in ("kernel", "gpu_memcpy"))
+    return [(float(event["ts"]), float(event["ts"]) + float(event["dur"])) for event in ran]
 
 
 def gaps(spans: list[Span]) -> dict[str, float]:

@@ -12,7 +12,6 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from benchmarks.gpu import overlap
 from benchmarks.load import Workload, measure
 from benchmarks.models import find_model, models_folder
 from benchmarks.report import Claim
@@ -27,15 +26,12 @@ ROUNDS = 3
 
 
 def run(device: str, scale: str) -> Iterator[Claim]:
-    """Two claims for each connector that reaches KV on the device, and one about what leaves it under compute; of a
-    smoke run one connector.
-    """
+    """Claims for each connector that reaches KV on the device, of a smoke run for one, and one about the host tier."""
     with models_folder() as folder:
         model = find_model(folder, "tiny" if scale == "tiny" else "large", device)
         yield _page_locked(torch.device(device), 1 << 20 if scale == "tiny" else 256 << 20)
         yield from _beside_one_engine("nixl", model, device, scale)
         if scale != "smoke":
-            yield from overlap.run(device, scale == "tiny")
             yield from _beside_one_engine("shared_memory", model, device, scale)  # last: CUDA IPC is not everywhere
 
 
