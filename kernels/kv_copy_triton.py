@@ -112,27 +112,11 @@ def write_kv_triton(
         return
     last = kv_pool.shape[2] - 1  # side: of latent rows the first, which is written twice
     _write_kv_kernel[(num_tokens,)](
-        kv_pool[0, layer, 0],
-        kv_pool[0, layer, last],
-        k,
-        v,
-        slot_mapping,
-        kv_scales[0],
-        kv_scales[last],
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        kv_pool.stride(0),
-        kv_pool.stride(3),
-        kv_pool.stride(4),
-        BLOCK_SIZE=kv_pool.shape[4],
-        NUM_HEADS=num_heads,
-        HEAD_SIZE=head_size,
-        PADDED=triton.next_power_of_2(num_heads * head_size),
-        QUANTIZE=kv_pool.dtype != k.dtype,
-        **LAUNCH_OPTIONS,
-    )
+        kv_pool[0, layer, 0], kv_pool[0, layer, last], k, v, slot_mapping, kv_scales[0], kv_scales[last],
+        *k.stride()[:2], *v.stride()[:2], kv_pool.stride(0), *kv_pool.stride()[3:5],
+        BLOCK_SIZE=kv_pool.shape[4], NUM_HEADS=num_heads, HEAD_SIZE=head_size,
+        PADDED=triton.next_power_of_2(num_heads * head_size), QUANTIZE=kv_pool.dtype != k.dtype, **LAUNCH_OPTIONS,
+    )  # fmt: skip
 
 
 def copy_units_triton(
@@ -153,20 +137,7 @@ def copy_units_triton(
     tile_elements = min(tile, triton.next_power_of_2(piece))
     tile_pieces = tile // tile_elements
     _copy_units_kernel[(num_units, triton.cdiv(num_pieces, tile_pieces), triton.cdiv(piece, tile_elements))](
-        kv_pool,
-        unit_ids,
-        buffer,
-        num_pieces,
-        num_heads,
-        heads[0],
-        sides * layers[0],
-        kv_pool.stride(0),
-        kv_pool.stride(2),
-        kv_pool.stride(3),
-        UNITS_PER_BLOCK=kv_pool.shape[4] // tokens,
-        PIECE=piece,
-        TILE_PIECES=tile_pieces,
-        TILE_ELEMENTS=tile_elements,
-        TO_POOL=to_pool,
-        **LAUNCH_OPTIONS,
-    )
+        kv_pool, unit_ids, buffer, num_pieces, num_heads, heads[0], sides * layers[0],
+        kv_pool.stride(0), *kv_pool.stride()[2:4], UNITS_PER_BLOCK=kv_pool.shape[4] // tokens, PIECE=piece,
+        TILE_PIECES=tile_pieces, TILE_ELEMENTS=tile_elements, TO_POOL=to_pool, **LAUNCH_OPTIONS,
+    )  # fmt: skip

@@ -546,41 +546,15 @@ def _launch_attention(
     stride_kv_head = kv_pool.stride(3) if kv_pool.shape[2] == 2 else 0  # all groups of heads have one latent row
     turned = row_size - head_size
     _paged_attention_kernel[(launch.num_programs, num_heads // group_size)](
-        out,
-        *results,
-        q,
-        kv_pool[0, layer, 0],
-        kv_pool[0, layer, -1],
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        *numbers,
-        *launch[:3],
-        window or 0,
-        *q.stride()[:2],
-        *out.stride()[:2],
-        kv_pool.stride(0),
-        stride_kv_head,
-        kv_pool.stride(4),
-        block_tables.stride(0),
-        launch.num_shares,
-        _PART,
-        BLOCK_SIZE=block_size,
-        TURNED=turned,
+        out, *results, q, kv_pool[0, layer, 0], kv_pool[0, layer, -1], block_tables, seq_lens, cu_seqlens_q,
+        *numbers, *launch[:3], window or 0, *q.stride()[:2], *out.stride()[:2],
+        kv_pool.stride(0), stride_kv_head, kv_pool.stride(4), block_tables.stride(0), launch.num_shares, _PART,
+        BLOCK_SIZE=block_size, TURNED=turned,
         TURNED_PADDED=max(_MIN_DOT_SIZE, triton.next_power_of_2(turned)) if turned else _MIN_DOT_SIZE,
-        GROUP_SIZE=group_size,
-        TILE_QUERIES=tiles.queries,
-        TILE_ROWS=tiles.rows,
-        TILE_KV=tiles.kv,
-        HAS_WINDOW=window is not None,
-        HAS_SOFTCAP=numbers[2] > 0.0,
-        IN_PARTS=launch.num_shares > 0,
-        SEQS=_SEQS,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-        **_sizes(head_size),
-        **LAUNCH_OPTIONS,
-    )
+        GROUP_SIZE=group_size, TILE_QUERIES=tiles.queries, TILE_ROWS=tiles.rows, TILE_KV=tiles.kv,
+        HAS_WINDOW=window is not None, HAS_SOFTCAP=numbers[2] > 0.0, IN_PARTS=launch.num_shares > 0, SEQS=_SEQS,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **_sizes(head_size), **LAUNCH_OPTIONS,
+    )  # fmt: skip
 
 
 def _group_size(num_heads: int, kv_pool: torch.Tensor) -> int:
@@ -592,18 +566,9 @@ def _group_size(num_heads: int, kv_pool: torch.Tensor) -> int:
 
 def _launch_combine(out: torch.Tensor, results: _Results, cu_seqlens_q: torch.Tensor, launch: _Launch) -> None:
     _combine_kernel[(launch.num_tokens, out.shape[1])](
-        out,
-        *results,
-        cu_seqlens_q,
-        launch.first_seq,
-        launch.first_seq + launch.num_seqs,
-        launch.first_token,
-        TILE_PARTS=_COMBINED,
-        TILE_QUERIES=launch.tiles.queries,
-        num_warps=4,
-        **_sizes(out.shape[2]),
-        **LAUNCH_OPTIONS,
-    )
+        out, *results, cu_seqlens_q, launch.first_seq, launch.first_seq + launch.num_seqs, launch.first_token,
+        TILE_PARTS=_COMBINED, TILE_QUERIES=launch.tiles.queries, num_warps=4, **_sizes(out.shape[2]), **LAUNCH_OPTIONS,
+    )  # fmt: skip
 
 
 def _sizes(head_size: int) -> dict[str, int]:

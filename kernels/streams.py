@@ -15,7 +15,6 @@ tests/support/recorded_streams.py stands in for a device and runs things in the 
 """
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, partial
@@ -33,25 +32,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Event(ABC):
-    """A point in a stream. It may be recorded again: a wait is for the last record before it."""
+class Event:
+    """A point in a stream. It may be recorded again: a wait is for the last record before it. On a host, where calls
+    return when their work is done, it is nothing.
+    """
 
-    @abstractmethod
     def record(self) -> None:
         """Record the event after the work so far on this thread's current stream."""
 
-    @abstractmethod
     def wait(self) -> None:
         """Order later work on this thread's current stream after the event. Does not block.
 
         The event must have been recorded.
         """
 
-    @abstractmethod
     def query(self) -> bool:
         """Whether the event has been reached."""
+        return True
 
-    @abstractmethod
     def synchronize(self, timeout_s: float) -> None:
         """Wait on the host until the event has been reached.
 
@@ -60,89 +58,48 @@ class Event(ABC):
         """
 
 
-class Stream(ABC):
+class Stream:
     """A queue of work that runs in order, on one device."""
 
-    @abstractmethod
     def on(self) -> AbstractContextManager[Any]:
         """A context in which this is the thread's current stream, and its device the current one."""
+        return nullcontext()
 
 
-class Streams(ABC):
-    """The streams of one device."""
+class Streams:
+    """The streams of one device; these, of the host."""
 
-    is_host = False
+    is_host = True
     """What was called has been done: streams and events are nothing."""
 
-    @abstractmethod
     def use(self) -> None:
         """Make the device this thread's current one, for libraries that depend on it."""
 
-    @abstractmethod
     def make_stream(self) -> Stream:
         """A new stream, which does not wait for any other."""
+        return Stream()
 
-    @abstractmethod
     def make_event(self) -> Event:
         """An event that has not been recorded."""
+        return Event()
 
-    @abstractmethod
     def make_pinned(self, size_bytes: int) -> "torch.Tensor":
         """Host memory that the device copies from and to without the host's help: (size_bytes,) uint8 zeros."""
+        import torch
+
+        return torch.zeros(size_bytes, dtype=torch.uint8)
 
     def lock_pages(self, memory: "npt.NDArray[np.uint8]") -> "Callable[[], None] | None":
         """Make existing host memory such memory. Returns what undoes it; None: it stays as it is."""
         return None
 
 
+HOST = Streams()
+
+
 def streams_of(device: "torch.device") -> Streams:
     """The streams of a device; for a CUDA device without a number, those of the thread's current one."""
     return _cuda_streams(device) if device.type == "cuda" else HOST
-
-
-# --- the CPU ----------------------------------------------------------------------------------------------------------
-
-
-class _HostEvent(Event):
-    def record(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self, timeout_s: float) -> None:
-        pass
-
-
-class _HostStream(Stream):
-    def on(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-
-class HostStreams(Streams):
-    """The CPU's: calls return when their work is done."""
-
-    is_host = True
-
-    def use(self) -> None:
-        pass
-
-    def make_stream(self) -> Stream:
-        return _HostStream()
-
-    def make_event(self) -> Event:
-        return _HostEvent()
-
-    def make_pinned(self, size_bytes: int) -> "torch.Tensor":
-        import torch
-
-        return torch.zeros(size_bytes, dtype=torch.uint8)
-
-
-HOST: Streams = HostStreams()
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
@@ -192,6 +149,8 @@ class _CudaStream(Stream):
 
 class CudaStreams(Streams):
     """The streams of one CUDA device."""
+
+    is_host = False
 
     def __init__(self, device: "torch.device") -> None:
         self._device = device

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from itertools import cycle, pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -114,8 +114,6 @@ class Bench:
             yield self.attention([(1, context)] * num_seqs, shape, "GB/s", self.sizes.table_tokens)
         for new, num_tokens in self.sizes.prefill:
             yield self.torch_attention(new, num_tokens)
-            if self.device.type == "cuda":
-                yield self.torch_attention(new, num_tokens, "cudnn")
             yield self.attention([(new, num_tokens)], _prefill(new, num_tokens), "TFLOP/s")
         yield self.write()
         yield from self.passes()
@@ -187,7 +185,7 @@ class Bench:
         expected = paged_attention_reference(q[rows].double(), pool.double(), 0, tables, seq_lens, cu_kept, scale)
         return _difference(found[rows], expected)
 
-    def torch_attention(self, new: int, num_tokens: int, backend: Literal["flash", "cudnn"] = "flash") -> Result:
+    def torch_attention(self, new: int, num_tokens: int) -> Result:
         """The yardstick of prompts: torch's own attention over contiguous KV, causal to the end of the tokens."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.attention.bias import causal_lower_right
@@ -197,12 +195,10 @@ class Bench:
         k, v = torch.randn(2, 1, s.kv_heads, num_tokens, s.head_size, device=self.device).to(self.dtype)
         mask = causal_lower_right(new, num_tokens)
         attend = torch.nn.functional.scaled_dot_product_attention
-        chosen = SDPBackend.CUDNN_ATTENTION if backend == "cudnn" else SDPBackend.FLASH_ATTENTION
-        with sdpa_kernel([chosen] if self.device.type == "cuda" else [chosen, SDPBackend.MATH]):
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, *([SDPBackend.MATH] if self.device.type == "cpu" else [])]):
             seconds = self.seconds(lambda: attend(q, k, v, attn_mask=mask, enable_gqa=True))
         rate = self._attention_flops(new, num_tokens) / seconds / 1e12
-        name = "cudnn_attention" if backend == "cudnn" else "torch_attention"
-        return Result(name, _prefill(new, num_tokens), seconds * 1e3, rate, "TFLOP/s", None)
+        return Result("torch_attention", _prefill(new, num_tokens), seconds * 1e3, rate, "TFLOP/s", None)
 
     def write(self) -> Result:
         """One layer's K and V of a step into random slots."""
@@ -388,8 +384,6 @@ def run(device: str, scale: str) -> Iterator[Claim]:
             continue
         yard, limit = _wanted(result, yardsticks)
         figures = {result.unit: result.rate, f"{yard.name} {yard.unit}": yard.rate, "ms": result.milliseconds}
-        if yard.name == "torch_attention" and "cudnn_attention" in yardsticks:
-            figures["cudnn_attention TFLOP/s"] = yardsticks["cudnn_attention"].rate
         yield Claim(f"{name}: of {yard.name}", result.rate / yard.rate, limit, "higher", figures)
         bound = _MAX_ERROR[torch.bfloat16 if result.name == "linear_fp8" else dtype]
         yield Claim(f"{name}: error over bound", result.max_error / bound, 1.0, "lower", {"error": result.max_error})

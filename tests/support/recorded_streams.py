@@ -75,6 +75,8 @@ class RecordedStreams(Streams):
         without: a call that does nothing, as if its line were removed.
     """
 
+    is_host = False
+
     def __init__(self, order: Order = Order.LATE, *, without: Call | None = None) -> None:
         self.order = order
         self.calls: list[Call] = []
@@ -84,9 +86,6 @@ class RecordedStreams(Streams):
         self._local = threading.local()
         self._streams: list[RecordedStream] = []
         self.compute = self.make_stream()
-
-    def use(self) -> None:
-        pass
 
     def make_stream(self) -> "RecordedStream":
         stream = RecordedStream(self)

@@ -3,7 +3,7 @@
 So runners queue their steps on it as on a GPU, and what they compute is what they would in turn.
 """
 
-from pdkv.kernels.streams import Event, HostStreams
+from pdkv.kernels.streams import Event, Streams
 
 
 class _Late(Event):
@@ -15,9 +15,6 @@ class _Late(Event):
     def record(self) -> None:
         self.has_come = False
 
-    def wait(self) -> None:
-        pass
-
     def query(self) -> bool:
         return self.has_come
 
@@ -25,7 +22,7 @@ class _Late(Event):
         self.has_come = True
 
 
-class TwinDevice(HostStreams):
+class TwinDevice(Streams):
     """Its streams; to be put in the place of `streams.HOST`."""
 
     is_host = False

@@ -27,7 +27,7 @@ from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.peer import push_worker
 from pdkv.connectors.step_done import make_step_done
 from pdkv.kernels import streams
-from pdkv.kernels.streams import HostStreams
+from pdkv.kernels.streams import Streams
 
 SOURCE, TARGET = [9, 3, 1], [0, 1, 2]
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_two_ranks_on_one_gpu_are_told_why_nccl_is_not_for_them(
     assert [reason in record.message for record in caplog.records] == [True] * same
 
 
-class PromptDevice(HostStreams):
+class PromptDevice(Streams):
     """A device that has done what it was called for."""
 
     is_host = False

@@ -24,7 +24,7 @@ from xml.etree import ElementTree
 import psutil
 
 ROOT = Path(__file__).parents[3]
-SUITE = ("-n", "3", "--dist", "loadscope", "--no-loadscope-reorder", "-m", "not gpu and not slow", "-q")
+SUITE = ("-n", "3", "--dist", "loadscope", "--no-loadscope-reorder", "-m", "not gpu and not slow", "-v")
 STOP_S = 1.0
 _PAUSES_S = (0.5, 5.0)
 """Between two stops, drawn evenly."""
