@@ -295,6 +295,18 @@ async def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_so
     assert await server.child.wait() == -signal.SIGKILL
 
 
+async def test_a_fork_server_that_has_ended_unheard_is_given_up(lifeline: int) -> None:
+    """As one that memory ran out for together with its engine, which is to start again: nobody caught its EPIPE."""
+    server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
+    server._ready.set_result(b"ready")
+    server.child.send_signal(signal.SIGKILL)
+    os.waitid(os.P_PID, server.child.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(StartupError, match="the fork server died"):
+        await server.fork_engine(SPEC, lifeline, timeout_s=20)
+    assert not server.usable
+    assert await server.child.wait() == -signal.SIGKILL
+
+
 async def test_a_fork_server_that_is_stopped_is_killed_at_the_deadline(lifeline: int) -> None:
     server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
     server.child.send_signal(signal.SIGSTOP)

@@ -391,10 +391,11 @@ class ForkServer:
                 with _strays.forking():
                     socket.send_fds(self._control, [encode(spec)], [ack_fd, *rank_fds])
                     return _engine_child(spec.process_name, int(await self._expect_answer()))
-        except TimeoutError:
+        except (TimeoutError, ConnectionError) as error:  # the latter before the loop has heard of its end
             self.child.send_signal(signal.SIGKILL)
             self.close()
-            raise StartupError(f"the fork server did not answer within {timeout_s:g} s") from None
+            why = f"did not answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else "died"
+            raise StartupError(f"the fork server {why}") from None
 
     def close(self) -> None:
         """End it (its engines live on) and fail pending requests. Idempotent."""
