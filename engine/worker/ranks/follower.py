@@ -3,6 +3,7 @@
 import contextlib
 import os
 import socket
+import weakref
 
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.worker.executor import InProcessExecutor, RankInfo
@@ -43,6 +44,7 @@ class FirstRank:
         self._channel = RankChannel(sock, "rank 0")
         self._ring = RingReader(self._channel, rank - 1, start_timeout_s)
         (self._wake_fd,) = self._channel.receive_fds(1, start_timeout_s)
+        weakref.finalize(self, os.close, self._wake_fd).atexit = False  # a thread of the connector may still notify
 
     def notify(self) -> None:
         """Report that the connector has news: rank 0's loop then asks all ranks. Thread-safe."""
@@ -108,6 +110,3 @@ class FirstRank:
         """Idempotent."""
         self._ring.close()
         self._channel.close()
-        if self._wake_fd >= 0:
-            os.close(self._wake_fd)
-            self._wake_fd = -1
