@@ -111,14 +111,14 @@ class LinkListener:
 
     def close(self, timeout_s: float) -> None:
         """End all links and wait for their threads, for a limited time. Idempotent."""
+        deadline = MONOTONIC.now() + timeout_s
+        self.auth_listener.close(timeout_s)  # from now on no link comes; the thread of each has begun, or never will
         with self._changed:
             self._stopping = True
             links, threads = list(self._links), list(self._threads)
             self._changed.notify_all()
         for link in links:
             link.interrupt()
-        deadline = MONOTONIC.now() + timeout_s
-        self.auth_listener.close(timeout_s)
         for thread in threads:
             thread.join(max(deadline - MONOTONIC.now(), 0.0))
             if thread.is_alive():

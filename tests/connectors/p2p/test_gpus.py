@@ -135,7 +135,7 @@ def is_cancelled(recorded: RecordedStreams) -> bool:
 
     def sends_one(group: TwinNccl, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         if next(number) > 1:
-            go_on.wait(10.0)
+            go_on.wait(60.0)
         return send(group, tensors, peer, tag)
 
     def receives(group: TwinNccl, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
@@ -149,7 +149,7 @@ def is_cancelled(recorded: RecordedStreams) -> bool:
         patch.setattr(TwinNccl, "recv", receives)
         with pushing(P2PConnector, kv_checksum="off") as (prefill, decode):
             begin(prefill, decode)
-            assert reached.wait(10.0)
+            assert reached.wait(60.0)
             decode.cancel(TransferKey("t", 1), "receive")
             code = decode.outcome("receiving", TransferKey("t", 1)).code
             decode.pools[0][TARGET] = 5.0
@@ -221,7 +221,7 @@ def test_a_group_whose_other_end_does_not_come_is_a_timeout(monkeypatch: pytest.
     go_on, made = threading.Event(), []
 
     def make_late(store: Any, rank: int, device: torch.device) -> Any:
-        assert go_on.wait(10.0)
+        assert go_on.wait(60.0)
         made.append(TwinNccl(_Store(), 0, recorded))
         return made[-1]
 

@@ -3,11 +3,13 @@
 import contextlib
 import itertools
 import os
+import queue
 import random
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import msgspec
@@ -437,6 +439,27 @@ def test_who_means_another_incarnation_is_told(make_engine: Engines, changes: di
     connection, control = greeted(decode, **changes)
     with connection, pytest.raises(StaleEpoch, match="this is Party"):
         control.expect(WAIT_S)
+
+
+def test_a_link_that_gets_no_thread_does_not_keep_its_listener_from_closing(
+    make_engine: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = make_engine("d")
+    listener, start = decode.workers[0].listener, threading.Thread.start
+    closing: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+
+    def start_late(thread: threading.Thread) -> None:
+        if thread.name.startswith("pdkv-p2p-link"):
+            closing.put(pool.submit(listener.close, 60.0))
+            wait_until_true(listener.auth_listener._thread.stopping.is_set, "it waits for this thread")
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_late)
+    with ThreadPoolExecutor(1) as pool:
+        raw, _ = greeted(decode)
+        with raw:
+            closing.get(timeout=60.0).result(60.0)
 
 
 def test_a_peer_that_greets_and_then_talks_nonsense_is_dropped(make_engine: Engines) -> None:
