@@ -136,13 +136,14 @@ class Doorbell:
 
     def flush(self) -> bool:
         """Send waiting messages as far as there is room. Returns whether none wait any more. For one thread."""
-        for address, outbox in self._full.copy().items():
-            self._full.pop(address, None)
+        for address in list(self._full):
+            outbox = self._full.pop(address, None)  # `send` may have replaced it, and `forget` removed it
             try:
-                if not outbox.flush():
-                    self._full[address] = outbox
+                if outbox is not None and not outbox.flush():
+                    self._full.setdefault(address, outbox)
             except OSError as error:
                 logger.debug("process %d is gone: %s", address.pid, error)
+                assert outbox is not None
                 self._drop(address, outbox)
         return not self._full
 

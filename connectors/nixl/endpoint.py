@@ -315,10 +315,10 @@ class NixlEndpoint:
         """End the thread and the agent. Idempotent."""
         if self._thread.stopping.is_set():
             return
-        self._thread.stop()
+        if self._thread.stop():  # otherwise it still uses the descriptors
+            self._doorbell.close()
         self.sources.close()
         self._agent.close()
-        self._doorbell.close()
         for users in (self._inbox, self._workers, self._ticks):  # they know the endpoint, and it knows them
             users.clear()
         self._open_requests = _none_open

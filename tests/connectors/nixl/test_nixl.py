@@ -1,6 +1,7 @@
 """The `nixl` connector between two real processes: content, cuts, failures, and what is left afterwards."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -632,6 +633,22 @@ def test_an_engine_gives_threads_descriptors_and_shared_memory_back(world: World
         use_one()
     wait_until_within(before)
     assert not left_behind(files_before, WAIT_S)
+
+
+def test_a_thread_that_does_not_end_keeps_its_descriptors(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Closed ones could be another's when it goes on: it would take that one's bytes."""
+    endpoint = world.local("d").workers[0].endpoint
+    hangs, goes_on, stop = threading.Event(), threading.Event(), endpoint._thread.stop
+    endpoint.post(lambda: (hangs.set(), goes_on.wait(WAIT_S)))
+    assert hangs.wait(WAIT_S)
+    monkeypatch.setattr(endpoint._thread, "stop", lambda: stop(0.0))
+    try:
+        endpoint.close()
+        assert os.fstat(endpoint._doorbell.address.fd).st_ino == endpoint._doorbell.address.inode
+    finally:
+        goes_on.set()
+    assert stop(WAIT_S)
+    endpoint._doorbell.close()
 
 
 def test_nothing_is_loaded_before_a_worker_side_is_made() -> None:

@@ -29,7 +29,7 @@ from pdkv.connectors.nixl.doorbell import Doorbell, _open_pipe
 from pdkv.connectors.nixl.gather import MAX_UNITS, plan_chunks
 from pdkv.connectors.nixl.memory import WORD_BYTES, LandingBuffers, Slots, generation_offset, memory_of
 from pdkv.connectors.nixl.options import NixlOptions
-from pdkv.connectors.nixl.outbox import MAX_WAITING_BYTES
+from pdkv.connectors.nixl.outbox import MAX_WAITING_BYTES, Outbox
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import (
     BLOB_VERSION,
@@ -394,6 +394,31 @@ def test_a_peer_that_is_gone_or_forgotten_leaves_no_descriptor() -> None:
         own.close()
         assert other.flush()
         assert num_ends(address.inode) == 0
+    finally:
+        own.close()
+        other.close()
+
+
+def test_what_waits_in_a_bell_that_is_opened_anew_meanwhile_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread forgets the bell, and sends, between the flush and the note that something is left."""
+    own, other, flush = Doorbell("own"), Doorbell("other"), Outbox.flush
+
+    def flush_late(outbox: Outbox) -> bool:
+        is_empty = flush(outbox)
+        other.forget(own.address)
+        assert other.send(own.address, b"anew")
+        return is_empty
+
+    try:
+        while other.send(own.address, bytes(30_000)):
+            pass
+        with monkeypatch.context() as patch:
+            patch.setattr(Outbox, "flush", flush_late)
+            assert not other.flush()
+        while not other.flush():
+            own.wait(0.0)
+        own.wait(0.0)
+        assert own.take()[-1].data == b"anew"
     finally:
         own.close()
         other.close()
