@@ -330,7 +330,7 @@ class ForeignEngine:
             return None if own is None else root_key(model=card.model, layout=identity, cache_salt=own)
 
         self._cache = cache = ForeignCache(root_of, card.num_blocks)
-        self._follower = follower = EventFollower(self.name, source, cache, self._tell_events)
+        self._follower = follower = EventFollower(self.name, source, cache, partial(self._tell_events, cache))
 
         async def run() -> None:
             while True:
@@ -354,9 +354,10 @@ class ForeignEngine:
         self._following.add(task)
         task.add_done_callback(self._following.discard)
 
-    def _tell_events(self, changes: Sequence[KVEvent]) -> None:
-        self._num_events += 1
-        self._tell(KVEvents(self._num_events, list(changes)))
+    def _tell_events(self, cache: ForeignCache, changes: Sequence[KVEvent]) -> None:
+        if cache is self._cache:  # otherwise it is of an earlier time
+            self._num_events += 1
+            self._tell(KVEvents(self._num_events, list(changes)))
 
     # --- requests -------------------------------------------------------------------------------------------------
 

@@ -47,11 +47,12 @@ class EventFollower:
         self._next = 0  # number of the next batch that is wanted
         self._last = -1  # number of the last batch that was published, and not repeated
         self._log_limit = LogLimit(60.0)
-        self._lock = asyncio.Lock()  # around what changes or reads the cache on a thread
+        self._lock = asyncio.Lock()  # around what changes or reads the cache, which a thread may do
 
     async def run(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
         """Follow until cancelled. Raises zmq.ZMQError, as without a free descriptor."""
-        self._tell(self._cache.clear())
+        async with self._lock:
+            self._tell(self._cache.clear())
         while True:
             with _socket(context, zmq.SUB) as socket, _watch(socket) as monitor:
                 socket.subscribe(b"")
@@ -64,7 +65,8 @@ class EventFollower:
                         reading.result()
                 finally:
                     cut.cancel()
-                    reading.cancel()
+                    async with self._lock:  # what a thread has begun to read is told first: it is not asked for again
+                        reading.cancel()
             await MONOTONIC.pause(RECONNECT_S)
 
     async def _read(self, context: "zmq.Context[zmq.Socket[bytes]]", socket: zmq.asyncio.Socket) -> None:
@@ -75,7 +77,7 @@ class EventFollower:
                 self.num_dropped += 1
             else:
                 if number <= self._last:
-                    self._forget(f"batch {number} came after {self._last}")
+                    await self._forget(f"batch {number} came after {self._last}")
                     self._next = 0
                 self._last = number
                 await self._arrived(context, number, payload)
@@ -90,7 +92,7 @@ class EventFollower:
         if number > self._next:
             await self._catch_up(context)
         if number > self._next:
-            self._forget(f"batches {self._next} to {number - 1} are missing")
+            await self._forget(f"batches {self._next} to {number - 1} are missing")
         if number >= self._next:
             await self._take(number, payload)
 
@@ -108,7 +110,7 @@ class EventFollower:
                     if number < self._next:  # -1 is the end
                         return
                     if number > self._next:
-                        self._forget(f"batches {self._next} to {number - 1} are not repeated")
+                        await self._forget(f"batches {self._next} to {number - 1} are not repeated")
                     await self._take(number, payload)
                     await asyncio.sleep(0)  # as in `_read`
         except TimeoutError:
@@ -125,12 +127,16 @@ class EventFollower:
                     changes = await asyncio.to_thread(self._cache.take, payload)
             except MalformedMessage as error:
                 self.num_dropped += 1
-                self._forget(f"batch {number} cannot be read: {error}")
+                self._empty(f"batch {number} cannot be read: {error}")
                 return
         if changes:
             self._tell(changes)
 
-    def _forget(self, why: str) -> None:
+    async def _forget(self, why: str) -> None:
+        async with self._lock:
+            self._empty(why)
+
+    def _empty(self, why: str) -> None:
         if self._cache.is_empty:
             return
         self.num_gaps += 1

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -11,11 +12,11 @@ import zmq
 import zmq.asyncio
 from coroutines import Turns, run
 
-from pdkv.router.engines import foreign_events
+from pdkv.router.engines import foreign_cache, foreign_events
 from pdkv.router.engines.foreign_cache import ForeignCache
 from pdkv.router.engines.foreign_events import EventFollower
 from pdkv.router.engines.foreign_kinds import Source
-from pdkv.wire.messages import KVEvent
+from pdkv.wire.messages import CacheCleared, KVEvent
 
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -182,6 +183,57 @@ def test_others_have_their_turn_between_two_repeated_batches(monkeypatch: pytest
     monkeypatch.setattr(Rig, "tell", tell)
     run(main())
     assert len(set(told[1:])) == 100
+
+
+def test_a_batch_that_a_thread_reads_when_the_connection_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not asked for again: blocks would be known that are told to nobody, and gone ones never taken back."""
+    begun, goes_on, take = threading.Event(), threading.Event(), ForeignCache.take
+
+    def take_late(cache: ForeignCache, payload: bytes) -> list[KVEvent]:
+        begun.set()
+        assert goes_on.wait(60.0)
+        return take(cache, payload)
+
+    monkeypatch.setattr(foreign_events, "INLINE_BYTES", 0)
+    monkeypatch.setattr(ForeignCache, "take", take_late)
+
+    async def main() -> None:
+        async with follow(replays=False) as rig:
+            await rig.publisher.publish(0)
+            await asyncio.to_thread(begun.wait, 60.0)
+            rig.changed.clear()
+            asyncio.get_running_loop().call_soon(goes_on.set)  # it is cancelled first
+        assert rig.changed.is_set()
+        assert rig.cache.num_keys == 1
+
+    run(main())
+
+
+def test_what_is_said_again_is_not_older_than_the_loss_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread goes through the cache; it is emptied when that is done."""
+    begun, goes_on, cut = threading.Event(), threading.Event(), foreign_cache._cut
+    told: list[KVEvent] = []
+
+    def cut_late(keys: bytes) -> Iterator[bytes]:
+        begun.set()
+        assert goes_on.wait(60.0)
+        return cut(keys)
+
+    async def main() -> None:
+        cache = ForeignCache(lambda _: b"r" * 16, 1000)
+        for block in range(2):
+            cache.take(batch(block))
+        follower = EventFollower("v", Source("tcp://x", ""), cache, told.extend)
+        monkeypatch.setattr(foreign_cache, "_cut", cut_late)
+        saying = asyncio.create_task(follower.resync())
+        await asyncio.to_thread(begun.wait, 60.0)
+        losing = asyncio.create_task(follower._forget("lost"))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await asyncio.gather(saying, losing)
+        assert told[-1] == CacheCleared()
+
+    run(main())
 
 
 def test_one_that_never_repeats_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
