@@ -220,7 +220,8 @@ class TieredStore(TellingStore):
 
     @property
     def problem(self) -> str:
-        return "; ".join(f"{tier.name} does not answer: {tier.away}" for tier in self.tiers if tier.away is not None)
+        found = [(tier.name, tier.away) for tier in self.tiers]  # another thread may hear from one meanwhile
+        return "; ".join(f"{name} does not answer: {away}" for name, away in found if away is not None)
 
     def on_problem(self, tell: Callable[[], None]) -> None:
         self._watch.tell = tell

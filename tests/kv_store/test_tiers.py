@@ -19,7 +19,7 @@ from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.kv_store.redis_store import RedisStore
 from pdkv.kv_store.terms import NO_TERMS, Terms
-from pdkv.kv_store.tier import Rest
+from pdkv.kv_store.tier import Rest, Tier
 from pdkv.kv_store.tiers import LATE_S, TieredStore
 from pdkv.testing import VirtualClock
 
@@ -260,6 +260,14 @@ def test_a_tier_that_cannot_be_written_is_read(error: StoreError) -> None:
             assert raised.value.code == code
             assert get(store, b"a") == [True]
         assert refusing.num_puts == 1
+        assert not store.problem
+
+
+def test_a_tier_that_answers_again_meanwhile_has_no_empty_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([StoreTimeout("late"), None])
+    with TieredStore([MemoryStore("again")]) as store:
+        monkeypatch.setattr(Tier, "away", property(lambda tier: next(answers)), raising=False)
+        assert store.problem == "0-memory does not answer: late"
         assert not store.problem
 
 

@@ -275,15 +275,18 @@ async def fresh(model: Path) -> AsyncIterator[AsyncLLM]:
     assert not thread.is_alive()
 
 
-async def test_an_engine_that_fails_fails_everybody(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [MemoryError, SystemExit])
+async def test_an_engine_that_fails_fails_everybody(
+    model: Path, kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(plan: object) -> None:
-        raise MemoryError("no more")
+        raise kind("no more")
 
     async with fresh(model) as llm:
         streams = [await begin(llm, name) for name in ("a", "b")]
         core_of(llm).executor.launch = fail  # type: ignore[assignment, method-assign]
         for name, stream in zip("ab", streams, strict=True):
-            with pytest.raises(EngineDied, match="the engine failed: MemoryError: no more") as died:
+            with pytest.raises(EngineDied, match=f"the engine failed: {kind.__name__}: no more") as died:
                 await last_of(stream)
             assert died.value.request_id == name
         with pytest.raises(EngineUnavailable, match="no more"):

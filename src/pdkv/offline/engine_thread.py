@@ -118,7 +118,7 @@ class EngineThread:
             self._end(Ended(RequestAborted, "the engine was shut down"))
             self._abort(engine, list(self._listeners))
             engine.settle()
-        except Exception as error:
+        except BaseException as error:  # whatever it was, nothing may wait for it
             logger.exception("the engine stops after an error")
             self._end(Ended(EngineDied, f"the engine failed: {type(error).__name__}: {error}"))
         finally:
