@@ -20,7 +20,7 @@ _NOT_IMPLEMENTED = (
 class BareS3(ThreadingHTTPServer):
     """Objects by path. A read is answered when `reads_at_once` of them wait, or after `wait_s`."""
 
-    def __init__(self, *, has_conditions: bool = True, reads_at_once: int = 1, wait_s: float = 10.0) -> None:
+    def __init__(self, *, has_conditions: bool = True, reads_at_once: int = 1, wait_s: float = 50.0) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.has_conditions = has_conditions
         self.objects: dict[str, bytes] = {}
