@@ -35,6 +35,7 @@ from pdkv.host.memory_limits import format_bytes
 from pdkv.models.config import ModelConfig, load_model_config, resolve_max_model_len
 from pdkv.models.decoder import Decoder
 from pdkv.models.kv_scales import read_kv_scales
+from pdkv.models.linear import linear_kind
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
 from pdkv.models.shard import WHOLE, Shard
@@ -342,8 +343,10 @@ class InProcessExecutor(ModelExecutor):
             recorder=self._recorder,
             timeout_s=self._start_timeout_s,
         )
-        self._runner.warm_up(0 if self.device.type == "cpu" else self._max_num_batched_tokens)
-        if self.device.type == "cpu":
+        on_cpu, linears = self.device.type == "cpu", linear_kind(self._model.dtype, self.device, config.cpu_linears)
+        compiles = linears != "compiled" or self._model.config.latent is not None
+        self._runner.warm_up(0 if on_cpu else self._max_num_batched_tokens, compiles=compiles)
+        if on_cpu:
             num_rows = config.max_num_seqs * self._rows_each
             take_step_memory(self._model.step_bytes(self._max_num_batched_tokens, num_rows))
         elif self._proposer is not None:

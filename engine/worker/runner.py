@@ -135,20 +135,21 @@ class ModelRunner:
         if self._queue is not None:
             self._queue.set_timeout(timeout_s)
 
-    def warm_up(self, max_num_tokens: int = 0) -> None:
+    def warm_up(self, max_num_tokens: int = 0, *, compiles: bool = True) -> None:
         """Run steps in unused blocks, and capture those that can be captured.
 
         So the first requests wait for no kernel, and the memory of compiled kernels is taken now instead of bit by bit.
 
         Args:
             max_num_tokens: of one step; only on a device.
+            compiles: whether a CPU's layers compile kernels per number of rows.
         """
         worker, self._worker = self._worker, None
         guesser, self._guesser = self._guesser, None
         num_groups, num_seqs, _ = self._batch.block_tables.shape
         num_blocks, block_size = self._kv_pool.shape[0], self._kv_pool.shape[4]
         limits = WarmUp(num_seqs, self._batch.token_ids.shape[1] - 1, num_groups, num_blocks, block_size)
-        for plan in limits.on_device(max_num_tokens) if max_num_tokens else limits.on_host():
+        for plan in limits.on_device(max_num_tokens) if max_num_tokens else limits.on_host(compiles=compiles):
             self.execute(plan)
         self.warm_up_decodes(self._recorder)
         self._worker, self._guesser = worker, guesser

@@ -35,10 +35,10 @@ class WarmUp(NamedTuple):
     num_blocks: int
     block_size: int
 
-    def on_host(self) -> Iterator[StepPlan]:
-        """A prompt and then decodes of 1, 2, 3 … requests: on a CPU, kernels are compiled per number of rows."""
+    def on_host(self, *, compiles: bool) -> Iterator[StepPlan]:
+        """A prompt and then decodes of 1 request, or, where kernels are compiled per number of rows, of 1, 2, 3 …"""
         length = min(16, self.num_blocks * self.block_size - 1, self.max_model_len)
-        few = range(1, min(_FEW_REQUESTS, self.max_num_seqs) + 1)
+        few = range(1, min(_FEW_REQUESTS if compiles else 1, self.max_num_seqs) + 1)
         return self._plans([([(0, length)], _GREEDY), *(([(length - 1, 1)] * count, _GREEDY) for count in few)])
 
     def on_device(self, max_num_tokens: int) -> Iterator[StepPlan]:
