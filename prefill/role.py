@@ -4,8 +4,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from msgspec.structs import replace
-
 from pdkv.connectors.base import FinishDecision, TransferKey, TransferOutcome
 from pdkv.engine.hooks import PrefillHooks, SendToRouter
 from pdkv.engine.outside.external import ExternalKV
@@ -74,8 +72,7 @@ class PrefillRole(PrefillHooks):
         start, num_tokens = request.num_named, self._external.num_in_blocks(request.num_confirmed)
         if num_tokens > start and (payload := self._external.name_confirmed(request, start, num_tokens)):
             request.num_named = num_tokens
-            part = self._handoff(request, num_tokens, payload)
-            self._send(request.router_id, replace(part, more=True, start=start))
+            self._send(request.router_id, self._handoff(request, num_tokens, payload, more=True, start=start))
 
     def handed_off(self, request: Request, decision: FinishDecision, now: float) -> None:
         """Lease the blocks and send the hand-off. A loan is leased no longer than its Submit says."""
@@ -91,18 +88,11 @@ class PrefillRole(PrefillHooks):
         if failed is not None:
             self.sending_ended(request.transfer_key, False, failed)
 
-    def _handoff(self, request: Request, num_tokens: int, payload: bytes) -> KVHandoff:
-        submit = request.submit
-        return KVHandoff(
-            request_id=submit.request_id,
-            attempt=submit.attempt,
-            transfer_id=submit.transfer_id,
-            engine=self._engine,
-            epoch=self._epoch,
-            num_tokens=num_tokens,
-            payload=payload,
-            lent=request.transfer_key.lent,
-        )
+    def _handoff(
+        self, request: Request, num_tokens: int, payload: bytes, *, more: bool = False, start: int = 0
+    ) -> KVHandoff:
+        where = self._engine, self._epoch, num_tokens, payload
+        return KVHandoff(*request.key, request.submit.transfer_id, *where, request.transfer_key.lent, more, start)
 
     def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:
         """Note that a transfer to a reader ended, delivered or not: tell the reader, and end the lease."""

@@ -6,7 +6,7 @@ so nothing else waits for this thread, neither a step nor a hand-off.
 
 import logging
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from threading import Event
 
 import msgspec
@@ -38,7 +38,7 @@ class DigestOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest_orders(
-    told: Sequence[ConfirmedRange | ScheduledRange], table: BlockTable, mode: ChecksumMode, block_size: int
+    told: Iterable[ConfirmedRange | ScheduledRange], table: BlockTable, mode: ChecksumMode, block_size: int
 ) -> list[DigestOrder]:
     """The digests to make of tokens: for the ends of hand-offs with their tails, otherwise for whole hash blocks."""
     size, orders = unit_tokens(block_size), []
@@ -58,7 +58,7 @@ def _of_tables(tables: BlockTables, table: BlockTable, start: int, stop: int, si
     orders = []
     for block_ids in tables:
         first, last = start // size, -(-stop // size)
-        blocks = list(block_ids[first:last])
+        blocks = block_ids[first:last]
         while blocks and blocks[0] < 0:
             first, blocks = first + 1, blocks[1:]
         if blocks:

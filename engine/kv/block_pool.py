@@ -79,9 +79,7 @@ class BlockPool:
         self._in_states = np.zeros(_NUM_STATES, dtype=np.int64)
         self._num_in_state = memoryview(self._in_states.data)
         self._num_in_state[0] = num_blocks
-        self._keys = np.full(
-            (num_blocks, keys_per_block), None, dtype=object
-        )  # of unannounced content: only the last key
+        self._keys = np.full((num_blocks, keys_per_block), None, dtype=object)  # of unannounced content: only the last
         self._is_announced = np.zeros(num_blocks, dtype=np.bool_)  # of blocks with content
         self._parents = np.full(num_blocks, None, dtype=object)
         self._by_key: dict[bytes, int] = {}  # a block's last key; those in `_stale` do not count
@@ -320,9 +318,7 @@ class BlockPool:
         for block_id in index.values():
             if not self._is_announced[block_id]:
                 continue
-            line: list[
-                int
-            ] = []  # from the block up to its first ancestor that is already in an event, or not in the pool
+            line: list[int] = []  # up to the first ancestor that is already in an event, or not in the pool
             ancestor: int | None = block_id
             while ancestor is not None and ancestor not in stored:
                 line.append(ancestor)
@@ -374,9 +370,10 @@ class BlockPool:
         """Make the content of these blocks unfindable. The caller sets their states."""
         if not with_content.size:
             return
-        told = with_content[self._is_announced[with_content]]
-        removed = (self._last_keys if self._keys_per_block == 1 else self._keys)[told].ravel().tolist()
-        self._stale += self._last_keys[with_content].tolist()
+        told, last = with_content[self._is_announced[with_content]], self._last_keys[with_content].tolist()
+        is_all = self._keys_per_block == 1 and told.size == with_content.size
+        removed = last if is_all else self._keys[told].ravel().tolist()
+        self._stale += last
         self._keys[with_content] = None
         self._parents[with_content] = None
         for start in range(0, len(removed), MAX_KEYS_PER_EVENT):
