@@ -22,6 +22,7 @@ import obstore
 from obstore import exceptions
 from obstore.store import from_url
 
+from pdkv.base.service_thread import start_thread
 from pdkv.errors import ConfigError, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import PART_BYTES, Arrived, Buffer, TellingStore
 from pdkv.kv_store.options import StoreOptions
@@ -230,10 +231,10 @@ class _LoopThread:
             loop = _Loop()
             thread = threading.Thread(target=self._serve, args=[loop], name="pdkv-objects", daemon=True)
             try:
-                thread.start()
-            except RuntimeError as error:  # the system has no thread left; calls would wait for one without a deadline
+                start_thread(thread, StoreUnavailable)
+            except StoreUnavailable:  # calls would wait for one without a deadline
                 loop.close()
-                raise StoreUnavailable(f"no thread for requests: {error}") from None
+                raise
             atexit.register(self._end, thread)
             self._loop = loop
         return self._loop

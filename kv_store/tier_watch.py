@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from pdkv.base.clock import MONOTONIC, Clock
-from pdkv.base.service_thread import ServiceThread
+from pdkv.base.service_thread import ServiceThread, start_thread
 from pdkv.errors import StoreError, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import PROBE_KEY
 from pdkv.kv_store.tier import CallKind, Tier
@@ -102,9 +102,9 @@ class TierWatch:
             answered.set()
 
         try:
-            threading.Thread(target=ask, name="pdkv-tier-probe", daemon=True).start()
-        except RuntimeError as error:  # the system has no thread left: the next probe may get one
-            return StoreUnavailable(f"no probe can be made: {error}")
+            start_thread(threading.Thread(target=ask, name="pdkv-tier-probe", daemon=True), StoreUnavailable)
+        except StoreUnavailable as error:  # the next probe may get a thread
+            return error
         if not self._clock.wait(answered, self._clock.now() + self._late_s):
             with self._changed:
                 self._judge(tier, StoreTimeout(f"no answer within {self._late_s:g} s"))

@@ -14,13 +14,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from pdkv.base.clock import MONOTONIC
+from pdkv.base.service_thread import start_thread
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.p2p.sockets import listen
 from pdkv.connectors.p2p.wire import CHANNEL, NCCL, Control, Offer, Welcome, refusal
 from pdkv.connectors.peer.auth import Hello, Party, Session
 from pdkv.connectors.peer.auth_listener import AuthListener
-from pdkv.errors import PdkvError, PeerGone, StaleEpoch, TransferCancelled, TransferError, TransferTimeout
+from pdkv.errors import PdkvError, PeerGone, ServerBusy, StaleEpoch, TransferCancelled, TransferError, TransferTimeout
 
 if TYPE_CHECKING:
     import torch
@@ -161,8 +162,8 @@ class LinkListener:
     def _start(self, link: Link, thread: threading.Thread) -> bool:
         """Start a thread. Returns whether there was room for another one."""
         try:
-            thread.start()
-        except RuntimeError as error:
+            start_thread(thread)
+        except ServerBusy as error:
             logger.warning("a link could not be served: %s", error)
             with self._changed:
                 self._links.discard(link)

@@ -74,47 +74,43 @@ class AuthListener:
         self._strangers: OrderedDict[int, _Stranger] = OrderedDict()  # by descriptor, oldest first
         self._paused_until = 0.0
         self._clock = clock
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake, selectors.EVENT_READ)
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
-        self._thread = ServiceThread(self._run, lambda: os.eventfd_write(self._wake, 1), name)
-        self._thread.start()
+        self._thread = ServiceThread(self._run, self._wake, name)
+        self._thread.start_or(lambda: self.close(0.0))
 
     def close(self, timeout_s: float) -> bool:
         """End the thread and all strangers; False: it did not end in time. Idempotent."""
-        if self._thread.is_alive and not self._thread.stop(timeout_s):
+        if not self._thread.stop(timeout_s):
             return False
-        if self._wake >= 0:  # closed here, since the thread may end before it is woken
-            os.close(self._wake)
-            self._wake = -1
+        for stranger in list(self._strangers.values()):
+            self._close(stranger)
+        self._selector.close()
+        for listener in self._listeners:  # closed here, since the thread may end before it is woken
+            listener.close()
         return True
+
+    def _wake(self) -> None:
+        for listener in self._listeners:
+            with contextlib.suppress(OSError):  # it was woken before
+                listener.shutdown(socket.SHUT_RD)
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
     def _run(self, stopping: Event) -> None:
-        try:
-            while not stopping.is_set():
-                try:
-                    self._turn()
-                except Exception:  # whatever the error was, the next connection is served
-                    logger.exception("a connection could not be served")
-                    self._clock.wait(stopping, self._clock.now() + _PAUSE_S)
-        finally:
-            for stranger in list(self._strangers.values()):
-                self._close(stranger)
-            self._selector.close()
-            for listener in self._listeners:
-                listener.close()
+        while not stopping.is_set():
+            try:
+                self._turn()
+            except Exception:  # whatever the error was, the next connection is served
+                logger.exception("a connection could not be served")
+                self._clock.wait(stopping, self._clock.now() + _PAUSE_S)
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._wait_s()):
             if isinstance(key.fileobj, socket.socket) and key.fileobj in self._listeners:
                 self._accept(key.fileobj)
-            elif key.fd == self._wake:
-                return
             elif (stranger := self._strangers.get(key.fd)) is not None:
                 self._hear(stranger)
         now = self._clock.now()

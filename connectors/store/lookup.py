@@ -96,17 +96,13 @@ class KeyLookups:
         self._probe_interval_s = probe_interval_s
         self._next_probe = inf if probe_interval_s == inf else 0.0  # when the store is probed although nothing waits
         self._changed = threading.Condition()  # its lock guards all of this
-        self._threads: list[ServiceThread] = []
-        self._start()
-        store.on_problem(notify)
-
-    def _start(self) -> None:
         self._threads = [
             ServiceThread(self._serve, self._wake, "pdkv-lookup"),
             ServiceThread(self._watch, self._wake, "pdkv-lookup-deadline"),
         ]
         for thread in self._threads:
-            thread.start()
+            thread.start_or(self.close)
+        store.on_problem(notify)
 
     @property
     def stats(self) -> ConnectorStats:

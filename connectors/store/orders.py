@@ -256,8 +256,8 @@ class OrderThread:
             return
         try:
             self._thread.start()
-        except RuntimeError as error:
-            self._answer(order, self._orders.refuse(order, ServerBusy(f"no thread for orders: {error}")))
+        except ServerBusy as error:
+            self._answer(order, self._orders.refuse(order, error))
             return
         self._todo.put((order, self._orders.clock.now() + order.timeout_s))
 

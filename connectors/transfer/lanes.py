@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from pdkv.base.clock import MONOTONIC
-from pdkv.errors import ConfigError, PdkvError
+from pdkv.base.service_thread import start_thread
+from pdkv.errors import ConfigError, PdkvError, ServerBusy
 
 logger = logging.getLogger(__name__)
 
@@ -169,11 +170,11 @@ class IOLanes(Generic[Item]):
         lane.num_threads += 1
         self.threads.append(thread)
         try:
-            thread.start()
-        except RuntimeError as error:
+            start_thread(thread)
+        except ServerBusy as error:
             lane.num_threads -= 1
             self.threads.remove(thread)
-            logger.warning("cannot start thread %s for lane %s: %s", name, lane.name, error)
+            logger.warning("lane %s: %s", lane.name, error)
             return False
         return True
 

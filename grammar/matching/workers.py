@@ -102,7 +102,7 @@ class Workers:
             self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._thread.start()
-        except (OSError, RuntimeError) as error:
+        except (OSError, ServerBusy) as error:
             self._close_fds()
             raise ServerBusy(f"no process can be started to match grammars: {error}") from None
 

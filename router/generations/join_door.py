@@ -7,7 +7,7 @@ from typing import NamedTuple
 import zmq
 
 from pdkv.base.log_limit import LogLimit
-from pdkv.errors import ConfigError, MalformedMessage, StartupError
+from pdkv.errors import ConfigError, MalformedMessage, ServerBusy, StartupError
 from pdkv.router.engines.address import check_engine_name, check_numeric
 from pdkv.router.generations.membership import Membership
 from pdkv.wire.cluster_key import ClusterKey
@@ -68,10 +68,10 @@ class JoinDoor:
         self._doorkeeper.guard(socket)
         try:
             socket.bind(endpoint)
-        except zmq.ZMQError as error:
+            self._doorkeeper.start([self.endpoint])
+        except (zmq.ZMQError, ServerBusy) as error:
             self.close()
             raise StartupError(f"the router cannot listen at --join-listen {endpoint}: {error}") from error
-        self._doorkeeper.start([self.endpoint])
         membership.on_news = self._hear
 
     @property

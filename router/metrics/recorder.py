@@ -80,7 +80,7 @@ class Recorder:
         self._write(msgspec.json.encode(Head(pdkv_trace=VERSION, block_size=BLOCK_SIZE, model=model)) + b"\n", 0)
         self._has_news = threading.Event()
         self._thread = ServiceThread(self._run, self._has_news.set, "pdkv-recorder")
-        self._thread.start()
+        self._thread.start_or(self.close)
         logger.info("recording requests to %s, %d bytes at most", self.path, max_bytes)
 
     def add(self, ended: Ended) -> None:

@@ -6,9 +6,11 @@ import weakref
 from collections.abc import Iterator
 
 import pytest
+from no_threads import no_threads
 
 from pdkv.base import service_thread
 from pdkv.base.service_thread import ServiceThread
+from pdkv.errors import ServerBusy
 
 NAME = "pdkv-test-service"
 
@@ -61,12 +63,11 @@ def test_it_does_not_begin_after_its_end() -> None:
     assert not server.began.is_set()
 
 
-def test_a_start_that_the_system_refuses_may_be_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", lambda self: exec("raise RuntimeError('no thread left')"))
-        with pytest.raises(RuntimeError, match="no thread left"):
-            server.thread.start()
+def test_a_start_that_the_system_refuses_may_be_tried_again() -> None:
+    server, released = Server(), threading.Event()
+    with no_threads(), pytest.raises(ServerBusy, match=f"no thread for {NAME}: can't start new thread"):
+        server.thread.start_or(released.set)
+    assert released.is_set()
     server.thread.start()
     assert server.began.wait(60)
     assert server.thread.stop()

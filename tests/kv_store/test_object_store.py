@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from bare_s3 import bare_s3
+from no_threads import no_threads
 
 from pdkv.errors import StoreUnavailable
 
@@ -48,17 +49,11 @@ def test_a_call_that_is_queued_when_the_store_is_closed_ends() -> None:
     assert errors == ["closed"]
 
 
-def test_where_there_is_no_thread_a_call_fails_and_the_next_one_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_is_no_thread_a_call_fails_and_the_next_one_gets_one() -> None:
     """It waited for the first one's, without a deadline."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     loop = _LoopThread()
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(StoreUnavailable, match="new thread"):
-            loop.run(nothing(), "closed")
+    with no_threads(), pytest.raises(StoreUnavailable, match="no thread for pdkv-objects: can't start new thread"):
+        loop.run(nothing(), "closed")
     loop.run(nothing(), "closed")
     loop.close()
 

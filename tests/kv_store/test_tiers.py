@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from no_threads import no_threads
 from store_servers import RedisServer, impatient
 from traffic import wait_until_true
 
@@ -342,22 +343,17 @@ class Down(MemoryStore):
         return super().contains(keys)
 
 
-def test_a_probe_for_which_there_is_no_thread_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_probe_for_which_there_is_no_thread_is_made_later() -> None:
     """The thread that makes probes ended with it: the store was left alone for good."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     clock, down = VirtualClock(), Down("down")
     with TieredStore([down], clock=clock) as store:
         with pytest.raises(StoreUnavailable):
             store.contains([b"a"])
         down.is_up = True
-        with monkeypatch.context() as patched:
-            clock.until_waiting()
-            patched.setattr(threading.Thread, "start", refuse)
+        clock.until_waiting()
+        with no_threads():
             clock.advance(LATE_S)
-            wait_until_true(lambda: "no probe can be made" in store.problem, "it is tried")
+            wait_until_true(lambda: "no thread for pdkv-tier-probe" in store.problem, "it is tried")
             clock.until_waiting()
         clock.advance(2 * LATE_S)
         wait_until_true(lambda: not store.problem, "a probe found it")

@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import zmq
+from no_threads import no_threads
 from traffic import wait_until_true
 from wire_rig import KEY, TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, receive, tokens
 
+from pdkv.errors import StartupError
 from pdkv.host.strangers import MAX_STRANGERS, MAX_STRANGERS_PER_SOURCE
 from pdkv.router.engines.engine_client import EngineClient
 from pdkv.wire.doorkeeper import MAX_HANDSHAKE_BYTES, Doorkeeper
@@ -264,3 +266,12 @@ class Recorder:
                     if readable is router:
                         self._said += data
                     (engine if readable is router else router).sendall(data)
+
+
+@pytest.mark.parametrize("but", [0, 1])
+def test_an_engine_for_which_there_are_no_threads_leaves_nothing(but: int) -> None:
+    """ZeroMQ's context waited for its sockets for ever."""
+    before = threading.active_count(), num_descriptors()
+    with no_threads(but), pytest.raises(StartupError, match=r"decode-0 cannot listen on .*: no thread for "):
+        EngineServer("tcp://127.0.0.1:0", make_card(), key=KEY)
+    assert (threading.active_count(), num_descriptors()) == before

@@ -4,10 +4,20 @@ import logging
 import threading
 from collections.abc import Callable
 
+from pdkv.errors import PdkvError, ServerBusy
+
 logger = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 5.0
 """Seconds for which `stop` waits for a thread to end."""
+
+
+def start_thread(thread: threading.Thread, error: type[PdkvError] = ServerBusy) -> None:
+    """Start a thread. Raises `error`: the system has none left; it may be tried again."""
+    try:
+        thread.start()
+    except RuntimeError as problem:
+        raise error(f"no thread for {thread.name}: {problem}") from None
 
 
 class ServiceThread:
@@ -52,12 +62,20 @@ class ServiceThread:
         """Start the thread, unless it has been started or stopped before.
 
         Raises:
-            RuntimeError: the system has no thread left; it may be tried again.
+            ServerBusy: the system has no thread left; it may be tried again.
         """
         with self._lock:
             if not (self._is_started or self.stopping.is_set()):
-                self._thread.start()
+                start_thread(self._thread)
                 self._is_started = True
+
+    def start_or(self, release: Callable[[], object]) -> None:
+        """Start the thread as `start` does; if that fails, call `release` first, for an owner that is not made then."""
+        try:
+            self.start()
+        except ServerBusy:
+            release()
+            raise
 
     def stop(self, timeout_s: float = JOIN_TIMEOUT_S) -> bool:
         """End the thread and wait for its end; a thread that does not end in time is named in the log. Idempotent.

@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pdkv.base.clock import MONOTONIC
 from pdkv.base.log_limit import LogLimit
 from pdkv.base.service_thread import ServiceThread
+from pdkv.errors import ServerBusy
 from pdkv.host.sockets import LISTEN_BACKLOG
 from pdkv.host.strangers import who_makes_room
 from pdkv.wire.cluster_key import ClusterKey
@@ -102,7 +103,9 @@ class Doorkeeper:
 
     def close(self) -> None:
         """End the thread. The guarded sockets must be closed, or never used. Idempotent."""
-        self._thread.start()  # if it never was: ZeroMQ waits until its last event is read
+        # If it never was, it begins now: ZeroMQ waits until its last event is read.
+        with contextlib.suppress(ServerBusy):
+            self._thread.start_or(lambda: self._run(self._thread.stopping))
         self._thread.stop()
 
     # --- the thread ---------------------------------------------------------------------------------------------------

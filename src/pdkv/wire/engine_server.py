@@ -14,7 +14,7 @@ import msgspec
 import zmq
 
 from pdkv.base.log_limit import LogLimit
-from pdkv.errors import InvalidRequest, MalformedMessage, StartupError, UnsendableMessage
+from pdkv.errors import InvalidRequest, MalformedMessage, ServerBusy, StartupError, UnsendableMessage
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.doorkeeper import Doorkeeper
 from pdkv.wire.frames import (
@@ -155,7 +155,7 @@ class EngineServer:
                 self._doorkeeper.start([self.endpoint, self._heartbeat.endpoint])
             beats = self._heartbeat.endpoint
             self.card = msgspec.structs.replace(card, beats=beats, peer_changes=True, reads_parts=True)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, ServerBusy) as error:
             self.close()
             raise StartupError(f"{card.engine} cannot listen on {endpoint}: {error}") from error
 

@@ -46,7 +46,7 @@ class Heartbeat:
             raise
         self.endpoint = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._thread = ServiceThread(self._run, lambda: None, "heartbeat")
-        self._thread.start()
+        self._thread.start_or(lambda: self._socket.close(linger=0))
 
     def close(self) -> None:
         """Stop beating. Idempotent."""

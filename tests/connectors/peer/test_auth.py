@@ -13,6 +13,7 @@ import pytest
 from frame_fuzz import Mutator
 from hypothesis import given
 from hypothesis import strategies as st
+from no_threads import no_threads
 from traffic import wait_until_true
 
 from pdkv.base.clock import MONOTONIC, Clock
@@ -32,7 +33,7 @@ from pdkv.connectors.peer.auth import (
     digest_of,
 )
 from pdkv.connectors.peer.auth_listener import AuthListener
-from pdkv.errors import PeerGone, TransferError, TransferTimeout, Unauthenticated
+from pdkv.errors import PeerGone, ServerBusy, TransferError, TransferTimeout, Unauthenticated
 from pdkv.host.strangers import MAX_STRANGERS_PER_SOURCE
 from pdkv.testing import VirtualClock
 
@@ -368,16 +369,27 @@ def test_a_peer_comes_in_and_its_connection_works(opened: Callable[..., Opened])
 def test_a_listener_whose_thread_ends_before_it_is_woken_closes(
     opened: Callable[..., Opened], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer's greeting may end the thread's turn first, and its descriptor must not be another's by then."""
-    own, write = opened(), os.eventfd_write
+    """A peer's greeting may end the thread's turn first, and its descriptors must not be others' by then."""
+    own = opened()
+    thread = own.listener._thread
+    wake = thread._wake
 
-    def write_late(fd: int, value: int) -> None:
+    def wake_late() -> None:
         own.connect()
-        wait_until_true(lambda: not own.listener._thread.is_alive, "the thread has ended")
-        write(fd, value)
+        wait_until_true(lambda: not thread.is_alive, "the thread has ended")
+        assert all(listener.fileno() >= 0 for listener in own.listener._listeners)
+        wake()
 
-    monkeypatch.setattr(os, "eventfd_write", write_late)
+    monkeypatch.setattr(thread, "_wake", wake_late)
     own.close()
+    assert all(listener.fileno() < 0 for listener in own.listener._listeners)
+
+
+def test_a_listener_for_which_there_is_no_thread_leaves_nothing(opened: Callable[..., Opened]) -> None:
+    before = os.listdir("/proc/self/fd")
+    with no_threads(), pytest.raises(ServerBusy, match="no thread for test"):
+        opened()
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_thousand_idle_strangers_hold_few_descriptors_and_keep_nobody_out(opened: Callable[..., Opened]) -> None:

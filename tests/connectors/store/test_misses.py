@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 from damage import KnownStore
+from no_threads import no_threads
 from store_rig import Engine, FaultyStore, MakeEngine, prefill, random_kv, scattered, view
 
 from pdkv.base.log_limit import LogLimit
@@ -21,7 +22,7 @@ from pdkv.connectors.store import values as store_values
 from pdkv.connectors.store import worker as store_worker
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.transfer.aggregator import TransferAggregator
-from pdkv.errors import ConfigError, KVNotFound, StoreUnavailable
+from pdkv.errors import ConfigError, KVNotFound, ServerBusy, StoreUnavailable
 from pdkv.kv_store.base import Buffer
 from pdkv.kv_store.registry import open_store
 from pdkv.testing import VirtualClock
@@ -321,6 +322,12 @@ def test_where_the_last_value_lacks_a_part_each_is_asked_for() -> None:
         threading.Event().wait(0.001)
     assert num_found == 2
     lookups.close()
+
+
+def test_lookups_for_which_there_is_one_thread_only_leave_none() -> None:
+    with no_threads(but=1), pytest.raises(ServerBusy, match="no thread for pdkv-lookup-deadline"):
+        KeyLookups(FaultyStore(), [b""], lambda: None, timeout_s=1.0)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pdkv-lookup")]
 
 
 def test_what_is_barred_is_bounded() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from no_threads import no_threads
 
 from pdkv.base.clock import MONOTONIC, Clock
 from pdkv.connectors.base import Direction, KVConnectorMetadata, TransferKey, TransferOutcome
@@ -214,17 +215,10 @@ def test_a_lane_without_scratch_fails_what_it_is_given_and_recovers() -> None:
     assert worker.closed == ["own"]
 
 
-def test_a_thread_that_cannot_start_is_tried_again(
-    make_worker: Callable[..., GateWorker], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thread_that_cannot_start_is_tried_again(make_worker: Callable[..., GateWorker]) -> None:
     """The step thread goes on; what waits is served when there is room for a thread again."""
     worker = make_worker(num_shared=0)
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    with no_threads():
         worker.submit(KEY, "receive", [Task(Gate(), lane="a")])
     assert not worker.get_finished()
     assert not worker.lanes.threads
@@ -234,12 +228,8 @@ def test_a_thread_that_cannot_start_is_tried_again(
         found |= set(worker.next_results()["finished_receiving"])
 
 
-def test_without_a_shared_thread_a_worker_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(ConfigError, match="cannot start thread pdkv-io"):
+def test_without_a_shared_thread_a_worker_does_not_start() -> None:
+    with no_threads(), pytest.raises(ConfigError, match="cannot start thread pdkv-io"):
         GateWorker()
 
 

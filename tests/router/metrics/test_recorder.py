@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from asgi_client import begin, call
 from dispatch_rig import System, live
+from no_threads import no_threads
 from small_app import MODEL, ids, served
 from starlette.types import ASGIApp
 
@@ -24,7 +25,7 @@ from pdkv.base.block_keys import extend_keys, root_key
 from pdkv.base.trace_format import BLOCK_SIZE, TraceRequest
 from pdkv.bench.trace import Trace, read_trace
 from pdkv.config import ObservabilityConfig
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, ServerBusy
 from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.http.app import create_app
 from pdkv.router.metrics import recorder as recorders
@@ -55,6 +56,13 @@ async def complete(app: ASGIApp, headers: dict[str, str] | None = None, **body: 
 def read(recorder: Recorder) -> Trace:
     recorder.close()
     return read_trace(recorder.path)
+
+
+def test_a_recorder_for_which_there_is_no_thread_leaves_no_open_file(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with no_threads(), pytest.raises(ServerBusy, match="no thread for pdkv-recorder"):
+        Recorder(tmp_path / "trace.jsonl", 1 << 20, MODEL)
+    assert os.listdir("/proc/self/fd") == before
 
 
 async def test_lengths_outcomes_and_times_are_recorded(recorder: Recorder) -> None:
