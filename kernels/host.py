@@ -107,16 +107,6 @@ def attend(args: AttentionArgs) -> None:
         raise MemoryError("no memory for attention scores") if status == 1 else ValueError("head size")
 
 
-def attend_pieces(args: AttentionArgs) -> int:
-    """Number of pieces into which `attend` divides this call for its threads: queries, or KV heads of parts of their
-    keys.
-    """
-    library = _library()
-    assert library is not None, "ask available() first"
-    pieces: int = library.pdkv_attend_pieces(ctypes.byref(args))
-    return pieces
-
-
 def copy_pieces(
     target: int,
     source: int,

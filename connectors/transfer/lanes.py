@@ -100,9 +100,7 @@ class IOLanes(Generic[Item]):
             shared = self._lanes[SHARED_LANE] = _Lane(SHARED_LANE)
             for _ in range(self._config.num_shared):
                 if not self._start_thread(shared) and not shared.num_threads:
-                    raise ConfigError(
-                        f"cannot start thread {self._config.thread_name}: the limit on threads is reached"
-                    )
+                    raise ConfigError(f"no thread for {self._config.thread_name}: there are too many")
             for name in own:
                 self._lanes[name] = _Lane(name)
                 self._waiting.append(self._lanes[name])

@@ -17,6 +17,7 @@ from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
+import httpcore
 import httpx
 import msgspec
 import zmq
@@ -74,6 +75,9 @@ FIRST_TOKEN_S, TOKEN_S, END_S = 300.0, 30.0, 5.0
 
 PIECES_IN_A_ROW = 16
 """Pieces of an answer between two turns of others: two milliseconds."""
+
+httpcore.AsyncHTTP11Connection.READ_NUM_BYTES = 1024
+"""Bytes that it parses between two turns of others, without which 1xx answers come one after the other."""
 
 MAX_PAGE_BYTES = 1 << 20
 """Longest list of models; other pages and errors are cut."""

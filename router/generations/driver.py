@@ -314,9 +314,8 @@ class Driver:
         flow = generation.flow
         self._send_all(sends)
         if flow.failure is not None and flow.request_id in self.generations:
-            self._evidence.blame(generation, self.clock())
-            engine = flow.failed_engine or ""
-            self._send_all(self.recovery.after_failure(generation))
+            fault, engine = self._evidence.blame(generation, self.clock()), flow.failed_engine or ""
+            self._send_all(self.recovery.after_failure(generation, fault))
             if not flow.ended:
                 self.fleet.events.note(self.clock(), "moved", engine, "its requests go on elsewhere")
         if flow.awaits_route or flow.awaits_decode or flow.may_bind_decode:
@@ -429,9 +428,10 @@ class Driver:
             if not state.books.prefill_tokens:
                 state.books.worked_since = now
             if message.handoff is None or not message.handoff.more:  # else the prompt's engine is still at work
-                generation.asked_at = now
-                generation.asked_work = state.tokens_left(now) + generation.num_uncached
+                generation.asked(state, now)
             generation.timeline.sent(engine, message, now)
+        elif isinstance(message, KVHandoff) and not message.more and (generation := self._generation_of(message)):
+            generation.asked(self.fleet.engines[engine], self.clock())  # it was bound before: its turn begins now
         try:
             self.backends[engine].send(message)
         except UnsendableMessage as error:

@@ -4,7 +4,7 @@ import logging
 
 from pdkv.errors import KVNotFound, RequestAborted, StaleGeneration, TransferTimeout
 from pdkv.router.engines.books import kv_tokens
-from pdkv.router.engines.faults import fault_of
+from pdkv.router.engines.faults import Fault, fault_of
 from pdkv.router.engines.fleet import FALLBACK, Counters, Fleet
 from pdkv.router.engines.health import EngineHealth
 from pdkv.router.engines.outliers import SLOW
@@ -100,15 +100,17 @@ class Evidence:
         self._counters.loans[known_code(code)] += 1
         self._fleet.speeds.lost(seconds + flow.loan.compute_s)
 
-    def blame(self, generation: Generation, now: float) -> None:
-        """Note that a failed attempt was an engine's fault, or a pair's. The fleet notes each death once, a load's end
-        is noted with it, and why an engine is left is known.
+    def blame(self, generation: Generation, now: float) -> Fault:
+        """Note that a failed attempt was an engine's fault, or a pair's; returns whose it was. The fleet notes each
+        death once, a load's end is noted with it, and why an engine is left is known.
         """
         flow, failures = generation.flow, generation.failures
         name, is_left = flow.failed_engine, failures is not None and failures.leaving
-        if flow.failure is None or flow.request.probe or name is None or is_left or not self._fleet.is_ready(name):
-            return
-        fault, health = fault_of(flow.failure), self._fleet.engines[name].health
+        assert flow.failure is not None
+        fault = fault_of(flow.failure)
+        if flow.request.probe or name is None or is_left or not self._fleet.is_ready(name):
+            return fault
+        health = self._fleet.engines[name].health
         if isinstance(flow.failure, RequestAborted):
             if self._kept_waiting(generation, health, now):  # what waits for KV does nothing, but sends beats
                 fault = "pair" if flow.awaits_kv and health.beats and not health.suspicion else "engine"
@@ -117,13 +119,14 @@ class Evidence:
             if evident or generation.is_overdue(now, TELLING_TIMEOUT_S):
                 fault = "pair" if flow.awaits_kv and not evident else "engine"
         elif fault == "engine" and is_final(flow.failure):
-            is_second = failures is not None and failures.doubted
-            is_proven = now - health.last_good < PROVEN_S
-            fault = "engine" if is_second and not is_proven else "client"
+            if failures is None or not failures.doubted:
+                return fault  # as far as its code tells: a second engine shows it
+            fault = "client" if now - health.last_good < PROVEN_S else "engine"
         if fault == "pair" and self._fleet.is_ready(flow.route.prefill):  # which of the two was too slow?
             self._fleet.pairs.loaded(flow.route.prefill, flow.route.decode, False, now)
         if fault == "engine" or (fault == "capacity" and name == FALLBACK):
             self._fleet.failed(name, now)
+        return fault
 
     def _kept_waiting(self, generation: Generation, health: EngineHealth, now: float) -> bool:
         """Whether a client gave up on an engine that does nothing, far beyond the usual time of such a prompt."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from pdkv.router.engines.books import Entry, expected_output, kv_tokens
 from pdkv.router.engines.fleet import Fleet
+from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.failure_record import FailureRecord
 from pdkv.router.generations.flow import RequestFlow, Sends
 from pdkv.router.generations.timeline import Timeline
@@ -113,6 +114,10 @@ class Generation:
         first, num_gaps = self.timeline.first_token, len(self.flow.output_token_ids) - 1
         gap_s = (self.last_token_at - first) / num_gaps if first is not None and num_gaps > 0 else 0.0
         return now - max(self.last_token_at, self.asked_at) >= max(least_s, 5 * gap_s)
+
+    def asked(self, engine: EngineState, now: float) -> None:
+        """Note that it is this engine's turn from now on."""
+        self.asked_at, self.asked_work = now, engine.tokens_left(now) + self.num_uncached
 
     def chose(self, prompt: PromptKV, num_uncached: int | None = None) -> None:
         """Note what was known when engines were chosen. `num_uncached`: tokens that the prompt's engine computes."""

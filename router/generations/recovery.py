@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pdkv.config import RecoveryConfig
 from pdkv.errors import EngineDied, EngineGivenUp, KillsEngines, PdkvError
 from pdkv.router.engines.candidate import Side
-from pdkv.router.engines.faults import fault_of
+from pdkv.router.engines.faults import Fault
 from pdkv.router.engines.fleet import FALLBACK, Counters, Fleet
 from pdkv.router.generations.failure_record import FailureRecord, is_final
 from pdkv.router.generations.flow import Sends
@@ -72,12 +72,12 @@ class Recovery:
         finally:
             failures.leaving = ""
 
-    def after_failure(self, generation: Generation) -> Sends:
-        """Keep what can be kept and let the flow await other engines, or end it."""
+    def after_failure(self, generation: Generation, fault: Fault) -> Sends:
+        """Keep what can be kept and let the flow await other engines, or end it; count whose fault it was."""
         flow = generation.flow
         error = self._refuse(generation)
-        if (failure := error or flow.failure) is not None and not flow.request.probe:
-            self._counters.faults[fault_of(failure)] += 1
+        if not flow.request.probe:
+            self._counters.faults["poison" if isinstance(error, KillsEngines) else fault] += 1
         if error is not None:
             flow.failure = error
             return flow.give_up()

@@ -28,21 +28,12 @@ _LOAD_COUNTERS = {
     "bytes_received": ("kv_received_bytes", "KV received from peers."),
     "load_failures": ("kv_load_failures", "Failed KV loads."),
     "partial_loads": ("kv_partial_loads", "KV loads that a store could serve only partly."),
-    "damaged_values": (
-        "kv_damaged_values",
-        "Stored values that did not match what was saved under their keys, counted as misses.",
-    ),
-    "non_finite_requests": (
-        "non_finite_requests",
-        "Requests that --check-finite ended: the model computed NaN or infinity for them.",
-    ),
+    "damaged_values": ("kv_damaged_values", "Stored values that did not match what was saved, counted as misses."),
+    "non_finite_requests": ("non_finite_requests", "Requests that --check-finite ended, for NaN or infinity."),
     "preemptions": ("preemptions", "Requests taken out of the batch."),
     "steps": ("steps", "Steps of the engine."),
     "transfer_seconds": ("kv_transfer_seconds", "Time spent in KV transfers."),
-    "dropped_messages": (
-        "dropped_messages",
-        "Messages dropped by the engine: about something that had ended, or not for it.",
-    ),
+    "dropped_messages": ("dropped_messages", "Messages that the engine dropped: about what had ended, or not for it."),
 }
 """Fields of LoadReport: the end of the metric's name after pdkv_engine_, and its help text."""
 
@@ -86,16 +77,12 @@ def engine_metrics(dispatcher: "Dispatcher", model_name: str) -> Iterator[Metric
 def _router_view(dispatcher: "Dispatcher", engines: list[EngineState]) -> Iterator[Metric]:
     """What the router itself knows about its engines."""
     beat = "For how long it had been at its oldest step, at its last beat."
+    in_flight = "Generations of this router that the engine has, or will get."
     indexed = "Block keys of the engine's cache in the router's prefix index."
     malformed = "Frames and messages of it that could not be read."
     table: list[tuple[Family, str, str, Callable[[EngineState], float]]] = [
         (gauges, "up", "Whether the engine is ready.", lambda e: e.life == "ready"),
-        (
-            gauges,
-            "in_flight",
-            "Generations of this router that the engine has, or will get.",
-            lambda e: e.books.requests,
-        ),
+        (gauges, "in_flight", in_flight, lambda e: e.books.requests),
         (gauges, "busy_seconds", beat, lambda e: e.health.busy_s if e.life == "ready" else 0.0),
         (gauges, "indexed_keys", indexed, lambda e: dispatcher.index.num_keys_of(e.name)),
         (totals, "deaths", "Number of times the engine was lost.", lambda e: e.num_deaths),
@@ -114,7 +101,8 @@ def _reported(loads: list[tuple[EngineState, LoadReport]]) -> Iterator[Metric]:
         yield totals(f"pdkv_engine_{name}", text, _OF_ENGINE, ((names, getattr(load, field)) for names, load in of))
     text = "Time in which proposers guessed tokens."
     yield totals("pdkv_engine_drafting_seconds", text, _OF_ENGINE, ((names, load.drafts.seconds) for names, load in of))
-    blocks = (([*names, of_class], getattr(load.blocks, of_class)) for names, load in of for of_class in _BLOCK_CLASSES)
+    pools = [([engine.name, engine.role], load.blocks) for engine, load in loads if _knows_pool(engine)]
+    blocks = (([*names, of_class], getattr(pool, of_class)) for names, pool in pools for of_class in _BLOCK_CLASSES)
     yield gauges("pdkv_engine_blocks", "KV blocks by class.", [*_OF_ENGINE, "class"], blocks)
     sources = (([*names, source], getattr(load.sources, source)) for names, load in of for source in _SOURCES)
     text = "Prompt tokens by where their KV came from."
@@ -153,7 +141,6 @@ def _vllm(loads: list[tuple[EngineState, LoadReport]], model_name: str) -> Itera
     table: list[tuple[Family, str, str, Callable[[LoadReport], float]]] = [
         (gauges, "num_requests_running", "Number of requests in model execution batches.", lambda load: load.running),
         (gauges, "num_requests_waiting", "Number of requests waiting to be processed.", lambda load: load.waiting),
-        (gauges, "kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", _usage),
         (totals, "num_preemptions", "Cumulative number of preemption from the engine.", lambda load: load.preemptions),
         (totals, "prefix_cache_queries", f"Local {queries}", _queried),
         (totals, "prefix_cache_hits", f"Local {hits}", lambda load: load.sources.local_hit),
@@ -167,6 +154,8 @@ def _vllm(loads: list[tuple[EngineState, LoadReport]], model_name: str) -> Itera
     for family, name, text, value in table:
         rows = (([model_name, engine.name], value(load)) for engine, load in loads)
         yield family(f"vllm:{name}", text, labels, rows)
+    usage = (([model_name, engine.name], _usage(load)) for engine, load in loads if _knows_pool(engine))
+    yield gauges("vllm:kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", labels, usage)
     positions = (
         ([model_name, engine.name, str(i)], count)
         for engine, load in loads
@@ -177,11 +166,9 @@ def _vllm(loads: list[tuple[EngineState, LoadReport]], model_name: str) -> Itera
 
 
 def _cache_config(engines: list[EngineState], model_name: str) -> Metric:
-    """Sizes of the engines' KV pools in labels, as vLLM has them and a Gateway's endpoint picker reads them. Those of
-    servers of other engines are not known.
-    """
+    """Sizes of the engines' KV pools in labels, as vLLM has them and a Gateway's endpoint picker reads them."""
     labels = ["model_name", "engine", "block_size", "num_gpu_blocks"]
-    cards = [engine.card for engine in engines if engine.card is not None and not engine.card.backend]
+    cards = [engine.card for engine in engines if engine.card is not None and _knows_pool(engine)]
     sizes = [(each.engine, str(each.layout.block_size), str(each.num_blocks)) for each in cards]
     text = "Information of the KV cache."
     return gauges("vllm:cache_config_info", text, labels, (([model_name, *each], 1.0) for each in sizes))
@@ -199,6 +186,11 @@ def _judgement(dispatcher: "Dispatcher", engines: list[EngineState]) -> Iterator
     outcomes = {"ok": prober.num_ok, "failed": prober.num_failed}
     yield counters("pdkv_probes", "Probes of idle engines, by result.", "outcome", outcomes)
     yield counter("pdkv_moves", "Requests moved off suspect engines.", dispatcher.mover.num_moved)
+
+
+def _knows_pool(engine: EngineState) -> bool:
+    """Whether the size of its pool is known: not that of a server of another engine."""
+    return engine.card is None or not engine.card.backend
 
 
 def _usage(load: LoadReport) -> float:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -36,13 +37,26 @@ SPEC = EngineSpec(
 event_loop = VirtualLoop
 
 
-def test_a_process_has_a_group_of_its_own_in_the_launchers_session() -> None:
-    """Ctrl-C is for the launcher alone, and niceness counts between processes of one session. F82."""
-    popen = children._spawn("platform", [], [])
-    try:
-        assert (os.getpgid(popen.pid), os.getsid(popen.pid)) == (popen.pid, os.getsid(0))
-    finally:
-        popen.wait()
+_IMPORTS_FOR_LONG = "import signal; print(flush=True); signal.pause()"
+_LAUNCHER = "from pdkv.launch import children; print(children._spawn('imports_for_long', [], []).wait())"
+
+
+def test_a_process_has_a_group_of_its_own_in_the_launchers_session_and_dies_with_it_while_it_imports(
+    tmp_path: Path,
+) -> None:
+    """Ctrl-C is for the launcher alone, and niceness counts between processes of one session. F82. A launcher that was
+    killed in its first seconds left its port taken for as many.
+    """
+    (tmp_path / "imports_for_long.py").write_text(_IMPORTS_FOR_LONG)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", _LAUNCHER]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
+        assert launcher.stderr is not None
+        assert launcher.stderr.read(1) == b"\n"  # what it starts writes there
+        (child,) = psutil.Process(launcher.pid).children()
+        assert (os.getpgid(child.pid), os.getsid(child.pid)) == (child.pid, os.getsid(0))
+        launcher.kill()
+        assert psutil.wait_procs([child], timeout=30)[0]
 
 
 _READS_WHAT_IS_GONE = """

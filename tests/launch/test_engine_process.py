@@ -2,7 +2,6 @@
 
 import math
 import os
-import runpy
 import signal
 import threading
 from types import SimpleNamespace
@@ -188,10 +187,3 @@ def test_a_full_pipe_is_notified_already(notifier: Notifier) -> None:
     for _ in range(70_000):
         notifier.notify()
     assert notifier.drain()
-
-
-@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
-def test_as_a_program_it_logs_under_its_own_name() -> None:
-    """`pd engine` runs it as one; --log-level is for what is below "pdkv"."""
-    names = runpy.run_module("pdkv.launch.engine_process", run_name="__program__")
-    assert names["logger"].name == "pdkv.launch.engine_process"

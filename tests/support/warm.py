@@ -238,8 +238,10 @@ def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec
     _live(partial(_begin, module, arguments, fds, spec))
 
 
-def _begin(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes) -> None:
-    """What `python -P -m module` would begin with and do, in a process group of its own."""
+def _begin(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes) -> int | None:
+    """What a child of the launcher would begin with and do, in a process group of its own."""
+    from pdkv.launch.child import run
+
     gc.freeze()  # nothing of the launcher's closes its descriptors here
     _forget_signals()
     os.setpgid(0, 0)
@@ -255,8 +257,7 @@ def _begin(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec
         first = fd + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
     os.environ.update({**ENVIRONMENT, **os.environ})
-    sys.argv[:] = [str(sys.modules.pop(module).__file__), *map(str, arguments)]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return run(os.getppid(), module, [*map(str, arguments)])
 
 
 def _forget_signals() -> None:

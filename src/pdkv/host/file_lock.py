@@ -5,6 +5,9 @@ import fcntl
 import os
 import threading
 
+from pdkv.base.service_thread import start_thread
+from pdkv.errors import ServerBusy
+
 
 class FileLock:
     """flock(2) on a descriptor that the lock owns from now on. Used by one thread, except for `give_up`.
@@ -20,14 +23,14 @@ class FileLock:
         self._changed = threading.Event()
 
     def acquire(self, timeout_s: float) -> bool:
-        """Wait for the lock. False: the time has passed, `give_up` was called, or the file system has no locks."""
+        """Wait for the lock. False: the time has passed, `give_up` was called, or there are no locks or threads."""
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._locked = True
-            return True
-        except BlockingIOError:
-            threading.Thread(target=self._wait, name="pdkv-file-lock", daemon=True).start()
-        except OSError:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self._locked = True
+                return True
+            start_thread(threading.Thread(target=self._wait, name="pdkv-file-lock", daemon=True))
+        except (OSError, ServerBusy):
             os.close(self._fd)
             return False
         self._changed.wait(timeout_s)

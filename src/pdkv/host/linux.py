@@ -26,11 +26,6 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
 
 
-def continue_when_orphaned() -> None:
-    """Have this process continued, if it is stopped, when its parent ends, so that it can notice that itself."""
-    _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGCONT))
-
-
-def die_with_parent() -> None:
-    """Have this process killed when the thread that forked it ends, even if it is stopped then."""
-    _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Have this process get a signal when the thread that forked it ends. SIGCONT lets a stopped one notice it."""
+    _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(by))

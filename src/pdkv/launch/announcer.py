@@ -10,6 +10,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from pdkv.base.log_limit import LogLimit
 from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.decoding import decode_total
@@ -22,10 +23,11 @@ ACK_S = 2.0
 MOVE_S = 10.0
 """Seconds that a router may take, besides the engine's --drain-s, to move what the engine still has."""
 
-MAX_REFUSED = 3
-"""Connections in a row that end in their handshakes before the router is taken for one with another key."""
+_SAYS_NO = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_ENDS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _SAYS_NO | _ENDS
 
-_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+_SAY_AGAIN_S = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,6 @@ class Announcer:
         self._router = router
         self._join = Join(name, endpoint, PROTOCOL, secrets.token_hex(8), pool=pool)
         self._key = key
-        self._was_heard = False
         self._is_going = asyncio.Event()  # the router knows that it leaves
 
     async def run(self, stopped: asyncio.Event, hurried: asyncio.Event, drain_s: float) -> None:
@@ -49,7 +50,7 @@ class Announcer:
         """
         context = zmq.asyncio.Context()
         socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
-        monitor = socket.get_monitor_socket(_FAILURES)
+        monitor = socket.get_monitor_socket(_EVENTS)
         works = self._hear(socket), self._watch(monitor), self._leave(socket, stopped, drain_s), _end(stopped, hurried)
         tasks = [asyncio.ensure_future(work) for work in works]
         try:
@@ -86,7 +87,6 @@ class Announcer:
             except MalformedMessage as error:
                 logger.error("the router at %s sent what cannot be read: %s", self._router, error)
                 continue
-            self._was_heard = True
             if verdict.kind in ("asked", "waiting") and verdict.text:
                 logger.warning("the router at %s does not take this engine in yet: %s", self._router, verdict.text)
             match verdict.kind:
@@ -102,17 +102,18 @@ class Announcer:
                     return
 
     async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Raise ConfigError if the router's key is another one: it lets nothing in."""
-        for _ in range(MAX_REFUSED):
-            await recv_monitor_message(monitor)
-            if not self._was_heard:
-                logger.warning("the router at %s did not let this engine in", self._router)
-        if not self._was_heard:
-            raise ConfigError(
-                f"the router at {self._router} does not let this engine in, or is none: do both have the same "
-                "--cluster-key-file?"
-            )
-        await asyncio.Event().wait()
+        """Raise ConfigError if what listens there refuses the key, or is no router. ZeroMQ connects again, later and
+        later, where a handshake just ends: the router may not be up behind its address, or have another key.
+        """
+        text = f"{self._router} does not let this engine in: is it a router's, with the same --cluster-key-file?"
+        limit, before = LogLimit(_SAY_AGAIN_S), 0
+        while True:
+            event = (await recv_monitor_message(monitor))["event"]
+            if event & _SAYS_NO or (before, event) == (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
+                raise ConfigError(text)
+            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and limit.passes():
+                logger.warning("%s It is tried again", text)
+            before = event
 
     async def _leave(self, socket: zmq.asyncio.Socket, stopped: asyncio.Event, drain_s: float) -> None:
         """When it is time, say so; returns if the router does not answer, or after the time for it."""

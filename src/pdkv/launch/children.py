@@ -301,7 +301,7 @@ def heed(ack: Ack, name: str, on_progress: Callable[[str], None], on_identity: C
 
 
 def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec: bytes = b"") -> _Popen:
-    """Start `python -m module` with the given descriptors and `spec` as its standard input.
+    """Start a process that calls `main` of a module, with the given descriptors and `spec` as its standard input.
 
     It is in a process group of its own, since a terminal's Ctrl-C is for the launcher, but in the launcher's session:
     Linux may give each session an equal share of the processors (autogroups), and then niceness would not count.
@@ -310,7 +310,8 @@ def _spawn(module: str, arguments: Sequence[int | str], fds: Sequence[int], spec
         stdin.write(spec)
         stdin.seek(0)
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", module, *map(str, arguments)],  # -P: never import from the working directory
+            # -P: never import from the working directory
+            [sys.executable, "-P", "-m", "pdkv.launch.child", str(os.getpid()), module, *map(str, arguments)],
             stdin=stdin,
             stdout=2,  # the launcher's stdout only carries the ready line
             pass_fds=fds,

@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -38,8 +37,7 @@ _LIFELINE_GRACE_S = 2.0
 _MAX_PIPE_BYTES = 64 * 1024
 _PROBE_S = 2.0  # seconds for a store to be found unreachable at the start
 
-logger = logging.getLogger("pdkv.launch.engine_process")  # also as "__main__", whose level is not that of --log-level
-
+logger = logging.getLogger(__name__)
 
 _NEWS, _STEP_ENDED = b"\0", b"\xff"  # bytes in the pipe other than signal numbers
 
@@ -344,6 +342,7 @@ def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: In
         server.send(router_id, outgoing)
 
 
-if __name__ == "__main__":  # the start without a fork server
-    ack_fd, lifeline_fd, *rank_fds = map(int, sys.argv[1:])
-    sys.exit(run_engine(decode_engine_spec(take_spec()), ack_fd, lifeline_fd, rank_fds))
+def main(*fds: str) -> int:
+    """The start without a fork server."""
+    ack_fd, lifeline_fd, *rank_fds = map(int, fds)
+    return run_engine(decode_engine_spec(take_spec()), ack_fd, lifeline_fd, rank_fds)

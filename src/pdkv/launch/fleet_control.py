@@ -235,9 +235,7 @@ class FleetControl:
                     plan_engine(deployment, self.run_dir, kind, index, num_engines=num_engines, num_ranks=num_ranks)
                 )
         if any(spec.config.in_host_memory and spec.config.threads != 1 for spec in specs):
-            self.choose_spin(
-                [*self.supervisor.engines.values(), *specs]
-            )  # others do not spin, and keep the fork server
+            self.choose_spin([*self.supervisor.engines.values(), *specs])  # others do not spin: the fork server stays
         if deployment.on_ray:
             return specs
         running = self.supervisor.engines.values()

@@ -9,13 +9,12 @@ import contextlib
 import gc
 import importlib
 import os
-import select
 import signal
 import socket
 import sys
 import traceback
 
-from pdkv.host.linux import continue_when_orphaned, set_process_name
+from pdkv.host.linux import set_process_name
 from pdkv.launch.specs import decode_engine_spec
 
 PRELOADED = ("torch", "pdkv.assemble.engine", "pdkv.launch.engine_process")
@@ -30,14 +29,13 @@ ENVIRONMENT = {
 }
 
 
-def main(control_fd: int, lifeline_fd: int, connector_target: str) -> None:
-    """Import, then serve until the launcher is gone or closes its end of the control socket."""
+def main(control_fd: str, lifeline_fd: str, connector_target: str) -> None:
+    """Import, then serve until the launcher closes its end of the control socket."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_process_name("pd fork-server")
-    continue_when_orphaned()
     _preload(connector_target)
     try:
-        _serve(socket.socket(fileno=control_fd), lifeline_fd)
+        _serve(socket.socket(fileno=int(control_fd)), int(lifeline_fd))
     except (BrokenPipeError, ConnectionResetError):
         return  # the answer is no longer awaited
 
@@ -62,12 +60,7 @@ def _serve(control: socket.socket, lifeline_fd: int) -> None:
     The answer is the engine's pid as text; the first answer, "ready", says that the imports are done.
     """
     control.send(b"ready")
-    poll = select.poll()
-    poll.register(control, select.POLLIN)
-    poll.register(lifeline_fd, select.POLLIN)
     while True:
-        if lifeline_fd in {fd for fd, _ in poll.poll()}:
-            return
         data, fds, _, _ = socket.recv_fds(control, MAX_SPEC_BYTES, MAX_FDS)
         if not data:
             return
@@ -111,7 +104,3 @@ def _engine(spec: bytes, fds: list[int], lifeline_fd: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

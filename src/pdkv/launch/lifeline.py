@@ -5,11 +5,12 @@ gone.
 import os
 import select
 import shutil
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from pdkv.host.linux import continue_when_orphaned
+from pdkv.host.linux import die_with_parent
 
 EXIT_LAUNCHER_GONE = 70
 """Exit status of a child that could not stop by itself after the launcher's death."""
@@ -21,7 +22,7 @@ def watch_lifeline(fd: int, on_lost: Callable[[], None], *, grace_s: float, run_
     A separate thread does this, so that a process stuck in a long step ends, too. `on_lost` runs on that thread. A
     process that is stopped when the launcher dies is continued by the kernel, and ends like the others.
     """
-    continue_when_orphaned()
+    die_with_parent(signal.SIGCONT)
 
     def watch() -> None:
         # Nothing is written, so readiness is end of file. A read would not do: another child's event loop may have made

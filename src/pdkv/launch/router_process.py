@@ -1,7 +1,6 @@
 """The router, or one of its fronts, as a child process of the launcher."""
 
 import logging
-import sys
 
 from pdkv.host.linux import set_process_name
 from pdkv.host.malloc import set_malloc
@@ -12,7 +11,6 @@ from pdkv.launch.run_dir import ADMIN_SOCKET, FRONTS_SOCKET, MARKS_FILE
 from pdkv.launch.specs import decode_router_spec, take_spec
 from pdkv.router.front_process import run_front
 from pdkv.router.process import run_router
-from pdkv.router.spec import RouterSpec
 
 _LIFELINE_GRACE_S = 3.0  # more than connections get to end after a stop
 
@@ -21,10 +19,12 @@ _HEAP_BYTES = 4 << 20
 logger = logging.getLogger(__name__)
 
 
-def main(spec: RouterSpec, name: str, listen_fd: int, ack_fd: int, lifeline_fd: int) -> int:
+def main(name: str, *fds: str) -> int:
     """Run the router in this process, or the front of this name; returns its exit status. A router is ready when every
     engine has answered.
     """
+    spec = decode_router_spec(take_spec())
+    listen_fd, ack_fd, lifeline_fd = map(int, fds)
     seen = spec.config.observability
     configure_logging(name, spec.log_level, seen.log_format, access_log=seen.access_log)
     set_process_name(f"pd {name}")
@@ -64,7 +64,3 @@ def _bound_heap() -> None:
     if set_malloc(mmap_threshold=1 << 20, trim_threshold=2 * _HEAP_BYTES, max_arenas=1):
         pieces = [bytearray(256 << 10) for _ in range(_HEAP_BYTES // (256 << 10))]
         pieces.clear()
-
-
-if __name__ == "__main__":
-    sys.exit(main(decode_router_spec(take_spec()), sys.argv[1], *map(int, sys.argv[2:5])))

@@ -229,7 +229,7 @@ def test_a_thread_that_cannot_start_is_tried_again(make_worker: Callable[..., Ga
 
 
 def test_without_a_shared_thread_a_worker_does_not_start() -> None:
-    with no_threads(), pytest.raises(ConfigError, match="cannot start thread pdkv-io"):
+    with no_threads(), pytest.raises(ConfigError, match="no thread for pdkv-io"):
         GateWorker()
 
 

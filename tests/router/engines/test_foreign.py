@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import anyio
+import h11
 import msgspec
 import pytest
-from coroutines import run
+from coroutines import Turns, run
 from foreign_server import HEAD, MODELS, Server, event
 from wire_rig import Listener
 
@@ -460,6 +461,32 @@ def test_others_have_their_turn_between_tiny_pieces(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Events, "feed", counted)
     run(main())
     assert max(turns.values()) <= foreign.PIECES_IN_A_ROW
+
+
+def test_others_have_their_turn_between_answers_that_are_none_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server held the event loop for 0.4 s, again and again."""
+    turns, read, next_event = Turns(), Counter[int](), h11.Connection.next_event
+    nothing_yet = b"HTTP/1.1 100 \r\n\r\n"
+
+    def counted(connection: h11.Connection) -> Any:
+        read[turns.number] += 1
+        return next_event(connection)
+
+    async def flood(server: Server, writer: asyncio.StreamWriter) -> None:
+        writer.write(nothing_yet * 4000)
+        await Server.answer(server, writer)
+
+    async def main() -> None:
+        server = Server()
+        server.answer = functools.partial(flood, server)  # type: ignore[method-assign]
+        async with rig(server) as (engine, heard), turns:
+            engine.send(submit())
+            await heard.until(lambda: bool(heard.of(Finished)))
+
+    monkeypatch.setattr(h11.Connection, "next_event", counted)
+    run(main())
+    assert read.total() > 4000
+    assert max(read.values()) <= 128
 
 
 def test_a_server_that_hangs_is_down_unless_its_streams_go_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,7 +125,7 @@ def test_what_two_engines_refuse_is_the_request_s_fault_and_is_tried_on_no_third
                 await collect(system.dispatcher.start(make_request(99)))
         assert sum(failing(system, name).num_failed for name in system.backends) == 2 * 15
         assert not ejected(system)
-        assert system.dispatcher.counters.faults == {"engine": 2 * 15}
+        assert system.dispatcher.counters.faults == {"engine": 15, "client": 15}
 
     with_failing(body, side="prefill")
 
@@ -251,6 +251,7 @@ async def test_a_client_that_gives_up_tells_against_an_engine_that_does_nothing(
         streams.now += waited_s
         generation.abort()
         assert is_blamed(streams.system, "any-0") == blamed
+        assert streams.system.dispatcher.counters.faults == {"engine" if blamed else "client": 1}
 
 
 async def test_a_client_that_leaves_a_stream_tells_nothing_against_an_engine_that_still_sends() -> None:

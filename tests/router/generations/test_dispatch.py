@@ -290,6 +290,28 @@ async def test_decode_is_bound_with_the_first_part_of_a_prompt_but_for_a_suspect
         )
 
 
+async def test_the_turn_of_a_decode_engine_that_was_bound_early_begins_with_the_hand_off() -> None:
+    """It was judged by what prefill had to do: a client that gave up told nothing against it behind long prompts."""
+    async with live(System(1, 1)) as system:
+        prefill, decode = system.backends["prefill-0"], system.backends["decode-0"]
+        prefill.held = decode.held = True
+        request = make_request()
+        generation = system.dispatcher.start(request)
+        flow, generation.asked_work, generation.asked_at = generation.flow, 100_000, 0.0
+        epoch = system.card("prefill-0").epoch
+        prefill.say(KVHandoff(flow.request_id, 0, flow.transfer_id, "prefill-0", epoch, 8, b"", more=True))
+        assert decode.heard(Submit)
+        assert generation.asked_work == 100_000
+        prefill.release()
+        await until(lambda: flow.prefill == "done")
+        assert (generation.asked_work, generation.asked_at) == (
+            len(request.prompt_token_ids),
+            system.dispatcher.driver.clock(),
+        )
+        decode.release()
+        await collect(generation)
+
+
 async def test_an_engine_that_knows_no_parts_gets_none() -> None:
     """One of an earlier version would take the first part for all that there is."""
     async with live(System(1, 0)) as system:

@@ -71,9 +71,9 @@ async def routing(endpoint: str = "") -> AsyncIterator[Router]:
 class Starter:
     """What `pd engine --join` does beside its engine."""
 
-    def __init__(self, router: Router, name: str, endpoint: str, key: ClusterKey = KEY, pool: str = "") -> None:
+    def __init__(self, door: str, name: str, endpoint: str, key: ClusterKey = KEY, pool: str = "") -> None:
         self.stopped, self.hurried = asyncio.Event(), asyncio.Event()
-        announcer = Announcer(router.door.endpoint, name, endpoint, key, pool)
+        announcer = Announcer(door, name, endpoint, key, pool)
         self.task = asyncio.create_task(announcer.run(self.stopped, self.hurried, 5.0))
 
     async def leave(self) -> None:
@@ -92,7 +92,7 @@ async def test_an_engine_joins_leaves_and_joins_a_router_s_successor() -> None:
     door = free_endpoint()
     with standing("decode-b") as endpoint:
         async with routing(door) as router:
-            starter = Starter(router, "decode-b", endpoint)
+            starter = Starter(router.door.endpoint, "decode-b", endpoint)
             await router.until({"decode-b": ("ready", endpoint, "join")})
             assert router.members.describe() == []
         async with routing(door) as router:
@@ -108,7 +108,6 @@ async def test_an_engine_joins_leaves_and_joins_a_router_s_successor() -> None:
         ("model", "decode-c has model other, but the deployment started with model m|has model m, decode-c has other"),
         ("address", "another starter, which is still connected, has announced tcp://"),
         ("other", r"engine decode-b answers at tcp://\S+, where join expected decode-c"),
-        ("key", "does not let this engine in, or is none: do both have the same --cluster-key-file"),
         ("pool", r"there is no pool 'nxt'(?s:.*)next"),
         ("pool's model", "d has model m, but|has model other, decode-c has m"),
         ("host name", "the address of one host was expected, such as tcp://10.0.0.2:7000, got 'tcp://localhost:7000'"),
@@ -117,10 +116,10 @@ async def test_an_engine_joins_leaves_and_joins_a_router_s_successor() -> None:
 async def test_what_may_not_join_is_told_why(case: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
     with standing("decode-b") as endpoint, contextlib.ExitStack() as stack:
         async with routing() as router:
-            first = Starter(router, "decode-b", endpoint)
+            first = Starter(router.door.endpoint, "decode-b", endpoint)
             before = {"decode-b": ("ready", endpoint, "join")}
             await router.until(before)
-            name, key, pool = "decode-c", KEY, ""
+            name, pool = "decode-c", ""
             match case:
                 case "name":
                     name, endpoint = "decode-b", stack.enter_context(standing("decode-b", epoch="e1"))
@@ -132,8 +131,6 @@ async def test_what_may_not_join_is_told_why(case: str, message: str, caplog: py
                     host, _, port = endpoint.removeprefix("tcp://").partition(":")
                     relay = stack.enter_context(Relay((host, int(port))))
                     endpoint = "tcp://{}:{}".format(*relay.address)
-                case "key":
-                    key, endpoint = ClusterKey(b"o" * 32), free_endpoint()
                 case "pool":
                     pool, endpoint = "nxt", stack.enter_context(standing("decode-c"))
                 case "pool's model":  # the first of a pool decides what it is
@@ -144,7 +141,7 @@ async def test_what_may_not_join_is_told_why(case: str, message: str, caplog: py
                 case "host name":
                     endpoint = "tcp://localhost:7000"
             with pytest.raises(ConfigError, match=message):
-                await Starter(router, name, endpoint, key, pool).task
+                await Starter(router.door.endpoint, name, endpoint, pool=pool).task
             assert router.table() == before
             assert router.dispatcher.fleet.engines["decode-b"].num_deaths == 0
             assert not first.task.done()
@@ -152,9 +149,45 @@ async def test_what_may_not_join_is_told_why(case: str, message: str, caplog: py
     assert caplog.text
 
 
+async def test_an_engine_that_is_not_let_in_yet_tries_again(caplog: pytest.LogCaptureFixture) -> None:
+    """It ended after three connections that ended in their handshakes, as where nothing is behind a balancer."""
+    host, _, port = (door := free_endpoint()).removeprefix("tcp://").partition(":")
+    closes = await asyncio.start_server(lambda _, writer: (times.append(1), writer.close()), host, int(port))
+    times: list[int] = []
+    with standing("decode-b") as endpoint:
+        starter = Starter(door, "decode-b", endpoint)
+        while len(times) < 5:
+            await asyncio.sleep(0.01)
+        closes.close()
+        async with routing(door) as router:
+            await router.until({"decode-b": ("ready", endpoint, "join")})
+            await starter.leave()
+    assert caplog.text.count("with the same --cluster-key-file? It is tried again") == 1
+
+
+@pytest.mark.parametrize("what", ["own key", "other program", "no key"])
+async def test_what_never_lets_an_engine_in_ends_it_at_once(what: str) -> None:
+    key = ClusterKey(b"o" * 32)
+    async with routing() as router, contextlib.AsyncExitStack() as stack:
+        door, context = router.door.endpoint, zmq.Context()
+        if what == "own key":  # which another program may have read, but not the router's
+            key._routers = KEY._routers
+        elif what == "other program":
+            host, _, port = (door := free_endpoint()).removeprefix("tcp://").partition(":")
+            say = b"HTTP/1.1 400 Bad Request\r\n\r\n"
+            serving = await asyncio.start_server(lambda _, to: (to.write(say), to.close()), host, int(port))
+            await stack.enter_async_context(serving)
+        else:
+            plain = context.socket(zmq.ROUTER)
+            plain.bind(door := free_endpoint())
+        with pytest.raises(ConfigError, match=f"{door} does not let this engine in: .* --cluster-key-file"):
+            await Starter(door, "decode-b", free_endpoint(), key).task
+        context.destroy(linger=0)
+
+
 async def test_unequal_protocols_are_refused_with_both_numbers() -> None:
     async with routing() as router:
-        starter = Starter(router, "decode-b", free_endpoint())
+        starter = Starter(router.door.endpoint, "decode-b", free_endpoint())
         starter.task.cancel()
         announcer = Announcer(router.door.endpoint, "decode-b", free_endpoint(), KEY)
         announcer._join = Join("decode-b", free_endpoint(), PROTOCOL + 1, "s")
@@ -165,7 +198,7 @@ async def test_unequal_protocols_are_refused_with_both_numbers() -> None:
 async def test_an_engine_that_flaps_leaves_nothing_behind() -> None:
     with standing("decode-b") as endpoint:
         async with routing() as router:
-            starter = Starter(router, "decode-b", endpoint)
+            starter = Starter(router.door.endpoint, "decode-b", endpoint)
             await router.until({"decode-b": ("ready", endpoint, "join")})
             members = {"decode-b": ("ready", endpoint, "join+file")}
             num_open = len(os.listdir("/proc/self/fd"))
@@ -265,7 +298,7 @@ async def test_an_engine_whose_starter_is_gone_too_is_forgotten(monkeypatch: pyt
     monkeypatch.setattr(join_door, "SWEEP_S", 0.05)
     async with routing() as router:
         with standing("decode-b") as endpoint:
-            starter = Starter(router, "decode-b", endpoint)
+            starter = Starter(router.door.endpoint, "decode-b", endpoint)
             await router.until({"decode-b": ("ready", endpoint, "join")})
         await router.until({"decode-b": ("dead", endpoint, "join")})
         starter.task.cancel()
@@ -312,7 +345,7 @@ async def test_no_request_is_lost_when_engines_come_go_move_and_change() -> None
             async with Load(router).running() as load:
                 await load.more()
                 second = start(standing("d-1", role="decode", version="9.9"))  # of another version
-                starter = Starter(router, "d-1", second)
+                starter = Starter(router.door.endpoint, "d-1", second)
                 await router.dispatcher.changes.wait_for(lambda: router.members.is_up(second), 30.0)
                 await load.more()
                 router.members.propose("file", {prefill: "p-0"})  # d-0 leaves

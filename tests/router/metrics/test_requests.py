@@ -21,7 +21,7 @@ from pdkv.router.engines.state import EngineState
 from pdkv.router.metrics import requests as metrics_module
 from pdkv.router.metrics.extras import key_metrics
 from pdkv.router.metrics.requests import MAX_OUTCOMES, Metrics
-from pdkv.wire.reports import ConnectorStats
+from pdkv.wire.reports import BlockCounts, ConnectorStats, LoadReport
 from pdkv.wire.tiers import TierEvents
 
 Samples = dict[tuple[str, ...], float]
@@ -163,11 +163,16 @@ async def test_a_gateway_s_endpoint_picker_finds_the_size_of_each_pool() -> None
     dispatcher = FakeDispatcher()
     card = make_card()
     foreign = msgspec.structs.replace(card, engine="vllm-0", backend="vllm")  # whose pool is not known
-    engines = [EngineState(c.engine, "decode", "ready", card=c) for c in (card, foreign)]
+    blocks = BlockCounts(total=10, free=10, cached=0, active=0, leased=0, quarantined=0)
+    load = LoadReport(waiting=0, running=0, blocks=blocks)
+    engines = [EngineState(c.engine, "decode", "ready", card=c, load=load) for c in (card, foreign)]
     dispatcher.engines = lambda: engines  # type: ignore[method-assign]
     samples = await scrape(make_app(dispatcher))
     sizes = str(card.layout.block_size), card.engine, MODEL, str(card.num_blocks)
     assert {key[1:]: value for key, value in samples.items() if key[0] == "vllm:cache_config_info"} == {sizes: 1}
+    of_pools = [key for key in samples if key[0] in ("vllm:kv_cache_usage_perc", "pdkv_engine_blocks")]
+    assert len(of_pools) == 7
+    assert all(card.engine in key for key in of_pools)
 
 
 async def test_one_observation_stands_in_both_histograms_of_a_pair() -> None:
