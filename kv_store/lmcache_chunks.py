@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pdkv.errors import ConfigError, StoreUnavailable
 from pdkv.kv_store.base import Arrived, Buffer
-from pdkv.kv_store.connections import Channel
+from pdkv.kv_store.connections import Channel, Deadline
 from pdkv.kv_store.lmcache_store import (
     EXIST,
     GET,
@@ -78,15 +78,15 @@ class LMCacheChunks(LMCacheServerStore):
         return found
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
-        found = [False] * len(keys)
+        found, deadline = [False] * len(keys), self._deadline()
         try:
-            self._read(keys, out, found, arrived, range(len(keys)))
+            self._read(keys, out, found, deadline, arrived, range(len(keys)))
         except StoreUnavailable:  # also what a broken chunk looks like: the server ends the connection
             self.contains(keys[:1])
             found[:] = [False] * len(keys)
             for index in range(len(keys)):
                 with contextlib.suppress(StoreUnavailable):
-                    self._read(keys, out, found, arrived, range(index, index + 1))
+                    self._read(keys, out, found, deadline, arrived, range(index, index + 1))
         return found
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
@@ -103,7 +103,13 @@ class LMCacheChunks(LMCacheServerStore):
         pass
 
     def _read(
-        self, keys: Sequence[bytes], out: Sequence[Buffer], found: list[bool], arrived: Arrived, indices: range
+        self,
+        keys: Sequence[bytes],
+        out: Sequence[Buffer],
+        found: list[bool],
+        deadline: Deadline,
+        arrived: Arrived,
+        indices: range,
     ) -> None:
         def receive(channel: Channel, number: int) -> None:
             index = indices[number]
@@ -116,7 +122,7 @@ class LMCacheChunks(LMCacheServerStore):
                 channel.skip(answer.length)
 
         commands = [Command([self._request(GET, keys[index])], len(out[index])) for index in indices]
-        self._run(commands, receive, self._deadline())
+        self._run(commands, receive, deadline)
 
     def _request(self, command: int, key: bytes, length: int = 0, kind: Kind | None = None) -> bytes:
         return encode_request(command, self._form.name(key), length, kind or Kind())

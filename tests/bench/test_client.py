@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks.client import complete
+from pdkv.bench import client
 from pdkv.bench.client import Client, Reply
 from pdkv.errors import ConfigError
 
@@ -80,7 +81,10 @@ def test_streams_in_other_hands_are_read_too(cut: int) -> None:
         (HEAD + chunk(TOKEN + b'data: {"error":{"message":"gone"}}\n\n') + chunk(b""), "gone"),
         (HEAD + chunk(TOKEN + USAGE % 1 + DONE) + chunk(b""), "1 tokens instead of 3"),
         (b"nonsense\r\n\r\n", "malformed"),
-        (HEAD + chunk(b"data: " + b"x" * (17 << 20)), "an event has more than 16 MiB"),
+        (HEAD + chunk(b"data: " + b"x" * (17 << 20)), "an event of more than 16 MiB"),
+        (HEAD + chunk(TOKEN + USAGE.replace(b"%d", b'"3"')), "numbers of tokens were expected"),
+        (HEAD + chunk(b'data: {"choices":[{"text":5}]}\n\n'), "a text was expected"),
+        (b"HTTP/1.1 500 Oops\r\ncontent-length: 4\r\n\r\n\x1b[2J", r"HTTP 500: \x1b[2J"),
         (HEAD + chunk(b"data: [1]\n\n"), "malformed event"),
         (HEAD + chunk(b'data: {"choices":[5]}\n\n'), "malformed event"),
     ],
@@ -89,6 +93,12 @@ def test_what_is_not_a_whole_answer_is_an_error(sent: bytes, expected: str) -> N
     reply = ask(lambda writer: writer.write(sent))
     assert reply.error is not None
     assert expected in reply.error
+
+
+def test_a_stream_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "MAX_EVENTS", 5)
+    reply = ask(lambda writer: writer.write(HEAD + chunk(TOKEN * 6)))
+    assert reply.error == "more than 5 events, or an event of more than 16 MiB"
 
 
 def test_nobody_there_is_an_error() -> None:

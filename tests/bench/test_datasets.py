@@ -94,6 +94,10 @@ def test_equal_hash_ids_of_a_trace_are_equal_blocks(tmp_path: Path) -> None:
         ("mooncake", '{"input_length": 3}\n', "line 1: the field 'hash_ids' was expected"),
         ("custom", '{"prompt": 5}\n', "line 1: prompt: a text or a list of token ids was expected, got '5'"),
         ("custom", "nonsense", "not in the format custom"),
+        ("custom", "[" * 100_000, "not in the format custom"),
+        ("custom", '{"prompt": "a", "timestamp": NaN}\n', "finite times were expected"),
+        ("mooncake", '{"input_length": 1e999, "hash_ids": []}\n', "not in the format mooncake"),
+        ("mooncake", '{"input_length": 10000000000, "hash_ids": [], "output_length": 1}\n', "got one of 10000000000"),
     ],
 )
 def test_a_file_in_another_format_is_refused_by_place(name: str, text: str, expected: str, tmp_path: Path) -> None:

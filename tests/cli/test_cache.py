@@ -21,7 +21,7 @@ ANSWER = {
             "name": "decode-0",
             "role": "decode",
             "tiers": [
-                {"tier": "multi/1-store/1-redis", "error": {"code": "store_unavailable", "message": "it is gone"}},
+                {"tier": "multi/1-store/1-redis", "error": {"code": "store_unavailable", "message": "it \x1b[2Jgone"}},
                 {"tier": "multi/1-store/2-file", "error": {"code": "store_unable", "message": "never"}},
             ],
         },
@@ -62,7 +62,7 @@ def test_a_move_names_both_tiers_and_shows_what_the_second_has(
         ["200", "tokens"],
         ["ENGINE", "TIER", "TOKENS", "VALUES", "PROBLEM"],
         ["prefill-0", "multi/1-store/1-redis", "192", "3", "-"],
-        ["decode-0", "multi/1-store/1-redis", "-", "-", "it is gone"],
+        ["decode-0", "multi/1-store/1-redis", "-", "-", r"it \x1b[2Jgone"],
         ["unchanged:", "decode-0", "multi/1-store/2-file:", "never"],
     ]
     assert main([*names, "--copy", "--engine", "decode-0", "--timeout-s", "60"]) == 0

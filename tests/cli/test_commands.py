@@ -216,7 +216,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
             ["launch", "--check", "--record-trace", "/no/folder/t"],
             "--record-trace: /no/folder/t: No such file or direc",
         ),
-        (["launch", "--check", "--chat-template", "no-such.jinja"], "no-such.jinja: no such file"),
+        (["launch", "--check", "--chat-template", "no\x1b-such.jinja"], r"no\x1b-such.jinja: no such file"),
         (["launch", "--check", "--split", "next=5"], "of one of no pools (--pool) was expected, got next=5"),
         (["launch", "--check", "--pool", "next=DIR"], "pool needs --join-listen, --engines-file or --engines-dns"),
         (["launch", "--revision", "main"], "--revision main is not supported: a revision is part of the model's name"),

@@ -269,6 +269,7 @@ U8 = {"dtype": "U8", "shape": [4]}
         (header(a=U8 | {"data_offsets": [0, 4]}, b=U8 | {"data_offsets": [2, 6]}) + b"123456", "begins at"),
         (header(a=U8 | {"data_offsets": [4, 0]}) + b"1234", "broken"),
         (header(a=U8 | {"data_offsets": [0, -4]}), "broken"),
+        (header(a=U8 | {"data_offsets": [0, 4], "shape": [10**18] * 200_000}) + b"1234", "broken"),
         (header(a={"dtype": "U8", "shape": [1e3], "data_offsets": [0, 4]}) + b"1234", "broken"),
         (header(a={"dtype": 8, "shape": [4], "data_offsets": [0, 4]}) + b"1234", "broken"),
         (header(a="U8"), "broken"),

@@ -44,6 +44,14 @@ def test_ids_and_text_are_those_of_transformers(model_dir: Path) -> None:
                 assert ours.decode(ids, skip_special_tokens=skip) == theirs.decode(ids, skip_special_tokens=skip)
 
 
+def test_a_text_that_the_library_panics_of_is_its_senders(byte_level: tokenizers.Tokenizer) -> None:
+    """Its regular expressions give up after ten million steps back."""
+    backend = tokenizers.Tokenizer.from_str(byte_level.to_str())
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("(q+)+!"), "isolated")
+    with pytest.raises(InvalidRequest, match="the tokenizer gave the text up: Onig"):
+        Tokenizer(backend).encode("q" * 60)
+
+
 @pytest.mark.parametrize("way", ["encode", "decode"])
 def test_other_threads_run_while_a_long_text_is_worked_on(way: str, byte_level: tokenizers.Tokenizer) -> None:
     """The event loop's is one of them. A call that kept the interpreter would let none run before its end."""

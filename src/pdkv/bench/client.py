@@ -13,10 +13,11 @@ import httptools
 import msgspec
 
 from pdkv.base.clock import MONOTONIC
+from pdkv.base.log_fields import printable
 from pdkv.errors import ConfigError
 
 MAX_ERROR_CHARS = 300
-MAX_EVENT_BYTES = 16 << 20
+MAX_EVENT_BYTES, MAX_EVENTS = 16 << 20, 1 << 20
 
 _decode, _now = msgspec.json.decode, MONOTONIC.now
 
@@ -112,11 +113,11 @@ class _Connection(asyncio.Protocol):
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")
         *events, self._rest = data.split(b"\n\n")
-        if len(self._rest) > MAX_EVENT_BYTES:
-            self._end(f"an event has more than {MAX_EVENT_BYTES >> 20} MiB")
-            self.close()
         for event in events:
             self._event(event)
+        if len(self._rest) > MAX_EVENT_BYTES or len(self._reply.stamps) > MAX_EVENTS:
+            self._end(f"more than {MAX_EVENTS} events, or an event of more than {MAX_EVENT_BYTES >> 20} MiB")
+            self.close()
 
     def on_message_complete(self) -> None:
         """The response is whole."""
@@ -154,12 +155,16 @@ class _Connection(asyncio.Protocol):
             self._end(str(body["error"])[:MAX_ERROR_CHARS])
         if usage := body.get("usage"):
             reply.has_usage = True
-            reply.num_tokens = usage["completion_tokens"]
-            reply.num_prompt_tokens = usage["prompt_tokens"]
-            reply.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            counts = usage["completion_tokens"], usage["prompt_tokens"], cached
+            if not all(type(count) is int and count >= 0 for count in counts):
+                raise TypeError(f"numbers of tokens were expected, got {counts}")
+            reply.num_tokens, reply.num_prompt_tokens, reply.num_cached_tokens = counts
         for choice in body.get("choices") or ():
             delta = choice.get("delta") or {}
             text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+            if not isinstance(text, str):
+                raise TypeError(f"a text was expected, got {text!r:.80}")
             if text or "text" in choice or not delta.get("role"):  # a chat stream opens with a role and no token
                 reply.stamps.append(self._now)
             if reply.keep_text:
@@ -168,7 +173,7 @@ class _Connection(asyncio.Protocol):
 
     def _end(self, error: str | None) -> None:
         if self._ended is not None and not self._ended.done():
-            self._reply.error = error
+            self._reply.error = error and printable(error)  # for a terminal
             self._ended.set_result(None)
 
 

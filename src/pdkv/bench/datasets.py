@@ -5,11 +5,13 @@ import json
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from pdkv.base.limits import MAX_TOTAL_PROMPT_TOKENS
 from pdkv.bench.trace import Trace, TraceRequest, prompts, read_trace
 from pdkv.bench.workload import FIRST_ID, LAST_ID, Prompt, Session, Turn, one_turn, units
 from pdkv.errors import ConfigError
@@ -64,7 +66,9 @@ class Maker:
         self._units: Sequence[Any] = _WORDS if as_text else tuple(range(FIRST_ID, max(vocabulary, FIRST_ID + 1)))
 
     def units(self, length: int, rng: random.Random | None = None) -> list[Any]:
-        """That many token ids or words."""
+        """That many token ids or words. Raises ConfigError for more than a request can have."""
+        if length > MAX_TOTAL_PROMPT_TOKENS:
+            raise ConfigError(f"prompts of at most {MAX_TOTAL_PROMPT_TOKENS} tokens were expected, got one of {length}")
         return (rng or self.rng).choices(self._units, k=length)
 
     def as_prompt(self, units: list[Any]) -> Prompt:
@@ -247,10 +251,12 @@ def load(name: str, path: Path | None, shape: Shape, make: Maker) -> Sequence[Se
         found = list(islice(FILES[name](path, shape, make), shape.num_prompts))
     except OSError as error:
         raise ConfigError(f"--dataset-path {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, csv.Error, TypeError, ValueError) as error:
+    except (csv.Error, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ConfigError(f"--dataset-path {path}: not in the format {name}: {error}") from None
     if not found:
         raise ConfigError(f"--dataset-path {path}: no request was found in it")
+    if not all(isfinite(session.at_s or 0.0) for session in found):
+        raise ConfigError(f"--dataset-path {path}: finite times were expected")
     return sorted(found, key=lambda session: session.at_s or 0.0)
 
 

@@ -376,7 +376,10 @@ def _get(url: str, path: str, headers: Mapping[str, str]) -> bytes:
     where = url.rstrip("/").removesuffix("/v1") + path
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the load goes
     try:
-        with opener.open(urllib.request.Request(where, headers=dict(headers)), timeout=30) as response:
+        request = urllib.request.Request(where)
+        for header in headers.items():
+            request.add_unredirected_header(*header)  # which may be a key, for this server alone
+        with opener.open(request, timeout=30) as response:
             return bytes(response.read(16 << 20))
     except (OSError, http.client.HTTPException) as error:
         raise StartupError(f"{where}: {error}") from None

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pdkv.base.log_fields import printable
 from pdkv.cli.options import new_command
 from pdkv.cli.running import add_run_flag, ask_router, print_table
 from pdkv.errors import ConfigError, StoreUnsupported
@@ -89,7 +90,7 @@ def run_action(arguments: argparse.Namespace) -> int:
     if len(rows) > 1:
         print_table(rows)
     for line in unable:
-        print(line)
+        print(printable(line))
     return 0
 
 

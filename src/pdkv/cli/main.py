@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from pdkv import __version__
+from pdkv.base.log_fields import printable
 from pdkv.base.secret_options import without_secrets
 from pdkv.cli import EXIT_INTERRUPTED
 from pdkv.cli import bench as cli_bench
@@ -64,7 +65,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _failed(text: str, code: int) -> int:
     with contextlib.suppress(OSError):  # the code says it, too
-        print(f"pd: {without_secrets(text)}", file=sys.stderr)
+        print(f"pd: {printable(without_secrets(text))}", file=sys.stderr)
     return code
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdkv.base.limits import MAX_WAIT_S
+from pdkv.base.log_fields import printable
 from pdkv.errors import ConfigError, StartupError
 from pdkv.launch.run_dir import RunInfo, run_root, running_launches
 
@@ -79,7 +80,8 @@ def ask_router(arguments: argparse.Namespace, call: "Callable[[RouterAdmin], Awa
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print rows of cells as a table; the first row is the heading."""
+    """Print rows of cells as a table; the first row is the heading. No cell reaches a terminal as its commands."""
+    rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

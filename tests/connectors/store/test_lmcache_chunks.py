@@ -1,9 +1,12 @@
 """The `lmcache` connector beside LMCache's own engine code and server, over one model."""
 
+import contextlib
 import json
 import socket
+import struct
 import subprocess
 import sys
+import threading
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +22,12 @@ from pdkv.base.options import OptionTexts
 from pdkv.connectors.base import RequestView
 from pdkv.connectors.store.lmcache import ChunkCodec, LMCacheOptions
 from pdkv.connectors.store.lmcache_keys import MAX_CHUNKS_PER_STEP, ChunkKeys, HashName
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, StoreTimeout
 from pdkv.kv_store.codecs.base import PartShape
 from pdkv.kv_store.lmcache_chunks import ChunkForm, LMCacheChunks
-from pdkv.kv_store.lmcache_store import PUT, Kind, encode_request
+from pdkv.kv_store.lmcache_store import GET, PUT, SUCCESS, Kind, encode_request
 from pdkv.kv_store.options import StoreOptions
+from pdkv.testing import VirtualClock
 
 pytestmark = pytest.mark.processes
 
@@ -167,6 +171,31 @@ def test_a_chunk_of_another_form_is_a_miss_and_stays(shared_server: SharedServer
         assert halves.contains(keys[:1]) == [False]
         floats.delete(keys)
         assert floats.contains(keys)[0]
+
+
+def test_a_batch_has_one_deadline_whatever_the_server_does() -> None:
+    """One that ends the connection at each GET, and takes its time to do so."""
+    clock, num_gets = VirtualClock(), 0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            nonlocal num_gets
+            while num_gets < 3:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(ConnectionError):
+                    while (request := connection.recv(4096)) and request[:4] != struct.pack("i", GET):
+                        connection.sendall(struct.pack("9i", SUCCESS, *[0] * 8))
+                num_gets += 1
+                clock.advance(4.0)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        form, options = ChunkForm("m", 1, "float32", (2, 1, 256, 8)), StoreOptions(operation_timeout_s=10.0)
+        with LMCacheChunks("127.0.0.1", listener.getsockname()[1], options, form, trailer_bytes=0) as store:
+            store.clock = clock
+            with pytest.raises(StoreTimeout):
+                store.get([b"%x@0" % n for n in range(20)], [memoryview(bytearray(100)) for _ in range(20)])
+        thread.join()
 
 
 @pytest.mark.slow
