@@ -24,8 +24,8 @@ from pdkv.host.processor import emulates_bfloat16
 VLLM_VERSION = "0.32.0"
 TORCH_VERSION = "2.13.0"  # the one that this build of vLLM was compiled for
 NEEDED_BY = (
-    "engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "kv_inside_vllm", "vllm_behind",
-    "vllm_pair_nixl", "vllm_pair_store", "speculation_vllm",
+    "engine_tiny", "engine_mid", "engine_moe", "pd_tiny", "vllm_behind", "vllm_pair_nixl",
+    "vllm_pair_store", "speculation_vllm",
 )  # fmt: skip
 """Benchmarks that stand beside it."""
 

@@ -18,15 +18,12 @@ import torch
 
 from benchmarks import (
     behind,
-    busy_steps,
     connectors,
     experts,
     fleet,
     front,
     host_gap,
-    inside_vllm,
     interference,
-    kv_codecs,
     kv_hierarchy,
     linears,
     pd_balance,
@@ -82,12 +79,9 @@ BENCHMARKS: dict[str, Benchmark] = {
     "connector_store_redis": connectors.run_store_redis,
     "kv_hits": kv_hierarchy.run_hits,
     "kv_turns": kv_hierarchy.run_turns,
-    "kv_busy_steps": busy_steps.run,
-    "kv_inside_vllm": inside_vllm.run,
     "sampler": sampler.run,
     "linears": linears.run,
     "experts": experts.run,
-    "kv_codecs": kv_codecs.run,
     "speculation": speculation.run,
     "speculation_vllm": speculation.run_beside,
 }

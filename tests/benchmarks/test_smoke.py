@@ -11,7 +11,6 @@ import pytest
 from nixl_rig import needs_nixl
 
 from benchmarks import (
-    busy_steps,
     connectors,
     experts,
     fleet,
@@ -144,13 +143,6 @@ def test_a_hit_in_each_tier_is_compared_with_a_local_one(tmp_path: Path) -> None
     claims = kv_hierarchy.run_hits(Context(tmp_path, None, quick=True))
     check(claims)
     assert len(claims) >= 2
-
-
-@pytest.mark.slow
-def test_steps_beside_loads_and_saves_are_compared_with_steps_alone(tmp_path: Path) -> None:
-    claims = busy_steps.run(Context(tmp_path, None, quick=True))
-    check(claims)
-    assert all(claim.figures["steps"] > 0 for claim in claims)
 
 
 @pytest.mark.slow
