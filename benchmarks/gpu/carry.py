@@ -13,19 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WITH_WHAT_THEY_NEED = [
-    "fastapi",
-    "fastapi-offline",
-    "httptools",
-    "jinja2",
-    "msgspec",
-    "prometheus-client",
-    "psutil",
-    "pyzmq",
-    "transformers",
-    "uvicorn",
-    "uvloop",
-    "xxhash",
-]
+    "fastapi", "fastapi-offline", "httptools", "jinja2", "msgspec", "prometheus-client", "psutil", "pyzmq",
+    "transformers", "uvicorn", "uvloop", "xxhash",
+]  # fmt: skip
 ALONE = ["llguidance", "nixl-cu13"]  # torch is there
 UNUSED = ["nixl_ep_cu13", "numpy", "numpy.libs"]  # 95 MB of experts' communication; torch brings numpy
 PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (28, 27, 26, 24, 17)] + ["manylinux2014_x86_64"]
@@ -50,15 +40,8 @@ def pack(path: Path, python_version: str) -> None:
 
 def _install(names: Sequence[str], site: Path, python_version: str) -> None:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--target", str(site)]
-    command += [
-        "--no-compile",
-        "--only-binary=:all:",
-        "--implementation",
-        "cp",
-        "--python-version",
-        python_version,
-        "--upgrade",
-    ]
+    command += ["--no-compile", "--only-binary=:all:", "--upgrade"]
+    command += ["--implementation", "cp", "--python-version", python_version]
     for platform in PLATFORMS:
         command += ["--platform", platform]
     subprocess.run([*command, *names], check=True)

@@ -15,7 +15,6 @@ _POOL = ["--kv-cache-memory", "64MiB"]
 _SMALL_POOL = ["--kv-cache-memory", "4MiB", "--max-model-len", "1000"]
 """Room for 1,024 tokens, which is less than two of the long prompts and their outputs."""
 
-
 _TIER = ["--kv-host-memory", "64MiB", "--connector-config", "store.min_hit_tokens=1"]
 
 
