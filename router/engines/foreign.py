@@ -76,8 +76,8 @@ FIRST_TOKEN_S, TOKEN_S, END_S = 300.0, 30.0, 5.0
 PIECES_IN_A_ROW = 16
 """Pieces of an answer between two turns of others: two milliseconds."""
 
-httpcore.AsyncHTTP11Connection.READ_NUM_BYTES = 1024
-"""Bytes that it parses between two turns of others, without which 1xx answers come one after the other."""
+httpcore.AsyncHTTP11Connection.READ_NUM_BYTES = 4096
+"""Bytes that it parses between two turns of others: 25 ms of 1xx answers."""
 
 MAX_PAGE_BYTES = 1 << 20
 """Longest list of models; other pages and errors are cut."""
