@@ -26,15 +26,7 @@ from pdkv.base.block_keys import HASH_BLOCK_SIZE, root_key
 from pdkv.base.clock import MONOTONIC
 from pdkv.errors import EngineUnavailable, IncompatiblePeers, InvalidRequest, PdkvError, RequestFailed, ServerBusy
 from pdkv.router.engines.engine_client import EngineListener
-from pdkv.router.engines.foreign_answers import (
-    Answer,
-    Events,
-    Salts,
-    fault,
-    handed_off,
-    prefill_body,
-    request_body,
-)
+from pdkv.router.engines.foreign_answers import Answer, Events, Salts, fault, handed_off, prefill_body, request_body
 from pdkv.router.engines.foreign_cache import ForeignCache
 from pdkv.router.engines.foreign_events import EventFollower
 from pdkv.router.engines.foreign_kinds import HOPS, KINDS, Source, lacks, split_endpoint

@@ -14,15 +14,7 @@ from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.doorkeeper import Doorkeeper
 from pdkv.wire.engine_server import is_readable
-from pdkv.wire.joining import (
-    ALIVE_IVL_S,
-    ALIVE_TIMEOUT_S,
-    MAX_JOIN_BYTES,
-    Join,
-    Verdict,
-    encode,
-    join_decoder,
-)
+from pdkv.wire.joining import ALIVE_IVL_S, ALIVE_TIMEOUT_S, MAX_JOIN_BYTES, Join, Verdict, encode, join_decoder
 from pdkv.wire.messages import PROTOCOL
 
 MESSAGES_PER_TURN = 64
