@@ -91,8 +91,8 @@ class PrefillRole(PrefillHooks):
     def _handoff(
         self, request: Request, num_tokens: int, payload: bytes, *, more: bool = False, start: int = 0
     ) -> KVHandoff:
-        where = self._engine, self._epoch, num_tokens, payload
-        return KVHandoff(*request.key, request.submit.transfer_id, *where, request.transfer_key.lent, more, start)
+        transfer, lent = request.submit.transfer_id, request.transfer_key.lent
+        return KVHandoff(*request.key, transfer, self._engine, self._epoch, num_tokens, payload, lent, more, start)
 
     def sending_ended(self, key: TransferKey, ok: bool, outcome: TransferOutcome) -> None:
         """Note that a transfer to a reader ended, delivered or not: tell the reader, and end the lease."""
