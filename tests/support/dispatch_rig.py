@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any, TypeVar
 
 from coroutines import clock
@@ -203,14 +203,6 @@ async def live(system: S, *, start: bool = True) -> AsyncIterator[S]:
     yield system
     system.check_rest()
     system.dispatcher.close()
-
-
-def run(system: System, body: Callable[[System], Awaitable[None]], *, start: bool = True) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(30), live(system, start=start):
-            await body(system)
-
-    asyncio.run(main())
 
 
 async def until(condition: Callable[[], bool]) -> None:

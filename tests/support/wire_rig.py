@@ -1,8 +1,9 @@
 """Both ends of the wire between router and engine, over real sockets, for tests of either."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import NamedTuple, TypeAlias
 
 import zmq
@@ -94,28 +95,21 @@ def receive(server: EngineServer, num: int) -> list[tuple[str, Received]]:
     return received
 
 
-def connected(
-    server: EngineServer,
-    context: Context,
-    body: Callable[[EngineClient, Listener], Awaitable[None]],
-    key: ClusterKey | None = None,
-) -> None:
-    """Run `body` with a client that is up; the server's side of the handshake is read."""
-
-    async def main() -> None:
-        client = EngineClient("decode-0", server.endpoint, router_id="r", context=context, key=key)
-        listener = Listener()
-        client.connect(listener)
-        try:
-            (joined,) = await asyncio.to_thread(receive, server, 1)
-            assert joined[0] == "r"
-            assert isinstance(joined[1], RouterJoined)
-            await listener.until(lambda: bool(listener.cards))
-            await body(client, listener)
-        finally:
-            client.close()
-
-    asyncio.run(main())
+@contextlib.asynccontextmanager
+async def connected(
+    server: EngineServer, context: Context, key: ClusterKey | None = None
+) -> AsyncIterator[tuple[EngineClient, Listener]]:
+    """A client that is up, and what it says; the server's side of the handshake is read."""
+    client, listener = EngineClient("decode-0", server.endpoint, router_id="r", context=context, key=key), Listener()
+    client.connect(listener)
+    try:
+        (joined,) = await asyncio.to_thread(receive, server, 1)
+        assert joined[0] == "r"
+        assert isinstance(joined[1], RouterJoined)
+        await listener.until(lambda: bool(listener.cards))
+        yield client, listener
+    finally:
+        client.close()
 
 
 def raw_peer(context: Context, endpoint: str) -> "zmq.Socket[bytes]":

@@ -28,19 +28,17 @@ async def until_it_is_said(caplog: pytest.LogCaptureFixture) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_who_has_the_key_is_let_in_and_hears_the_beats(keyed_server: EngineServer, context: Context) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+async def test_who_has_the_key_is_let_in_and_hears_the_beats(keyed_server: EngineServer, context: Context) -> None:
+    async with connected(keyed_server, context, KEY) as (client, listener):
         client.send(Abort("q", 1))
         assert await asyncio.to_thread(receive, keyed_server, 1) == [("r", Abort("q", 1))]
         await listener.until(lambda: bool(listener.beats))
 
-    connected(keyed_server, context, body, KEY)
 
-
-def test_another_key_does_not_get_in_and_disturbs_nobody(
+async def test_another_key_does_not_get_in_and_disturbs_nobody(
     keyed_server: EngineServer, context: Context, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(keyed_server, context, KEY) as (client, _):
         stranger = EngineClient("decode-0", keyed_server.endpoint, router_id="s", context=context, key=OTHER)
         unheard = Listener()
         stranger.connect(unheard)
@@ -50,10 +48,10 @@ def test_another_key_does_not_get_in_and_disturbs_nobody(
         assert not unheard.cards
         stranger.close()
 
-    connected(keyed_server, context, body, KEY)
 
-
-def test_who_has_none_and_what_is_no_handshake_are_not_heard(keyed_server: EngineServer, context: Context) -> None:
+async def test_who_has_none_and_what_is_no_handshake_are_not_heard(
+    keyed_server: EngineServer, context: Context
+) -> None:
     """A hello without a key, and noise: neither reaches the engine, whose next router is let in."""
     address, _, port = keyed_server.endpoint.removeprefix("tcp://").partition(":")
     stranger = raw_peer(context, keyed_server.endpoint)
@@ -61,13 +59,10 @@ def test_who_has_none_and_what_is_no_handshake_are_not_heard(keyed_server: Engin
         stranger.send(encode_frame(Frame(0, [Hello("s", "e", PROTOCOL)])), zmq.NOBLOCK)
     with socket.create_connection((address, int(port))) as noise:
         noise.sendall(os.urandom(4096))
-
-        async def body(client: EngineClient, listener: Listener) -> None:
+        async with connected(keyed_server, context, KEY) as (client, _):
             assert not stranger.poll(50)
             client.send(Abort("q", 1))
             assert await asyncio.to_thread(receive, keyed_server, 1) == [("r", Abort("q", 1))]
-
-        connected(keyed_server, context, body, KEY)
     stranger.close()
     assert keyed_server.num_dropped == 0
 

@@ -77,10 +77,9 @@ async def check_served(server: EngineServer, client: EngineClient, listener: Lis
     await listener.until(lambda: len(listener.frames) > num_frames and len(listener.beats) > num_beats)
 
 
-def test_the_engines_public_key_alone_lets_nobody_in(keyed_server: EngineServer, context: Context) -> None:
+async def test_the_engines_public_key_alone_lets_nobody_in(keyed_server: EngineServer, context: Context) -> None:
     """It is public: whoever has learnt it must still be a router."""
-
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(keyed_server, context, KEY) as (client, listener):
         stranger = context.socket(zmq.DEALER)
         stranger.linger = 0
         stranger.curve_serverkey = KEY._engines.public
@@ -93,16 +92,15 @@ def test_the_engines_public_key_alone_lets_nobody_in(keyed_server: EngineServer,
         await check_served(keyed_server, client, listener)
         stranger.close()
 
-    connected(keyed_server, context, body, KEY)
-
 
 @pytest.mark.parametrize("door", [0, 1], ids=["control plane", "beats"])
-def test_a_crowd_makes_room_by_itself_and_routers_stay(keyed_server: EngineServer, context: Context, door: int) -> None:
+async def test_a_crowd_makes_room_by_itself_and_routers_stay(
+    keyed_server: EngineServer, context: Context, door: int
+) -> None:
     """The oldest of a crowd go: so many of one address stay, and so many of all; who is in is in."""
     address = addresses_of(keyed_server)[door]
     keeper = doorkeeper_of(keyed_server)
-
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(keyed_server, context, KEY) as (client, listener):
         await listener.until(lambda: bool(listener.beats))
         before = num_descriptors()
         with strangers(address, 2 * MAX_STRANGERS_PER_SOURCE) as first, strangers(address, 300, "127.0.0.2") as second:
@@ -122,8 +120,6 @@ def test_a_crowd_makes_room_by_itself_and_routers_stay(keyed_server: EngineServe
         wait_until_true(lambda: num_descriptors() <= before, "descriptors are given back")
         await check_served(keyed_server, client, listener)
 
-    connected(keyed_server, context, body, KEY)
-
 
 @pytest.mark.parametrize("door", [0, 1], ids=["control plane", "beats"])
 @pytest.mark.parametrize("announced", [60 << 20, 1 << 62])
@@ -139,12 +135,11 @@ def test_who_is_not_in_yet_may_say_no_more_than_a_handshake(
         wait_until_true(lambda: is_ended(stranger), "it is sent away")
 
 
-def test_a_recorded_handshake_opens_nothing(keyed_server: EngineServer, context: Context) -> None:
+async def test_a_recorded_handshake_opens_nothing(keyed_server: EngineServer, context: Context) -> None:
     """All that a router said, once more: the engine takes part in no conversation that it had before."""
     host, port = addresses_of(keyed_server)[0]
     with Recorder((host, port)) as recorder:
-
-        async def body(client: EngineClient, listener: Listener) -> None:
+        async with connected(keyed_server, context, KEY) as (client, listener):
             router = EngineClient("decode-0", recorder.endpoint, router_id="s", context=context, key=KEY)
             heard = Listener()
             router.connect(heard)
@@ -163,8 +158,6 @@ def test_a_recorded_handshake_opens_nothing(keyed_server: EngineServer, context:
                         replay.shutdown(socket.SHUT_WR)
                     wait_until_true(lambda r=replay: is_ended(r), "it is sent away")  # type: ignore[misc]
             await check_served(keyed_server, client, listener)
-
-        connected(keyed_server, context, body, KEY)
     assert keyed_server.num_dropped == 0
 
 

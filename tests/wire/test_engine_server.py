@@ -29,8 +29,10 @@ NO_TEXT = encode_frame(Frame(0, [Abort("q", 0)])).replace(b"messages", b"messag\
 """A frame whose text is no UTF-8: its error is not msgspec's own."""
 
 
-def test_handshake_and_messages_in_both_directions_keep_their_order(server: EngineServer, context: Context) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+async def test_handshake_and_messages_in_both_directions_keep_their_order(
+    server: EngineServer, context: Context
+) -> None:
+    async with connected(server, context) as (client, listener):
         assert listener.cards == [server.card]
         for i in range(300):
             client.send(Abort(f"q{i}", i))
@@ -42,24 +44,19 @@ def test_handshake_and_messages_in_both_directions_keep_their_order(server: Engi
         assert listener.frames == [[tokens(i), tokens(i)] for i in range(500)]
         assert server.num_gaps == server.num_dropped == client.num_dropped == 0
 
-    connected(server, context, body)
 
-
-def test_what_a_router_sends_last_arrives_before_it_is_gone(server: EngineServer, context: Context) -> None:
+async def test_what_a_router_sends_last_arrives_before_it_is_gone(server: EngineServer, context: Context) -> None:
     """Finding 8 of the router's review: what was queued at a stop was discarded."""
-
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (client, _):
         client.send(Abort("q", 0))
         client.close()
         assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 0))]
 
-    connected(server, context, body)
 
-
-def test_many_frames_under_a_busy_sender_do_not_lose_the_wake_up(server: EngineServer, context: Context) -> None:
+async def test_many_frames_under_a_busy_sender_do_not_lose_the_wake_up(server: EngineServer, context: Context) -> None:
     """Sends and receives interleave, so that the edge of ZeroMQ's descriptor may be swallowed by a send."""
+    async with connected(server, context) as (client, listener):
 
-    async def body(client: EngineClient, listener: Listener) -> None:
         def echo() -> None:
             num = 0
             while num < 2000:
@@ -78,11 +75,11 @@ def test_many_frames_under_a_busy_sender_do_not_lose_the_wake_up(server: EngineS
         await listener.until(lambda: len(listener.frames) == 2000)
         await asyncio.to_thread(thread.join)
 
-    connected(server, context, body)
 
-
-def test_malformed_frames_and_strangers_are_counted_and_end_nothing(server: EngineServer, context: Context) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+async def test_malformed_frames_and_strangers_are_counted_and_end_nothing(
+    server: EngineServer, context: Context
+) -> None:
+    async with connected(server, context) as (client, _):
         stranger = raw_peer(context, server.endpoint)
         junk = [
             b"",
@@ -101,8 +98,6 @@ def test_malformed_frames_and_strangers_are_counted_and_end_nothing(server: Engi
         stranger.close()
         client.send(Abort("q", 1))
         assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 1))]
-
-    connected(server, context, body)
 
 
 def test_new_epoch_of_a_router_replaces_its_predecessor_only(server: EngineServer, context: Context) -> None:
@@ -126,10 +121,10 @@ def test_new_epoch_of_a_router_replaces_its_predecessor_only(server: EngineServe
         socket.close()
 
 
-def test_gap_in_the_frames_of_an_engine_is_its_failure_and_resets_the_connection(
+async def test_gap_in_the_frames_of_an_engine_is_its_failure_and_resets_the_connection(
     server: EngineServer, context: Context
 ) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (_, listener):
         peer = server._routers["r"]
         server.send("r", [tokens(0)])
         peer.next_sent += 1  # one frame is lost
@@ -143,14 +138,12 @@ def test_gap_in_the_frames_of_an_engine_is_its_failure_and_resets_the_connection
         server.send("r", [tokens(2)])
         await listener.until(lambda: len(listener.frames) == 2)
 
-    connected(server, context, body)
-
 
 @pytest.mark.parametrize("data", [b"junk", NO_TEXT], ids=["junk", "no UTF-8"])
-def test_malformed_frame_of_an_engine_is_counted_and_leaves_a_gap(
+async def test_malformed_frame_of_an_engine_is_counted_and_leaves_a_gap(
     server: EngineServer, context: Context, data: bytes
 ) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (client, listener):
         peer = server._routers["r"]
         server._socket.send_multipart((peer.identity, data))
         peer.next_sent += 1
@@ -159,11 +152,11 @@ def test_malformed_frame_of_an_engine_is_counted_and_leaves_a_gap(
         assert client.num_dropped == 1
         assert listener.frames == []
 
-    connected(server, context, body)
 
-
-def test_exception_of_the_listener_does_not_stop_the_frames_behind_it(server: EngineServer, context: Context) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+async def test_exception_of_the_listener_does_not_stop_the_frames_behind_it(
+    server: EngineServer, context: Context
+) -> None:
+    async with connected(server, context) as (_, listener):
         errors: list[object] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, details: errors.append(details["exception"]))
         deliver = listener.engine_messages
@@ -178,11 +171,9 @@ def test_exception_of_the_listener_does_not_stop_the_frames_behind_it(server: En
         await listener.until(lambda: listener.frames == [[tokens(1)]])
         assert [str(e) for e in errors] == ["a bug in the listener"]
 
-    connected(server, context, body)
 
-
-def test_listener_may_close_the_client_in_a_callback(server: EngineServer, context: Context) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+async def test_listener_may_close_the_client_in_a_callback(server: EngineServer, context: Context) -> None:
+    async with connected(server, context) as (client, listener):
         closed = asyncio.Event()
 
         def close(name: str, messages: Sequence[object]) -> None:
@@ -195,8 +186,6 @@ def test_listener_may_close_the_client_in_a_callback(server: EngineServer, conte
         async with asyncio.timeout(TIMEOUT_S):
             await closed.wait()
         assert listener.frames == []  # nothing is delivered behind the close
-
-    connected(server, context, body)
 
 
 def test_server_hears_that_a_router_is_gone_and_sends_to_nobody(server: EngineServer, context: Context) -> None:
@@ -382,14 +371,13 @@ def with_logprobs(i: int) -> Tokens:
     return Tokens(f"q{i}", 0, i, [i], [TokenLogprob(i, -0.5, 1, top)])
 
 
-def test_a_long_frame_is_decoded_and_delivered_in_pieces(
+async def test_a_long_frame_is_decoded_and_delivered_in_pieces(
     server: EngineServer, context: Context, turns: list[int]
 ) -> None:
     """A frame of tokens with 20 alternatives each took 100 ms in one callback."""
     messages = [with_logprobs(i) for i in range(3000)]
     size = len(encode_raw_frame(0, [encode_message(message) for message in messages]))
-
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (_, listener):
         server.send("r", messages)
         server.send("r", [tokens(1)])
         await listener.until(lambda: listener.frames[-1:] == [[tokens(1)]])
@@ -399,13 +387,11 @@ def test_a_long_frame_is_decoded_and_delivered_in_pieces(
         assert sum(turns) > 0.9 * size  # a piece may have a part of a message more than it says
         assert listener.downs == []
 
-    connected(server, context, body)
 
-
-def test_many_frames_that_wait_are_not_handled_in_one_turn(
+async def test_many_frames_that_wait_are_not_handled_in_one_turn(
     server: EngineServer, context: Context, turns: list[int]
 ) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (_, listener):
         frame = [tokens(i) for i in range(100)]
         for _ in range(500):
             server.send("r", frame)
@@ -413,13 +399,10 @@ def test_many_frames_that_wait_are_not_handled_in_one_turn(
         assert listener.frames == [frame] * 500
         assert max(turns) <= 2 * PIECE_BYTES
 
-    connected(server, context, body)
 
-
-def test_a_bad_message_in_a_long_frame_is_dropped_alone(server: EngineServer, context: Context) -> None:
+async def test_a_bad_message_in_a_long_frame_is_dropped_alone(server: EngineServer, context: Context) -> None:
     bad = msgspec.Raw(b"\xa1x")
-
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (client, listener):
         encoded = [encode_message(tokens(i)) for i in range(3000)]
         encoded[1500] = bad
         socket = server._socket
@@ -431,17 +414,14 @@ def test_a_bad_message_in_a_long_frame_is_dropped_alone(server: EngineServer, co
         assert got == [tokens(i) for i in range(3000) if i != 1500]
         assert client.num_dropped == 1
 
-    connected(server, context, body)
 
-
-def test_what_an_engine_said_last_is_heard_before_its_death(
+async def test_what_an_engine_said_last_is_heard_before_its_death(
     server: EngineServer, context: Context, turns: list[int]
 ) -> None:
     """However much it is: it takes several turns."""
     messages = [with_logprobs(i) for i in range(2500)]
     assert len(list(split(map(encode_message, messages)))) == 1, "one frame: it is here as a whole, or not"
-
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (_, listener):
         server.send("r", messages)
         await listener.until(lambda: bool(listener.frames))
         server.close()  # while the loop stands still
@@ -449,5 +429,3 @@ def test_what_an_engine_said_last_is_heard_before_its_death(
         await listener.until(lambda: bool(listener.downs))
         assert [message for frame in listener.frames for message in frame] == messages
         assert max(turns) <= 2 * PIECE_BYTES
-
-    connected(server, context, body)

@@ -7,10 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
-from wire_rig import TIMEOUT_S, Context, Frame, Listener, connected, encode_frame, make_card, raw_peer, receive, tokens
+from wire_rig import TIMEOUT_S, Context, Frame, connected, encode_frame, make_card, raw_peer, receive, tokens
 
 from pdkv.errors import InvalidRequest, MalformedMessage, UnsendableMessage
-from pdkv.router.engines.engine_client import EngineClient
 from pdkv.sampling.params import SamplingParams
 from pdkv.wire import engine_server as transport
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
@@ -130,8 +129,8 @@ def test_a_router_whose_frame_is_lost_is_sent_away_and_told_which_one(
     peer.close()
 
 
-def test_a_client_that_is_sent_away_comes_again(server: EngineServer, context: Context) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+async def test_a_client_that_is_sent_away_comes_again(server: EngineServer, context: Context) -> None:
+    async with connected(server, context) as (client, listener):
         client._next_sent += 1  # a frame is lost
         client.send(Abort("q", 0))
         while server.num_gaps < 1:
@@ -146,13 +145,11 @@ def test_a_client_that_is_sent_away_comes_again(server: EngineServer, context: C
         client.send(Abort("q", 1))
         assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q", 1))]
 
-    connected(server, context, body)
 
-
-def test_requests_whose_message_was_being_handled_are_named_when_the_connection_ends(
+async def test_requests_whose_message_was_being_handled_are_named_when_the_connection_ends(
     server: EngineServer, context: Context
 ) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (client, listener):
         server.acknowledge()
         client.send(Continue("handled", 0, [1]))
         assert await asyncio.to_thread(receive, server, 1)
@@ -167,11 +164,9 @@ def test_requests_whose_message_was_being_handled_are_named_when_the_connection_
         await listener.until(lambda: bool(listener.downs))
         assert listener.suspects == [{("begun", 2)}]
 
-    connected(server, context, body)
 
-
-def test_a_bad_message_of_an_engine_fails_its_own_request(server: EngineServer, context: Context) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+async def test_a_bad_message_of_an_engine_fails_its_own_request(server: EngineServer, context: Context) -> None:
+    async with connected(server, context) as (client, listener):
         peer = server._routers["r"]
         bad = msgspec.to_builtins(tokens(1)) | {"position": -4}
         nobodys = {"type": "KVEvents", "number": -1, "events": []}
@@ -187,17 +182,14 @@ def test_a_bad_message_of_an_engine_fails_its_own_request(server: EngineServer, 
         assert await asyncio.to_thread(receive, server, 1) == [("r", Abort("q1", 0))]
         assert listener.downs == []
 
-    connected(server, context, body)
 
-
-def test_messages_beyond_one_frame_arrive_whole_and_in_order_in_both_directions(
+async def test_messages_beyond_one_frame_arrive_whole_and_in_order_in_both_directions(
     server: EngineServer, context: Context
 ) -> None:
     keys = [bytes([i % 256]) * 16 for i in range(200_000)]
     events = KVEvents(1, [BlockStored(keys[i : i + 50_000], None) for i in range(0, len(keys), 50_000)])
     long = [Continue(f"q{i}", 0, [2**20] * (FRAME_BYTES // 10)) for i in range(12)]
-
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (client, listener):
         for message in long:
             client.send(message)
         assert await asyncio.to_thread(receive, server, 12) == [("r", message) for message in long]
@@ -209,15 +201,13 @@ def test_messages_beyond_one_frame_arrive_whole_and_in_order_in_both_directions(
         assert len(listener.frames) > 1
         assert listener.downs == []
 
-    connected(server, context, body)
 
-
-def test_what_is_too_long_for_a_frame_fails_its_request_instead(
+async def test_what_is_too_long_for_a_frame_fails_its_request_instead(
     server: EngineServer, context: Context, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("pdkv.wire.frames.MAX_MESSAGE_BYTES", 10_000)
-
-    async def body(client: EngineClient, listener: Listener) -> None:
+    caplog.set_level(logging.CRITICAL)
+    async with connected(server, context) as (client, listener):
         logprobs = PromptLogprobs.of([TokenLogprob(1, -1.0, 1)] * 2000)
         server.send("r", [tokens(0), Tokens("long", 3, 0, [1], prompt_logprobs=logprobs), tokens(1)])
         await listener.until(lambda: bool(listener.frames))
@@ -230,9 +220,6 @@ def test_what_is_too_long_for_a_frame_fails_its_request_instead(
             client.send(Continue("q", 0, [2**20] * 3000))
         client.send(Release("t", 0))
         assert await asyncio.to_thread(receive, server, 1) == [("r", Release("t", 0))]
-
-    with caplog.at_level(logging.CRITICAL):
-        connected(server, context, body)
 
 
 def test_one_connection_is_one_router_and_their_number_is_bounded(
@@ -261,10 +248,9 @@ def test_one_connection_is_one_router_and_their_number_is_bounded(
         socket.close()
 
 
-def check_beats(server: EngineServer, context: Context) -> None:
+async def check_beats(server: EngineServer, context: Context) -> None:
     """They come while the loop is at a long step, and say for how long."""
-
-    async def body(client: EngineClient, listener: Listener) -> None:
+    async with connected(server, context) as (client, listener):
         server.poll(0.0)  # from now on the caller is busy
         await listener.until(lambda: any(beat.busy_s > 0 for beat in listener.beats))
         thread = asyncio.create_task(asyncio.to_thread(server.poll, TIMEOUT_S))
@@ -274,18 +260,18 @@ def check_beats(server: EngineServer, context: Context) -> None:
         assert await thread
         assert all(beat.epoch == server.card.epoch for beat in listener.beats)
 
-    connected(server, context, body)
 
-
-def test_beats_come_while_the_loop_is_at_a_long_step_and_say_how_long(server: EngineServer, context: Context) -> None:
-    check_beats(server, context)
+async def test_beats_come_while_the_loop_is_at_a_long_step_and_say_how_long(
+    server: EngineServer, context: Context
+) -> None:
+    await check_beats(server, context)
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_beats_of_an_engine_on_another_host_come_by_a_port_of_its_own(address: str, context: Context) -> None:
+async def test_beats_of_an_engine_on_another_host_come_by_a_port_of_its_own(address: str, context: Context) -> None:
     server = EngineServer(f"tcp://{address}:0", make_card())
     try:
         assert server.card.beats.startswith(f"tcp://{address}:")
-        check_beats(server, context)
+        await check_beats(server, context)
     finally:
         server.close()

@@ -3,9 +3,8 @@
 import tracemalloc
 
 import msgspec
-from wire_rig import Context, Listener, connected, make_card, raw_peer, receive
+from wire_rig import Context, connected, make_card, raw_peer, receive
 
-from pdkv.router.engines.engine_client import EngineClient
 from pdkv.wire.engine_server import EngineServer
 from pdkv.wire.frames import BadMessage, decode_message, encode_message, encode_raw_frame
 from pdkv.wire.messages import PROTOCOL, Abort, Hello, Ready, Tokens
@@ -57,13 +56,11 @@ def test_an_engine_skips_what_it_does_not_know(server: EngineServer, context: Co
     peer.close()
 
 
-def test_a_router_skips_what_it_does_not_know(server: EngineServer, context: Context) -> None:
-    async def body(client: EngineClient, listener: Listener) -> None:
+async def test_a_router_skips_what_it_does_not_know(server: EngineServer, context: Context) -> None:
+    async with connected(server, context) as (client, listener):
         (peer,) = server._routers.values()
         server._send(peer, [NEW, encode_message(Tokens("q0", 0, 0, [1]))])
         await listener.until(lambda: bool(listener.frames))
         assert [list(frame) for frame in listener.frames] == [[Tokens("q0", 0, 0, [1])]]
         assert client.num_dropped == 1
         assert listener.downs == []
-
-    connected(server, context, body)

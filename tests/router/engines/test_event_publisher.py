@@ -10,15 +10,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 import zmq
 import zmq.asyncio
-from coroutines import run
 
 from pdkv.errors import ConfigError
 from pdkv.router.engines import event_publisher
 from pdkv.router.engines.event_publisher import EventPublisher
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.messages import BlockRemoved, BlockStored, CacheCleared, KVEvent
+
+event_loop = uvloop.new_event_loop  # the router's kind
 
 KEY = ClusterKey(b"e" * 32)
 EVENTS: Sequence[KVEvent] = (CacheCleared(), BlockStored([b"a" * 16, b"b" * 16], b"p" * 16), BlockRemoved([b"a" * 16]))
@@ -79,61 +81,54 @@ async def subscribed(context: zmq.asyncio.Context, publisher: EventPublisher, ke
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_events_are_those_of_vllm_with_keys_and_without_tokens(tmp_path: Path, is_remote: bool) -> None:
+async def test_events_are_those_of_vllm_with_keys_and_without_tokens(tmp_path: Path, is_remote: bool) -> None:
     endpoint, key = ("tcp://127.0.0.1:0", KEY) if is_remote else (f"ipc://{tmp_path}/events", None)
+    publisher = EventPublisher(endpoint, key)
+    try:
+        with zmq.asyncio.Context() as context:
+            socket = await subscribed(context, publisher, key)
+            publisher.publish("engine-0", EVENTS)
+            publisher.publish("engine-1", EVENTS[:1])
+            publisher.forget("engine-0")
+            publisher.publish("engine-2", EVENTS[:1])
+            batches = [await socket.recv_multipart() for _ in range(3)]
+            socket.close(linger=0)
+    finally:
+        publisher.close()
+    (topic, number, payload), (_, next_number, second), (_, _, third) = batches
+    assert (topic, number, next_number) == (b"", bytes(8), (1).to_bytes(8, "big"))
+    batch = decode(payload)
+    assert batch.events == [
+        AllBlocksCleared(),
+        Stored([b"a" * 16, b"b" * 16], b"p" * 16, [], 16, None, "GPU", None),
+        Removed([b"a" * 16], "GPU"),
+    ]
+    ranks = [decode(each).data_parallel_rank for each in (payload, second, third)]
+    assert ranks == [0, 1, 0], "the rank of one that was removed is free"
 
-    async def main() -> None:
-        publisher = EventPublisher(endpoint, key)
-        try:
-            with zmq.asyncio.Context() as context:
-                socket = await subscribed(context, publisher, key)
+
+async def test_a_subscriber_without_the_key_hears_nothing() -> None:
+    publisher = EventPublisher("tcp://127.0.0.1:0", KEY)
+    try:
+        with zmq.asyncio.Context() as context:
+            friend = await subscribed(context, publisher, KEY)
+            strangers = [context.socket(zmq.SUB) for _ in range(2)]
+            ClusterKey(b"f" * 32).present(strangers[0])
+            for stranger in strangers:
+                stranger.subscribe(b"")
+                stranger.connect(publisher.endpoint)
+            for _ in range(20):
                 publisher.publish("engine-0", EVENTS)
-                publisher.publish("engine-1", EVENTS[:1])
-                publisher.forget("engine-0")
-                publisher.publish("engine-2", EVENTS[:1])
-                batches = [await socket.recv_multipart() for _ in range(3)]
+                await friend.recv_multipart()
+                await asyncio.sleep(0.01)
+            assert not any([await stranger.poll(0) for stranger in strangers])
+            for socket in (friend, *strangers):
                 socket.close(linger=0)
-        finally:
-            publisher.close()
-        (topic, number, payload), (_, next_number, second), (_, _, third) = batches
-        assert (topic, number, next_number) == (b"", bytes(8), (1).to_bytes(8, "big"))
-        batch = decode(payload)
-        assert batch.events == [
-            AllBlocksCleared(),
-            Stored([b"a" * 16, b"b" * 16], b"p" * 16, [], 16, None, "GPU", None),
-            Removed([b"a" * 16], "GPU"),
-        ]
-        ranks = [decode(each).data_parallel_rank for each in (payload, second, third)]
-        assert ranks == [0, 1, 0], "the rank of one that was removed is free"
-
-    run(main())
+    finally:
+        publisher.close()
 
 
-def test_a_subscriber_without_the_key_hears_nothing() -> None:
-    async def main() -> None:
-        publisher = EventPublisher("tcp://127.0.0.1:0", KEY)
-        try:
-            with zmq.asyncio.Context() as context:
-                friend = await subscribed(context, publisher, KEY)
-                strangers = [context.socket(zmq.SUB) for _ in range(2)]
-                ClusterKey(b"f" * 32).present(strangers[0])
-                for stranger in strangers:
-                    stranger.subscribe(b"")
-                    stranger.connect(publisher.endpoint)
-                for _ in range(20):
-                    publisher.publish("engine-0", EVENTS)
-                    await friend.recv_multipart()
-                    await asyncio.sleep(0.01)
-                assert not any([await stranger.poll(0) for stranger in strangers])
-                for socket in (friend, *strangers):
-                    socket.close(linger=0)
-        finally:
-            publisher.close()
-
-    run(main())
-
-
-def test_subscribers_who_come_and_go_have_engines_tell_all_now_and_then(
+async def test_subscribers_who_come_and_go_have_engines_tell_all_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(event_publisher, "PAUSE_S", 1000.0)
@@ -143,23 +138,20 @@ def test_subscribers_who_come_and_go_have_engines_tell_all_now_and_then(
         nonlocal num_told
         num_told += 1
 
-    async def main() -> None:
-        publisher = EventPublisher(f"ipc://{tmp_path}/events", None)
-        try:
-            with zmq.asyncio.Context() as context:
-                (await subscribed(context, publisher, None)).close(linger=0)
-                publisher.begin(tell)
-                for _ in range(5):
-                    socket = context.socket(zmq.SUB)
-                    socket.subscribe(b"")
-                    socket.connect(publisher.endpoint)
-                    await asyncio.sleep(0.01)
-                    socket.close(linger=0)
-        finally:
-            publisher.close()
-        assert num_told == 0
-
-    run(main())
+    publisher = EventPublisher(f"ipc://{tmp_path}/events", None)
+    try:
+        with zmq.asyncio.Context() as context:
+            (await subscribed(context, publisher, None)).close(linger=0)
+            publisher.begin(tell)
+            for _ in range(5):
+                socket = context.socket(zmq.SUB)
+                socket.subscribe(b"")
+                socket.connect(publisher.endpoint)
+                await asyncio.sleep(0.01)
+                socket.close(linger=0)
+    finally:
+        publisher.close()
+    assert num_told == 0
 
 
 def test_only_its_user_can_open_a_socket_file_and_what_cannot_be_bound_is_an_error(tmp_path: Path) -> None:

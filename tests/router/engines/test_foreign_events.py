@@ -8,15 +8,18 @@ from typing import Any
 
 import msgspec
 import pytest
+import uvloop
 import zmq
 import zmq.asyncio
-from coroutines import Turns, run
+from coroutines import Turns
 
 from pdkv.router.engines import foreign_cache, foreign_events
 from pdkv.router.engines.foreign_cache import ForeignCache
 from pdkv.router.engines.foreign_events import EventFollower
 from pdkv.router.engines.foreign_kinds import Source
 from pdkv.wire.messages import CacheCleared, KVEvent
+
+event_loop = uvloop.new_event_loop  # the router's kind
 
 END = (-1).to_bytes(8, "big", signed=True)
 
@@ -95,97 +98,75 @@ async def follow(*, replays: bool = True, before: int = 0, max_keys: int = 1000)
             publisher.close()
 
 
-def test_what_was_cached_before_is_asked_for_and_so_is_what_was_missed() -> None:
-    async def main() -> None:
-        async with follow(before=3) as rig:
-            await rig.publisher.publish(3)
-            await rig.publisher.publish(4, lost=True)
-            await rig.publisher.publish(5)
-            await rig.until(lambda: rig.cache.num_keys == 6)
-            assert rig.publisher.asked == [0, 4]
-            assert rig.follower.num_gaps == 0
-
-    run(main())
+async def test_what_was_cached_before_is_asked_for_and_so_is_what_was_missed() -> None:
+    async with follow(before=3) as rig:
+        await rig.publisher.publish(3)
+        await rig.publisher.publish(4, lost=True)
+        await rig.publisher.publish(5)
+        await rig.until(lambda: rig.cache.num_keys == 6)
+        assert rig.publisher.asked == [0, 4]
+        assert rig.follower.num_gaps == 0
 
 
-def test_a_gap_that_cannot_be_filled_empties_the_cache() -> None:
-    async def main() -> None:
-        async with follow(replays=False) as rig:
-            for number in (0, 1, 3):
-                await rig.publisher.publish(number)
-            await rig.until(lambda: rig.follower.num_gaps == 1)
-            await rig.until(lambda: rig.cache.num_keys == 1)
-
-    run(main())
+async def test_a_gap_that_cannot_be_filled_empties_the_cache() -> None:
+    async with follow(replays=False) as rig:
+        for number in (0, 1, 3):
+            await rig.publisher.publish(number)
+        await rig.until(lambda: rig.follower.num_gaps == 1)
+        await rig.until(lambda: rig.cache.num_keys == 1)
 
 
-def test_a_publisher_that_begins_again_has_an_empty_cache() -> None:
-    async def main() -> None:
-        async with follow(replays=False) as rig:
-            for number in (0, 1, 2, 0):
-                await rig.publisher.publish(number)
-            await rig.until(lambda: rig.follower.num_gaps == 1)
-            await rig.until(lambda: rig.cache.num_keys == 1)
-
-    run(main())
+async def test_a_publisher_that_begins_again_has_an_empty_cache() -> None:
+    async with follow(replays=False) as rig:
+        for number in (0, 1, 2, 0):
+            await rig.publisher.publish(number)
+        await rig.until(lambda: rig.follower.num_gaps == 1)
+        await rig.until(lambda: rig.cache.num_keys == 1)
 
 
 @pytest.mark.parametrize("frames", [[b"kv"], [b"kv", b"1", b""], [b"kv", END, b""], [b"kv", b"\xff" * 8, b"x"]])
-def test_what_is_no_batch_is_counted(frames: list[bytes]) -> None:
-    async def main() -> None:
-        async with follow(before=1) as rig:
-            await rig.publisher.events.send_multipart(frames)
-            await rig.publisher.publish(1)
-            await rig.until(lambda: rig.cache.num_keys == 2)
-            assert rig.follower.num_dropped == 1
-
-    run(main())
+async def test_what_is_no_batch_is_counted(frames: list[bytes]) -> None:
+    async with follow(before=1) as rig:
+        await rig.publisher.events.send_multipart(frames)
+        await rig.publisher.publish(1)
+        await rig.until(lambda: rig.cache.num_keys == 2)
+        assert rig.follower.num_dropped == 1
 
 
 @pytest.mark.parametrize("payload", [b"\xc1", b"\xc1" * (foreign_events.INLINE_BYTES + 1)])
-def test_a_batch_that_cannot_be_read_empties_the_cache(payload: bytes) -> None:
-    async def main() -> None:
-        async with follow(before=1) as rig:
-            await rig.publisher.publish(1, payload)
-            await rig.publisher.publish(2)
-            await rig.until(lambda: rig.follower.num_dropped == 1 and rig.cache.num_keys == 1)
-
-    run(main())
+async def test_a_batch_that_cannot_be_read_empties_the_cache(payload: bytes) -> None:
+    async with follow(before=1) as rig:
+        await rig.publisher.publish(1, payload)
+        await rig.publisher.publish(2)
+        await rig.until(lambda: rig.follower.num_dropped == 1 and rig.cache.num_keys == 1)
 
 
-def test_a_batch_that_is_too_large_is_missed() -> None:
+async def test_a_batch_that_is_too_large_is_missed() -> None:
     """The connection is made anew."""
-
-    async def main() -> None:
-        async with follow(replays=False) as rig:
-            await rig.publisher.publish(0)
-            await rig.until(lambda: rig.cache.num_keys == 1)
-            await rig.publisher.publish(1, bytes(foreign_events.MAX_BATCH_BYTES + 1))
-            await rig.publisher.events.recv()
-            await rig.publisher.events.recv()
-            await rig.publisher.publish(2)
-            await rig.until(lambda: rig.follower.num_gaps == 1 and rig.cache.num_keys == 1)
-
-    run(main())
+    async with follow(replays=False) as rig:
+        await rig.publisher.publish(0)
+        await rig.until(lambda: rig.cache.num_keys == 1)
+        await rig.publisher.publish(1, bytes(foreign_events.MAX_BATCH_BYTES + 1))
+        await rig.publisher.events.recv()
+        await rig.publisher.events.recv()
+        await rig.publisher.publish(2)
+        await rig.until(lambda: rig.follower.num_gaps == 1 and rig.cache.num_keys == 1)
 
 
-def test_others_have_their_turn_between_two_repeated_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_others_have_their_turn_between_two_repeated_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, told = Turns(), list[int]()
 
     def tell(rig: Rig, _: Sequence[KVEvent]) -> None:
         told.append(turns.number)
         rig.changed.set()
 
-    async def main() -> None:
-        async with turns, follow(before=100):
-            pass
-
     monkeypatch.setattr(Rig, "tell", tell)
-    run(main())
+    async with turns, follow(before=100):
+        pass
     assert len(set(told[1:])) == 100
 
 
-def test_a_batch_that_a_thread_reads_when_the_connection_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_batch_that_a_thread_reads_when_the_connection_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not asked for again: blocks would be known that are told to nobody, and gone ones never taken back."""
     begun, goes_on, take = threading.Event(), threading.Event(), ForeignCache.take
 
@@ -196,20 +177,16 @@ def test_a_batch_that_a_thread_reads_when_the_connection_ends_is_told(monkeypatc
 
     monkeypatch.setattr(foreign_events, "INLINE_BYTES", 0)
     monkeypatch.setattr(ForeignCache, "take", take_late)
-
-    async def main() -> None:
-        async with follow(replays=False) as rig:
-            await rig.publisher.publish(0)
-            await asyncio.to_thread(begun.wait, 60.0)
-            rig.changed.clear()
-            asyncio.get_running_loop().call_soon(goes_on.set)  # it is cancelled first
-        assert rig.changed.is_set()
-        assert rig.cache.num_keys == 1
-
-    run(main())
+    async with follow(replays=False) as rig:
+        await rig.publisher.publish(0)
+        await asyncio.to_thread(begun.wait, 60.0)
+        rig.changed.clear()
+        asyncio.get_running_loop().call_soon(goes_on.set)  # it is cancelled first
+    assert rig.changed.is_set()
+    assert rig.cache.num_keys == 1
 
 
-def test_what_is_said_again_is_not_older_than_the_loss_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_said_again_is_not_older_than_the_loss_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread goes through the cache; it is emptied when that is done."""
     begun, goes_on, cut = threading.Event(), threading.Event(), foreign_cache._cut
     told: list[KVEvent] = []
@@ -219,35 +196,28 @@ def test_what_is_said_again_is_not_older_than_the_loss_of_all(monkeypatch: pytes
         assert goes_on.wait(60.0)
         return cut(keys)
 
-    async def main() -> None:
-        cache = ForeignCache(lambda _: b"r" * 16, 1000)
-        for block in range(2):
-            cache.take(batch(block))
-        follower = EventFollower("v", Source("tcp://x", ""), cache, told.extend)
-        monkeypatch.setattr(foreign_cache, "_cut", cut_late)
-        saying = asyncio.create_task(follower.resync())
-        await asyncio.to_thread(begun.wait, 60.0)
-        losing = asyncio.create_task(follower._forget("lost"))
-        await asyncio.sleep(0)
-        goes_on.set()
-        await asyncio.gather(saying, losing)
-        assert told[-1] == CacheCleared()
-
-    run(main())
+    cache = ForeignCache(lambda _: b"r" * 16, 1000)
+    for block in range(2):
+        cache.take(batch(block))
+    follower = EventFollower("v", Source("tcp://x", ""), cache, told.extend)
+    monkeypatch.setattr(foreign_cache, "_cut", cut_late)
+    saying = asyncio.create_task(follower.resync())
+    await asyncio.to_thread(begun.wait, 60.0)
+    losing = asyncio.create_task(follower._forget("lost"))
+    await asyncio.sleep(0)
+    goes_on.set()
+    await asyncio.gather(saying, losing)
+    assert told[-1] == CacheCleared()
 
 
-def test_one_that_never_repeats_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_never_repeats_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(foreign_events, "REPLAY_S", 0.05)
 
     async def mute(self: Any) -> None:
         await asyncio.Event().wait()
 
     monkeypatch.setattr(Publisher, "serve", mute)
-
-    async def main() -> None:
-        async with follow() as rig:
-            for number in (0, 2):
-                await rig.publisher.publish(number)
-            await rig.until(lambda: rig.follower.num_gaps == 1 and rig.cache.num_keys == 1)
-
-    run(main())
+    async with follow() as rig:
+        for number in (0, 2):
+            await rig.publisher.publish(number)
+        await rig.until(lambda: rig.follower.num_gaps == 1 and rig.cache.num_keys == 1)

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from dispatch_rig import InProcessBackend, System, collect, live, run, until
+from dispatch_rig import InProcessBackend, System, collect, live, until
 from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.config import RecoveryConfig
@@ -69,50 +69,42 @@ async def serve_many(system: System) -> int:
     return num_lost
 
 
-def with_failing(body: Callable[[System], Awaitable[None]], **options: Any) -> None:
-    num_prefill, num_decode = (4, 2) if options.pop("side") == "prefill" else (2, 4)
-    run(System(num_prefill, num_decode, backend=FailingBackend, **options), body)
+def failing_engines(side: str, **options: Any) -> contextlib.AbstractAsyncContextManager[System]:
+    num_prefill, num_decode = (4, 2) if side == "prefill" else (2, 4)
+    return live(System(num_prefill, num_decode, backend=FailingBackend, **options))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_engine_that_fails_everything_costs_no_request_and_is_avoided(side: str) -> None:
+async def test_an_engine_that_fails_everything_costs_no_request_and_is_avoided(side: str) -> None:
     """F41: it failed fast, so it was the least loaded one for ever: 144,004 of 144,953 requests were lost."""
-
-    async def body(system: System) -> None:
+    async with failing_engines(side=side, policy="least_loaded") as system:
         bad = failing(system, f"{side}-0")
         bad.fails = lambda submit: True
         assert await serve_many(system) <= NUM_REQUESTS * 2 // 1000
         assert ejected(system) == {bad.name}
         assert bad.num_failed < NUM_REQUESTS // 10
 
-    with_failing(body, side=side, policy="least_loaded")
-
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_engine_that_fails_one_in_five_costs_no_request(side: str) -> None:
-    async def body(system: System) -> None:
+async def test_an_engine_that_fails_one_in_five_costs_no_request(side: str) -> None:
+    async with failing_engines(side=side) as system:
         bad, chance = failing(system, f"{side}-0"), random.Random(1)
         bad.fails = lambda submit: chance.random() < 0.2
         assert await serve_many(system) <= NUM_REQUESTS * 2 // 1000
         assert bad.num_failed >= 3
 
-    with_failing(body, side=side)
 
-
-def test_two_engines_of_four_that_fail_everything_are_avoided() -> None:
+async def test_two_engines_of_four_that_fail_everything_are_avoided() -> None:
     """What both of them refuse is believed, but it tells against them, too: nothing goes well there."""
-
-    async def body(system: System) -> None:
+    async with failing_engines(side="prefill", policy="least_loaded") as system:
         for name in ("prefill-0", "prefill-1"):
             failing(system, name).fails = lambda submit: True
         await serve_many(system)
         assert ejected(system) == {"prefill-0", "prefill-1"}
 
-    with_failing(body, side="prefill", policy="least_loaded")
 
-
-def test_what_two_engines_refuse_is_the_request_s_fault_and_is_tried_on_no_third() -> None:
-    async def body(system: System) -> None:
+async def test_what_two_engines_refuse_is_the_request_s_fault_and_is_tried_on_no_third() -> None:
+    async with failing_engines(side="prefill") as system:
         for _ in range(12):
             await collect(system.dispatcher.start(make_request()))  # all engines work
         for name in system.backends:
@@ -126,8 +118,6 @@ def test_what_two_engines_refuse_is_the_request_s_fault_and_is_tried_on_no_third
         assert sum(failing(system, name).num_failed for name in system.backends) == 2 * 15
         assert not ejected(system)
         assert system.dispatcher.counters.faults == {"engine": 15, "client": 15}
-
-    with_failing(body, side="prefill")
 
 
 @pytest.mark.parametrize("retry_limit", [0, 3])

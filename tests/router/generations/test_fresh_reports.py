@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from asgi_client import call
-from dispatch_rig import System, run
+from dispatch_rig import System, live
 from small_app import make_app
 
 from pdkv.router.generations import listener
@@ -22,8 +22,8 @@ def answer(system: System, name: str, number: int, steps: int = 0) -> None:
     system.backends[name].say(LoadReport(0, 0, BLOCKS, steps=steps, answers=number))
 
 
-def test_it_returns_with_the_last_answer_and_not_with_a_report_of_before() -> None:
-    async def body(system: System) -> None:
+async def test_it_returns_with_the_last_answer_and_not_with_a_report_of_before() -> None:
+    async with live(System(1, 1)) as system:
         fresh = asyncio.ensure_future(system.dispatcher.listener.fresh_reports(60.0))
         await asyncio.sleep(0)
         (number,) = asked(system, "prefill-0")
@@ -35,12 +35,10 @@ def test_it_returns_with_the_last_answer_and_not_with_a_report_of_before() -> No
         answer(system, "decode-0", number)
         assert await fresh
 
-    run(System(1, 1), body)
-
 
 @pytest.mark.parametrize("end", ["dies", "comes back", "is removed", "the router closes"])
-def test_an_engine_that_goes_is_waited_for_no_longer(end: str) -> None:
-    async def body(system: System) -> None:
+async def test_an_engine_that_goes_is_waited_for_no_longer(end: str) -> None:
+    async with live(System(1, 1)) as system:
         fresh = asyncio.ensure_future(system.dispatcher.listener.fresh_reports(60.0))
         await asyncio.sleep(0)
         answer(system, "prefill-0", asked(system, "prefill-0")[0])
@@ -54,23 +52,18 @@ def test_an_engine_that_goes_is_waited_for_no_longer(end: str) -> None:
                 system.backends["decode-0"].start(system.card("decode-0", epoch="another"))
         assert await fresh
 
-    run(System(1, 1), body)
 
-
-def test_a_silent_engine_is_not_asked() -> None:
-    async def body(system: System) -> None:
+async def test_a_silent_engine_is_not_asked() -> None:
+    async with live(System(1, 1)) as system:
         system.dispatcher.fleet.engines["decode-0"].health.silent = True
         system.dispatcher.fleet.engines["prefill-0"].health.silent = True
         assert await system.dispatcher.listener.fresh_reports(60.0)
         assert not asked(system, "decode-0")
 
-    run(System(1, 1), body)
 
-
-def test_who_does_not_answer_is_told_of_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_answer_is_told_of_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener.Listener.fresh_reports, "__defaults__", (0.0,))
-
-    async def body(system: System) -> None:
+    async with live(System(1, 1)) as system:
         answer(system, "decode-0", 0, steps=4)
         assert not await system.dispatcher.listener.fresh_reports()
         app = make_app(system.dispatcher)
@@ -81,5 +74,3 @@ def test_who_does_not_answer_is_told_of_as_before(monkeypatch: pytest.MonkeyPatc
         assert asked(system, "decode-0") == [1, 2, 3]
         await call(app, "GET", "/topology")
         assert len(asked(system, "decode-0")) == 3
-
-    run(System(1, 1), body)

@@ -5,7 +5,7 @@ import logging
 
 import msgspec
 import pytest
-from dispatch_rig import System, collect, live, run
+from dispatch_rig import System, collect, live
 from scripted_engine import expected_output, make_request
 
 from pdkv.config import RecoveryConfig
@@ -77,8 +77,9 @@ async def test_what_a_revived_engine_still_says_is_dropped() -> None:
         await settle()
 
 
-def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones(caplog: pytest.LogCaptureFixture) -> None:
-    async def body(system: System) -> None:
+async def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="pdkv.router.generations.dispatch")
+    async with live(System(0, 2), start=False) as system:
         start_with_beats(system)
         stopped = system.backends["any-0"]
         stopped.held = True
@@ -93,9 +94,6 @@ def test_a_stopped_engine_whose_requests_have_left_gets_no_new_ones(caplog: pyte
         stopped.release()
         await settle()
         tick(system, ticks=1)
-
-    with caplog.at_level(logging.INFO, logger="pdkv.router.generations.dispatch"):
-        run(System(0, 2), body, start=False)
     texts = [record.getMessage() for record in caplog.records if record.name == "pdkv.router.generations.dispatch"]
     assert texts == ["any-0 is a suspect: it has been silent for 0.8 s", "any-0 is no longer a suspect"]
 

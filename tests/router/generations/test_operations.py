@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from dispatch_rig import InProcessBackend, System, check_right, collect, live, run
+from dispatch_rig import InProcessBackend, System, check_right, collect, live
 from scripted_engine import ScriptedEngine, expected_output, make_request
 
 from pdkv.errors import InvalidRequest
@@ -211,15 +211,14 @@ async def test_a_request_outlives_the_engine_that_ran_its_prompt() -> None:
         assert tokens + (await collect(generation))[0] == expected_output(request)
 
 
-def test_a_restarted_router_knows_what_was_said(tmp_path: Path) -> None:
-    async def first(system: System) -> None:
+async def test_a_restarted_router_knows_what_was_said(tmp_path: Path) -> None:
+    async with live(System(2, 2)) as system:
         ops = operations(system, tmp_path / "engines.json")
         ops.drain("prefill-1")
         ops.set_role("decode-1", "any")
         ops.drain("decode-0")
         ops.resume("decode-0")
-
-    async def second(system: System) -> None:
+    async with live(System(2, 2)) as system:
         operations(system, tmp_path / "engines.json")
         said = {e["name"]: (e["role"], e["draining"]) for e in system.dispatcher.topology()["engines"]}
         assert said == {
@@ -227,13 +226,9 @@ def test_a_restarted_router_knows_what_was_said(tmp_path: Path) -> None:
             "decode-0": ("decode", False), "decode-1": ("any", False),
         }  # fmt: skip
 
-    run(System(2, 2), first)
-    run(System(2, 2), second)
+
+async def test_a_file_of_marks_that_cannot_be_read_harms_nothing(tmp_path: Path) -> None:
     (tmp_path / "engines.json").write_text("{")
-    run(System(2, 2), second_without_marks)
-
-
-async def second_without_marks(system: System) -> None:
-    """A file that cannot be read is said to be lost and harms nothing."""
-    operations(system, None)
-    await check_right(system, make_request())
+    async with live(System(2, 2)) as system:
+        operations(system, tmp_path / "engines.json")
+        await check_right(system, make_request())

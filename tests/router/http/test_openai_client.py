@@ -1,13 +1,13 @@
 """The official client against the application on a real socket."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
 import uvicorn
-from coroutines import run as run_main
+import uvloop
 from fake_dispatcher import FakeDispatcher, say, tokens
 from openai import AsyncOpenAI
 from small_app import MODEL, eos, ids, make_app
@@ -15,6 +15,8 @@ from starlette.types import ASGIApp
 
 from pdkv.config import HttpApi
 from pdkv.errors import EngineDied, EngineUnavailable
+
+event_loop = uvloop.new_event_loop  # the router's kind
 
 
 @asynccontextmanager
@@ -34,16 +36,10 @@ async def serve(app: ASGIApp) -> AsyncIterator[AsyncOpenAI]:
         await server.shutdown()
 
 
-def run(dispatcher: FakeDispatcher, use: Callable[[AsyncOpenAI], Awaitable[Any]], **options: Any) -> Any:
-    async def main() -> Any:
-        async with serve(make_app(dispatcher, **options)) as client:
-            return await use(client)
-
-    return run_main(main())
-
-
-def test_completions_streaming_and_not() -> None:
-    async def use(client: AsyncOpenAI) -> None:
+async def test_completions_streaming_and_not() -> None:
+    dispatcher = FakeDispatcher(say([*ids("hé"), eos()]))
+    dispatcher.num_cached_tokens = dispatcher.num_lossy_tokens = 1
+    async with serve(make_app(dispatcher)) as client:
         whole = await client.completions.create(model=MODEL, prompt="x", n=2, logprobs=1)
         assert [choice.text for choice in whole.choices] == ["hé", "hé"]
         assert whole.choices[0].logprobs is not None
@@ -61,13 +57,9 @@ def test_completions_streaming_and_not() -> None:
         assert text == "hé"
         assert usage == whole.usage.model_copy(update={"completion_tokens": 4, "total_tokens": 5})
 
-    dispatcher = FakeDispatcher(say([*ids("hé"), eos()]))
-    dispatcher.num_cached_tokens = dispatcher.num_lossy_tokens = 1
-    run(dispatcher, use)
 
-
-def test_logprobs_may_name_tokens_by_their_ids() -> None:
-    async def use(client: AsyncOpenAI) -> None:
+async def test_logprobs_may_name_tokens_by_their_ids() -> None:
+    async with serve(make_app(FakeDispatcher(say([*ids("hé"), eos()])))) as client:
         extra = {"return_tokens_as_token_ids": True, "return_token_ids": True}
         (text,) = (await client.completions.create(model=MODEL, prompt="x", logprobs=1, extra_body=extra)).choices
         assert text.logprobs is not None
@@ -79,11 +71,9 @@ def test_logprobs_may_name_tokens_by_their_ids() -> None:
         tokens = [t.token for c in [c async for c in stream] if (p := c.choices[0].logprobs) for t in p.content or []]
         assert tokens == text.logprobs.tokens
 
-    run(FakeDispatcher(say([*ids("hé"), eos()])), use)
 
-
-def test_chat_streaming_and_not() -> None:
-    async def use(client: AsyncOpenAI) -> None:
+async def test_chat_streaming_and_not() -> None:
+    async with serve(make_app(FakeDispatcher(say([*ids("hé"), eos()])))) as client:
         messages: list[Any] = [{"role": "user", "content": "hi"}]
         whole = await client.chat.completions.create(model=MODEL, messages=messages, logprobs=True, top_logprobs=2)
         assert whole.choices[0].message.content == "hé"
@@ -99,11 +89,9 @@ def test_chat_streaming_and_not() -> None:
             reason = choice.finish_reason or reason
         assert (text, reason) == ("hé", "stop")
 
-    run(FakeDispatcher(say([*ids("hé"), eos()])), use)
 
-
-def test_responses_streaming_and_not() -> None:
-    async def use(client: AsyncOpenAI) -> None:
+async def test_responses_streaming_and_not() -> None:
+    async with serve(make_app(FakeDispatcher(say([*ids("hé"), eos()])))) as client:
         whole = await client.responses.create(model=MODEL, input="hi", instructions="Be brief.", store=False)
         assert (whole.output_text, whole.status, whole.usage and whole.usage.output_tokens) == ("hé", "completed", 4)
         history: list[Any] = [{"role": "user", "content": "hi"}, *whole.output, {"role": "user", "content": "again"}]
@@ -119,14 +107,12 @@ def test_responses_streaming_and_not() -> None:
             await client.responses.create(model=MODEL, input="x", previous_response_id=whole.id)
         assert stateful.value.param == "previous_response_id"
 
-    run(FakeDispatcher(say([*ids("hé"), eos()])), use)
 
-
-def test_calls_of_functions_and_thoughts_by_responses() -> None:
+async def test_calls_of_functions_and_thoughts_by_responses() -> None:
     text = '<think>hm</think>I see.<tool_call>{"name": "f", "arguments": {"x": "é"}}</tool_call>'
     tools: list[Any] = [{"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}]
-
-    async def use(client: AsyncOpenAI) -> None:
+    api = HttpApi(tool_parser="hermes", reasoning_parser="qwen3")
+    async with serve(make_app(FakeDispatcher(say([*ids(text), eos()])), api=api, max_model_len=2000)) as client:
         whole = await client.responses.create(model=MODEL, input="hi", tools=tools)
         async with client.responses.stream(model=MODEL, input="hi", tools=tools) as stream:
             arguments = [e.snapshot async for e in stream if e.type == "response.function_call_arguments.delta"]
@@ -140,12 +126,9 @@ def test_calls_of_functions_and_thoughts_by_responses() -> None:
             again: list[Any] = [{"role": "user", "content": "hi"}, *output, result]
             assert (await client.responses.create(model=MODEL, input=again, tools=tools)).status == "completed"
 
-    api = HttpApi(tool_parser="hermes", reasoning_parser="qwen3")
-    run(FakeDispatcher(say([*ids(text), eos()])), use, api=api, max_model_len=2000)
 
-
-def test_models_and_headers() -> None:
-    async def use(client: AsyncOpenAI) -> None:
+async def test_models_and_headers() -> None:
+    async with serve(make_app(FakeDispatcher(say(ids("a"))))) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         assert (await client.models.retrieve(MODEL)).id == MODEL
         with pytest.raises(openai.NotFoundError):
@@ -160,11 +143,9 @@ def test_models_and_headers() -> None:
         assert raw.headers["x-request-id"]  # one of our own
         assert raw.headers["x-pd-decode-engine"] == "decode-1"
 
-    run(FakeDispatcher(say(ids("a"))), use)
 
-
-def test_errors_are_the_clients_own_types() -> None:
-    async def use(client: AsyncOpenAI) -> None:
+async def test_errors_are_the_clients_own_types() -> None:
+    async with serve(make_app(FakeDispatcher(lambda _: [EngineUnavailable("none")]))) as client:
         with pytest.raises(openai.BadRequestError) as bad:
             await client.completions.create(model=MODEL, prompt="x", best_of=3)
         assert bad.value.param == "best_of"
@@ -175,11 +156,10 @@ def test_errors_are_the_clients_own_types() -> None:
             await client.completions.create(model=MODEL, prompt="x")
         assert unavailable.value.status_code == 503
 
-    run(FakeDispatcher(lambda _: [EngineUnavailable("none")]), use)
 
-
-def test_a_broken_stream_is_an_error_for_the_client() -> None:
-    async def use(client: AsyncOpenAI) -> None:
+async def test_a_broken_stream_is_an_error_for_the_client() -> None:
+    died = EngineDied("engine decode-1 died", request_id="r")
+    async with serve(make_app(FakeDispatcher(lambda _: [tokens(*ids("a")), died]))) as client:
         stream = await client.completions.create(model=MODEL, prompt="x", stream=True)
         assert (await anext(stream)).choices[0].text == "a"
         with pytest.raises(openai.APIError, match="decode-1 died"):
@@ -189,14 +169,10 @@ def test_a_broken_stream_is_an_error_for_the_client() -> None:
             [event async for event in response]
         assert raised.value.code == "engine_died"
 
-    died = EngineDied("engine decode-1 died", request_id="r")
-    run(FakeDispatcher(lambda _: [tokens(*ids("a")), died]), use)
 
-
-def test_closing_a_stream_aborts() -> None:
+async def test_closing_a_stream_aborts() -> None:
     dispatcher = FakeDispatcher(lambda _: [tokens(*ids("a"))])
-
-    async def use(client: AsyncOpenAI) -> None:
+    async with serve(make_app(dispatcher)) as client:
         stream = await client.completions.create(model=MODEL, prompt="x", stream=True)
         async for _ in stream:
             break
@@ -204,5 +180,3 @@ def test_closing_a_stream_aborts() -> None:
         [generation] = dispatcher.generations
         await generation.over.wait()
         assert generation.aborted
-
-    run(dispatcher, use)

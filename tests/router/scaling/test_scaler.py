@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from admin_keys import admin_keys, never
 from asgi_client import call
-from dispatch_rig import System, run
+from dispatch_rig import System, live
 from small_app import make_app
 
 from pdkv.config import AccessConfig, AutoscaleConfig
@@ -21,10 +21,9 @@ from pdkv.wire.reports import LoadReport
 SCALED = AutoscaleConfig(autoscale=("prefill=1..4", "decode=1..4"), scale_down_after_s=3.0)
 
 
-def test_the_page_is_an_admins_and_the_orders_are_the_launchers(tmp_path: Path) -> None:
+async def test_the_page_is_an_admins_and_the_orders_are_the_launchers(tmp_path: Path) -> None:
     file, root, other = admin_keys(tmp_path)
-
-    async def body(system: System) -> None:
+    async with live(System(1, 2)) as system:
         operations = Operations(system.dispatcher, never)
         options: dict[str, Any] = {"operations": operations, "access": AccessConfig(api_key_file=file)}
         app = make_app(system.dispatcher, keys=KeyRing(file), autoscaling=SCALED, **options)
@@ -42,11 +41,9 @@ def test_the_page_is_an_admins_and_the_orders_are_the_launchers(tmp_path: Path) 
         plain = make_app(system.dispatcher, keys=KeyRing(file), **options)
         assert (await call(plain, "GET", "/admin/autoscaler", None, root)).status == 404
 
-    run(System(1, 2), body)
 
-
-def test_an_engine_that_claims_a_queue_changes_nothing() -> None:
-    async def body(system: System) -> None:
+async def test_an_engine_that_claims_a_queue_changes_nothing() -> None:
+    async with live(System(1, 2)) as system:
         dispatcher = system.dispatcher
         app = make_app(dispatcher)
         seconds = itertools.count(1.0)
@@ -57,5 +54,3 @@ def test_an_engine_that_claims_a_queue_changes_nothing() -> None:
             dispatcher.fleet.reported(engine.name, report)
         for _ in range(3):
             assert scaler.review(Told()).start == {}
-
-    run(System(1, 2), body)

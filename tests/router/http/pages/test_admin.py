@@ -10,7 +10,7 @@ from admin_keys import admin_keys, never
 from asgi_client import Exchange, call
 from coroutines import clock
 from coroutines import run as run_on_loop
-from dispatch_rig import System, live, run
+from dispatch_rig import System, live
 from fake_dispatcher import FakeDispatcher
 from small_app import make_app
 
@@ -25,10 +25,9 @@ from pdkv.testing import VirtualLoop
 from pdkv.wire.reports import ConnectorStats, TierHeld
 
 
-def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> None:
+async def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> None:
     file, root, other = admin_keys(tmp_path)
-
-    async def body(system: System) -> None:
+    async with live(System(1, 2)) as system:
         operations = Operations(system.dispatcher, never)
         options: dict[str, Any] = {"operations": operations, "access": AccessConfig(api_key_file=file)}
         app = make_app(system.dispatcher, keys=KeyRing(file), **options)
@@ -53,8 +52,6 @@ def test_an_admins_key_opens_all_but_what_is_the_launchers(tmp_path: Path) -> No
         open_app = make_app(system.dispatcher, operations=operations)
         assert (await call(open_app, "GET", "/admin/engines", None, root)).status == 404
         await asyncio.sleep(0)
-
-    run(System(1, 2), body)
 
 
 def test_what_pools_and_tiers_hold() -> None:

@@ -1,8 +1,9 @@
 """POST /admin/cache/…: what engines are asked, what their answers become, and what is wrong with a body."""
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from admin_keys import never
 from asgi_client import call
-from dispatch_rig import System, live, run
+from dispatch_rig import System, live
 from small_app import make_app, tokenizer
 
 from pdkv.base.block_keys import extend_keys, root_key
@@ -70,19 +71,18 @@ class Operator:
         return answer.status, error["param"], error["message"]
 
 
-def with_operator(check: Callable[[Operator], Any], answers: Answers) -> None:
-    async def body(system: System) -> None:
-        await check(Operator(system, answers))
+@contextlib.asynccontextmanager
+async def operating(answers: Answers) -> AsyncIterator[Operator]:
+    async with live(System(1, 1)) as system:
+        yield Operator(system, answers)
 
-    run(System(1, 1), body)
 
-
-def test_every_engine_says_what_its_tiers_have_of_a_prompt() -> None:
+async def test_every_engine_says_what_its_tiers_have_of_a_prompt() -> None:
     def answers(name: str, order: CacheOrder) -> list[TierAnswer]:
         failed = TierAnswer("store/1-redis", code="store_unavailable", problem="it is gone")
         return [TierAnswer("pool", 16, 1), failed] if name == "prefill-0" else [TierAnswer("pool")]
 
-    async def check(operator: Operator) -> None:
+    async with operating(answers) as operator:
         answer = await operator.ask("lookup", {"prompt": TEXT, "cache_salt": "s", "return_keys": True})
         keys = keys_of(operator.system, TEXT, "s")
         assert answer.json() == {
@@ -104,11 +104,9 @@ def test_every_engine_says_what_its_tiers_have_of_a_prompt() -> None:
         ]  # fmt: skip
         assert len({order.order_id for _, order in operator.orders}) == 1
 
-    with_operator(check, answers)
 
-
-def test_a_prompt_is_named_in_four_ways_and_all_by_none() -> None:
-    async def check(operator: Operator) -> None:
+async def test_a_prompt_is_named_in_four_ways_and_all_by_none() -> None:
+    async with operating(lambda name, order: [TierAnswer("store/0-host", 32, 2)]) as operator:
         keys = keys_of(operator.system, TEXT)
         bodies: list[dict[str, Any]] = [{"prompt": TEXT}, {"tokens": ids(TEXT)}, {"keys": [k.hex() for k in keys]}]
         for body in bodies:
@@ -124,11 +122,9 @@ def test_a_prompt_is_named_in_four_ways_and_all_by_none() -> None:
         await operator.ask("prefetch", {"prompt": TEXT})
         assert [name for name, _ in operator.orders[num_orders:]] == ["prefill-0"], "one, which all read"
 
-    with_operator(check, lambda name, order: [TierAnswer("store/0-host", 32, 2)])
 
-
-def test_a_move_says_from_where_to_where_and_asks_one_engine_for_its_host_memory() -> None:
-    async def check(operator: Operator) -> None:
+async def test_a_move_says_from_where_to_where_and_asks_one_engine_for_its_host_memory() -> None:
+    async with operating(lambda name, order: [TierAnswer("store/1-redis", 32, 2)]) as operator:
         for body, names in (
             ({"from": "host", "tier": "redis"}, ["prefill-0", "decode-0"]),
             ({"from": "redis", "tier": "store/0-host"}, ["prefill-0"]),
@@ -143,16 +139,14 @@ def test_a_move_says_from_where_to_where_and_asks_one_engine_for_its_host_memory
             assert (order.source, order.tier, order.copy) == (body["from"], body["tier"], body.get("copy", False))
             assert (order.keys, order.timeout_s) == (keys_of(operator.system, TEXT), 3.0)
 
-    with_operator(check, lambda name, order: [TierAnswer("store/1-redis", 32, 2)])
 
-
-def test_one_move_is_under_way_at_a_time() -> None:
+async def test_one_move_is_under_way_at_a_time() -> None:
     may_answer: list[str] = []
 
     def answers(name: str, order: CacheOrder) -> list[TierAnswer] | None:
         return [TierAnswer("store/1-redis")] if name in may_answer else None
 
-    async def check(operator: Operator) -> None:
+    async with operating(answers) as operator:
         body = {"prompt": TEXT, "from": "host", "tier": "redis", "engine": "prefill-0"}
         asking = asyncio.ensure_future(operator.ask("move", body))
         while not operator.orders:
@@ -166,13 +160,11 @@ def test_one_move_is_under_way_at_a_time() -> None:
         assert (await asking).status == 200
         assert (await operator.ask("move", back)).status == 200
 
-    with_operator(check, answers)
 
-
-def test_behind_a_move_that_was_late_there_is_none_for_a_while() -> None:
+async def test_behind_a_move_that_was_late_there_is_none_for_a_while() -> None:
     """Its engine may still be at it."""
-
-    async def check(operator: Operator) -> None:
+    late = TierAnswer("store/1-redis", code="transfer_timeout", problem="late")
+    async with operating(lambda name, order: [late]) as operator:
         body = {"prompt": TEXT, "from": "host", "tier": "redis"}
         assert (await operator.ask("move", body)).status == 504
         assert (await operator.refusal("move", body))[0] == 409
@@ -180,9 +172,6 @@ def test_behind_a_move_that_was_late_there_is_none_for_a_while() -> None:
             later = time.monotonic() + 10.0 + cache_pages.MOVE_GRACE_S
             patch.setattr(cache_pages, "MONOTONIC", SimpleNamespace(now=lambda: later))
             assert (await operator.ask("move", body)).status == 504
-
-    late = TierAnswer("store/1-redis", code="transfer_timeout", problem="late")
-    with_operator(check, lambda name, order: [late])
 
 
 async def test_the_salt_of_an_api_key_is_that_of_its_requests(tmp_path: Path) -> None:
@@ -289,15 +278,13 @@ BAD: list[tuple[str, dict[str, Any], int, str | None, str]] = [
 ]
 
 
-def test_what_is_wrong_with_a_body_is_named() -> None:
-    async def check(operator: Operator) -> None:
+async def test_what_is_wrong_with_a_body_is_named() -> None:
+    async with operating(lambda name, order: []) as operator:
         for action, body, status, param, message in BAD:
             found = await operator.refusal(action, body)
             assert found[:2] == (status, param), (body, found)
             assert message in found[2], found
         assert not operator.orders
-
-    with_operator(check, lambda name, order: [])
 
 
 @pytest.mark.parametrize(
@@ -310,15 +297,13 @@ def test_what_is_wrong_with_a_body_is_named() -> None:
         ([TierAnswer("store", code="transfer_timeout", problem="late")], 504, "store of prefill-0: late"),
     ],
 )
-def test_what_no_engine_could_do_is_an_error(tiers: list[TierAnswer], status: int, message: str) -> None:
-    async def check(operator: Operator) -> None:
+async def test_what_no_engine_could_do_is_an_error(tiers: list[TierAnswer], status: int, message: str) -> None:
+    async with operating(lambda name, order: tiers) as operator:
         found = await operator.refusal("pin", {"prompt": TEXT, "tier": "tape"})
         assert (found[0], found[2]) == (status, message)
 
-    with_operator(check, lambda name, order: tiers)
 
-
-def test_a_move_between_what_are_no_two_tiers_of_one_store_is_refused() -> None:
+async def test_a_move_between_what_are_no_two_tiers_of_one_store_is_refused() -> None:
     bad = [
         ("tape", "host", 404, "from", "no engine has a tier 'tape'; known: pool, store/0-host"),
         ("host", "tape", 404, "tier", "no engine has a tier 'tape'; known: pool, store/0-host"),
@@ -331,19 +316,16 @@ def test_a_move_between_what_are_no_two_tiers_of_one_store_is_refused() -> None:
             "known: pool, store/0-host",
         ),
     ]
-
-    async def check(operator: Operator) -> None:
+    async with operating(lambda name, order: []) as operator:
         for source, tier, *expected in bad:
             assert [*await operator.refusal("move", {"prompt": TEXT, "from": source, "tier": tier})] == expected
 
-    with_operator(check, lambda name, order: [])
 
-
-def test_an_engine_that_dies_or_is_silent_is_told_of_beside_the_others() -> None:
+async def test_an_engine_that_dies_or_is_silent_is_told_of_beside_the_others() -> None:
     def answers(name: str, order: CacheOrder) -> list[TierAnswer] | None:
         return None if name == "decode-0" else [TierAnswer("pool")]
 
-    async def check(operator: Operator) -> None:
+    async with operating(answers) as operator:
         answer = await operator.ask("lookup", {"prompt": TEXT, "timeout_s": 0.01})
         assert answer.json()["engines"][1]["error"] == {
             "code": "transfer_timeout",
@@ -360,8 +342,6 @@ def test_an_engine_that_dies_or_is_silent_is_told_of_beside_the_others() -> None
         operator.system.backends["prefill-0"].say(late)
         assert operator.system.dispatcher.counters.dropped_messages == 1
 
-    with_operator(check, answers)
-
 
 def test_an_engine_that_goes_before_it_is_asked_is_not_awaited() -> None:
     sent: list[str] = []
@@ -371,7 +351,7 @@ def test_an_engine_that_goes_before_it_is_asked_is_not_awaited() -> None:
     assert answers["decode-0"].tiers[0].code == "engine_died"
 
 
-def test_what_tiers_have_is_loaded_into_an_engines_own_blocks_by_a_request() -> None:
+async def test_what_tiers_have_is_loaded_into_an_engines_own_blocks_by_a_request() -> None:
     asked: list[str] = []
 
     def answers(name: str, order: CacheOrder) -> list[TierAnswer]:
@@ -379,7 +359,7 @@ def test_what_tiers_have_is_loaded_into_an_engines_own_blocks_by_a_request() -> 
         pool = TierAnswer("pool", 32 if len(asked) > 1 else 0, 2)
         return [pool] if order.tier == "pool" else [pool, TierAnswer("store/0-host", 32, 2)]
 
-    async def check(operator: Operator) -> None:
+    async with operating(answers) as operator:
         order = {"prompt": TEXT, "tier": "pool", "engine": "decode-0", "cache_salt": "s"}
         answer = await operator.ask("prefetch", order)
         assert answer.json()["engines"] == [
@@ -396,5 +376,3 @@ def test_what_tiers_have_is_loaded_into_an_engines_own_blocks_by_a_request() -> 
         keys = [key.hex() for key in keys_of(operator.system, TEXT)]
         found = await operator.refusal("prefetch", {"keys": keys, "tier": "pool"})
         assert (found[0], found[1]) == (400, "keys")
-
-    with_operator(check, answers)
