@@ -1,78 +1,18 @@
-"""What cannot work is one clear error that names the value, and does no harm: over HTTP and at the start."""
+"""What cannot work at the start is one clear error that names the value."""
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
-from deployments import NO_AUTHORITIES, Launch, Running
-from serving_checks import SOURCES
-from traffic import wait_until_true
+from deployments import Launch
 
 from pdkv.cli.main import main
 from pdkv.launch import launcher
-
-MAX_MODEL_LEN = 1024
-VOCABULARY = 384
-CLIENT: dict[str, Any] = {"verify": NO_AUTHORITIES, "timeout": 60}
-USER = [{"role": "user", "content": "x"}]
-
-
-@pytest.fixture(scope="module")
-def deployment(module_launch: Launch) -> Iterator[Running]:
-    deployment = module_launch("--prefill", "1", "--decode", "1")
-    wait_until_true(lambda: len(steps_taken(deployment)) == 2 * len(SOURCES), "both engines have reported")
-    before = deployment.pids(), steps_taken(deployment)
-    yield deployment
-    assert (deployment.pids(), steps_taken(deployment)) == before, "a bad request reached an engine"
-    assert deployment.complete("x").status_code == 200
-
-
-def steps_taken(deployment: Running) -> list[str]:
-    """The engines' counters of steps that had tokens to compute."""
-    lines = deployment.get("/metrics").text.splitlines()
-    return [line for line in lines if line.startswith("pdkv_engine_prompt_tokens_total")]
-
-
-def error_of(reply: httpx.Response, status: int) -> dict[str, Any]:
-    """The error of a reply, which has OpenAI's shape."""
-    assert reply.status_code == status, reply.text
-    assert reply.headers["content-type"] == "application/json"
-    [(name, error)] = reply.json().items()
-    assert name == "error"
-    assert set(error) == {"message", "type", "param", "code"}
-    assert error["type"] == "invalid_request_error"
-    assert error["message"]
-    return dict(error)
-
-
-@pytest.mark.parametrize(
-    ("path", "fields", "status", "param", "words"),
-    [
-        ("completions", {"model": "other"}, 404, "model", "'other'"),
-        ("completions", {"prompt": [5, VOCABULARY]}, 400, "prompt", str(VOCABULARY)),
-        ("completions", {"prompt": "x" * MAX_MODEL_LEN}, 400, "prompt", f"{MAX_MODEL_LEN} tokens"),
-        ("completions", {"prompt": "x" * 100_000}, 400, "prompt", "100000 characters"),
-        ("completions", {"prompt": "x" * 1000, "max_tokens": 25}, 400, "max_tokens", "max_tokens is 25"),
-        ("completions", {"colour": "red"}, 400, "colour", "not a known field"),
-        ("chat/completions", {"messages": [{**USER[0], "content": "x" * 2000}]}, 400, "messages", "tokens"),
-    ],
-)  # fmt: skip
-def test_a_request_that_cannot_work_names_its_field(
-    deployment: Running, path: str, fields: dict[str, Any], status: int, param: str, words: str
-) -> None:
-    """By the model that is served; `tests/router/http/read/test_job_errors.py` has all fields."""
-    body = {"model": "served", **({"prompt": "x"} if path == "completions" else {"messages": USER}), **fields}
-    error = error_of(httpx.post(f"{deployment.url}/v1/{path}", json=body, **CLIENT), status)
-    assert error["param"] == param
-    assert words in error["message"]
-
-
-# --- at the start -------------------------------------------------------------------------------------------------
 
 Break = Callable[[Path], object]
 
@@ -194,10 +134,10 @@ def test_pools_that_fit_alone_and_not_together_are_refused_before_anything_is_al
     )
 
 
-def test_a_port_in_use_is_named(refused: Callable[..., None], deployment: Running) -> None:
-    port = deployment.url.rpartition(":")[2]
-    refused("launch", "--port", port, words=[f"127.0.0.1:{port}", "in use"])
-    assert deployment.get("/health").status_code == 200
+def test_a_port_in_use_is_named(refused: Callable[..., None]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        refused("launch", "--port", str(port), words=[f"127.0.0.1:{port}", "in use"])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
 from deployments import Running
@@ -147,31 +146,6 @@ def test_echo_shows_the_prompts_logprobs_first(pair: Running, model: Oracle, max
     check_legacy(behind, tokens[1:], model.logprobs(tokens), 3)
 
 
-def test_chat_logprobs_name_their_tokens_by_bytes(pair: Running, model: Oracle) -> None:
-    body = {
-        "model": "served",
-        "messages": [{"role": "user", "content": "What follows?"}],
-        "max_tokens": 8,
-        "temperature": 0,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "return_token_ids": True,
-        "logit_bias": {"0": -100, "1": -100},
-    }
-    response = httpx.post(pair.url + "/v1/chat/completions", json=body, timeout=60)
-    assert response.status_code == 200, response.text
-    reply = response.json()
-    prompt, output = reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
-    logprobs = model.logprobs(prompt + output)[len(prompt) - 1 :]
-    content = reply["choices"][0]["logprobs"]["content"]
-    assert len(content) == len(output) == 8
-    for row, token_id, entry in zip(logprobs, output, content, strict=False):
-        assert entry["logprob"] == pytest.approx(float(row[token_id]), abs=TOLERANCE)
-        top = [alternative["logprob"] for alternative in entry["top_logprobs"]]
-        assert top == pytest.approx(row.topk(3).values.tolist(), abs=TOLERANCE)
-        assert bytes(entry["bytes"]) != b""
-
-
 # --- the books -------------------------------------------------------------------------------------------------------
 
 
@@ -215,13 +189,6 @@ def test_every_choice_counts_on_the_engines_and_the_prompt_once_in_usage(pair: R
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (50, 12, 62)
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0  # by the first choice
     assert books.sources("prefill")["local_hit"] == 2 * 48
-
-
-def test_usage_sums_over_the_prompts_of_one_request(pair: Running) -> None:
-    prompts = [random.Random(i).choices(range(2, 258), k=length) for i, length in enumerate((7, 40))]
-    reply, _ = run_one(pair, 47, prompt=prompts)
-    assert reply["usage"]["prompt_tokens"] == 47
-    assert reply["usage"]["completion_tokens"] == 8
 
 
 def test_a_request_that_ends_with_its_first_token_is_never_handed_off(pair: Running) -> None:

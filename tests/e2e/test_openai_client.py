@@ -56,16 +56,6 @@ def text(client: OpenAI, spelled: dict[str, Any]) -> str:
 # --- the basic forms ----------------------------------------------------------------------------------------------
 
 
-def test_a_completion_has_text_reason_and_usage(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
-    reply = complete(client, PROMPT, max_tokens=24, **spelled)
-    assert set(text) <= set(ALPHABET)
-    assert len(set(text)) > 3
-    assert reply.only["text"] == text
-    assert (reply.only["finish_reason"], reply.only["stop_reason"]) == ("length", None)
-    assert (reply.usage["prompt_tokens"], reply.usage["completion_tokens"]) == (63, 24)
-    assert reply.usage["total_tokens"] == 87
-
-
 def test_a_chat_is_its_template_completed(client: OpenAI, spelled: dict[str, Any]) -> None:
     messages = [
         {"role": "system", "content": "You count."},
@@ -90,34 +80,6 @@ def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(client: OpenAI
     assert reply.usage.total_tokens == 1024
 
 
-def test_prompts_as_texts_and_token_ids_alone_and_in_lists(
-    client: OpenAI, spelled: dict[str, Any], letter_ids: list[int]
-) -> None:
-    fields: dict[str, Any] = {"max_tokens": 8, **spelled}
-    prompts = ["abc", "x" * 100, "abd"]
-    ids = [[letter_ids[ALPHABET.index(letter)] for letter in prompt] for prompt in prompts]
-    alone = [complete(client, prompt, **fields).only["text"] for prompt in prompts]
-    assert len(set(alone)) == 3
-    assert [complete(client, prompt, **fields).only["text"] for prompt in ids] == alone
-    listed = complete(client, prompts, **fields)
-    assert listed.texts == alone
-    assert listed.usage["prompt_tokens"] == 106
-    assert complete(client, ids, **fields).texts == alone
-
-
-def test_n_choices_of_each_prompt(client: OpenAI, spelled: dict[str, Any]) -> None:
-    fields: dict[str, Any] = {"max_tokens": 8, **spelled, "temperature": 1, "seed": 5}
-    reply = complete(client, [PROMPT, "abc"], n=3, **fields)
-    assert [len(set(reply.texts[at : at + 3])) for at in (0, 3)] == [3, 3]  # prompts may share draws of one seed
-    assert reply.usage["prompt_tokens"] == 63 + 3
-    assert reply.usage["completion_tokens"] == 6 * 8
-    assert reply.texts[::3] == [complete(client, prompt, **fields).only["text"] for prompt in (PROMPT, "abc")]
-    assert (
-        complete(client, PROMPT, n=3, max_tokens=4).texts == [complete(client, PROMPT, max_tokens=4).only["text"]] * 3
-    )
-    assert len(set(chat(client, "hi", n=4, **fields).texts)) == 4
-
-
 # --- ends ---------------------------------------------------------------------------------------------------------
 
 
@@ -138,18 +100,6 @@ def test_the_first_token_may_complete_a_stop_string(client: OpenAI, text: str, s
     assert (reply.only["text"], reply.only["stop_reason"]) == ("", text[0])
 
 
-def test_a_stop_token_is_counted_and_not_shown(
-    client: OpenAI, text: str, spelled: dict[str, Any], letter_ids: list[int]
-) -> None:
-    place = next(i for i in range(6, 24) if text[i] not in text[:i])
-    stop_id = letter_ids[ALPHABET.index(text[place])]
-    extra = {"stop_token_ids": [stop_id], "return_token_ids": True}
-    reply = complete(client, PROMPT, max_tokens=24, **spelled, extra_body=extra)
-    assert (reply.only["text"], reply.only["finish_reason"]) == (text[:place], "stop")
-    assert reply.only["stop_reason"] == reply.only["token_ids"][-1] == stop_id
-    assert reply.usage["completion_tokens"] == len(reply.only["token_ids"]) == place + 1
-
-
 def test_the_end_of_sequence_ignored_and_put_off(client: OpenAI) -> None:
     end: dict[str, Any] = {"max_tokens": 10, "logit_bias": {str(END): 100}}
     ends = complete(client, PROMPT, **end)
@@ -164,24 +114,6 @@ def test_the_end_of_sequence_ignored_and_put_off(client: OpenAI) -> None:
 # --- logprobs and echo --------------------------------------------------------------------------------------------
 
 
-def test_echo_with_and_without_logprobs(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
-    fields: dict[str, Any] = {"max_tokens": 24, **spelled, "echo": True}
-    plain = complete(client, PROMPT, **fields)
-    assert plain.only["text"] == PROMPT + text
-    assert plain.usage["completion_tokens"] == 24
-    logprobs = complete(client, PROMPT, logprobs=1, **fields).only["logprobs"]
-    assert "".join(logprobs["tokens"]) == PROMPT + text
-    assert logprobs["text_offset"] == list(range(63 + 24))
-    assert logprobs["token_logprobs"][0] is None
-    assert None not in logprobs["token_logprobs"][1:]
-    # A text that is only scored gets what it got when it was written.
-    scored = complete(client, PROMPT + text, echo=True, logprobs=1, max_tokens=0)
-    assert scored.only["text"] == PROMPT + text
-    assert scored.usage["completion_tokens"] == 0
-    values = scored.only["logprobs"]["token_logprobs"]
-    assert values[1:] == pytest.approx(logprobs["token_logprobs"][1:], abs=1e-3)
-
-
 # --- sampling -----------------------------------------------------------------------------------------------------
 
 
@@ -189,18 +121,6 @@ def test_logit_bias_forces_and_bans(client: OpenAI, letter_ids: list[int], text:
     assert complete(client, PROMPT, max_tokens=4, logit_bias={str(letter_ids[4]): 100}).only["text"] == "eeee"
     banned = {**spelled["logit_bias"], str(letter_ids[ALPHABET.index(text[0])]): -100}
     assert text[0] not in complete(client, PROMPT, max_tokens=8, logit_bias=banned).only["text"]
-
-
-def test_a_seed_decides_the_text_on_every_engine(client: OpenAI, spelled: dict[str, Any]) -> None:
-    fields: dict[str, Any] = {"max_tokens": 12, **spelled, "temperature": 1.0, "top_p": 0.9}
-    assert len({complete(client, PROMPT, seed=7, **fields).only["text"] for _ in range(4)}) == 1
-    assert len({complete(client, PROMPT, seed=seed, **fields).only["text"] for seed in range(4)}) == 4
-    unseeded = {
-        client.completions.create(model="served", prompt=PROMPT, **fields).choices[0].text  # type: ignore[call-overload]
-        for _ in range(4)
-    }
-    assert len(unseeded) == 4
-    assert chat(client, "hi", seed=7, **fields) != chat(client, "hi", seed=8, **fields)
 
 
 # --- the cache ----------------------------------------------------------------------------------------------------

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 from nixl_peer import Listening as Own
-from nixl_rig import PIECE, WAIT_S, Peer, needs_nixl, own_agent
-from traffic import held_by_process, wait_until_true, wait_until_within
+from nixl_rig import PIECE, WAIT_S, Peer, needs_nixl
+from traffic import wait_until_true
 
-from pdkv.connector_kit.rig.shm_files import left_behind, shm_files
 from pdkv.connectors.nixl import agent as nixl_agent
 from pdkv.connectors.nixl.agent import Memory, NixlAgent, load_bindings
 from pdkv.errors import (
@@ -272,26 +271,6 @@ def test_memory_of_the_peer_that_is_not_registered_is_refused(own: Own, start_pe
             deadline=time.monotonic() + WAIT_S,
         )
     copy(own, peer)
-
-
-def test_close_gives_threads_descriptors_and_shared_memory_back(start_peer: Callable[..., Peer]) -> None:
-    """F24."""
-    peer = start_peer()
-
-    def use_one() -> None:
-        own = own_agent()
-        meet(own, peer)
-        own.close()
-        own.close()
-        with pytest.raises(PeerGone):
-            own.agent.send(peer.name, b"hello")
-
-    use_one()  # NIXL and UCX keep some things for the whole life of a process
-    before, files_before = held_by_process(), shm_files()
-    for _ in range(3):
-        use_one()
-    wait_until_within(before)
-    assert not left_behind(files_before, WAIT_S)
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
