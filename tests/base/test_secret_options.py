@@ -53,10 +53,7 @@ def test_an_option_is_read_from_a_file(tmp_path: Path, content: str) -> None:
     [
         (None, "--connector-config: url: {path}: No such file or directory"),
         (b"\xff", "--connector-config: url: {path} is not UTF-8 text"),
-        (
-            b"x" * (MAX_FILE_BYTES + 1),
-            "--connector-config: url: {path} has more than 65536 bytes",
-        ),
+        (b"x" * (MAX_FILE_BYTES + 1), "--connector-config: url: {path} has more than 65536 bytes"),
     ],
 )
 def test_a_file_that_cannot_be_an_option_is_named(tmp_path: Path, content: bytes | None, message: str) -> None:

@@ -67,10 +67,7 @@ def test_a_move_names_both_tiers_and_shows_what_the_second_has(
     ]
     assert main([*names, "--copy", "--engine", "decode-0", "--timeout-s", "60"]) == 0
     body = {"tokens": [5, 6], "from": "host", "tier": "redis", "timeout_s": 10.0}
-    assert router.asked == [
-        ("move", body),
-        ("move", body | {"copy": True, "engine": "decode-0", "timeout_s": 60.0}),
-    ]
+    assert router.asked == [("move", body), ("move", body | {"copy": True, "engine": "decode-0", "timeout_s": 60.0})]
 
 
 def test_other_actions_say_nothing_of_where_from(router: Router, capsys: pytest.CaptureFixture[str]) -> None:

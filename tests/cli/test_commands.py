@@ -126,10 +126,7 @@ def test_every_command_has_help(command: list[str], capsys: pytest.CaptureFixtur
     ("arguments", "message"),
     [
         ([], "COMMAND"),
-        (
-            ["sever"],
-            "unknown command 'sever' (did you mean 'serve'?)",
-        ),
+        (["sever"], "unknown command 'sever' (did you mean 'serve'?)"),
         (
             ["quit"],
             "unknown command 'quit'; known: launch, serve, engine, engines, drain, resume, role, split, status, stop",

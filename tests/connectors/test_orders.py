@@ -56,9 +56,6 @@ def on_host() -> Iterator[None]:
         yield
 
 
-# --- what is computed is read ---------------------------------------------------------------------------------------
-
-
 def test_a_store_is_given_what_the_step_has_computed() -> None:
     kv, blocks = random_kv(128), scattered(128, 16)
 
@@ -188,9 +185,6 @@ def test_a_device_is_asked_once_for_the_digests_of_a_step(monkeypatch: pytest.Mo
     rows, whole = source.table.read(units, generations), np.full(3, 16)
     assert rows.counts.tolist() == whole.tolist()
     assert np.array_equal(rows.digests, pool.digests(Tokens(units, np.zeros_like(units), whole), pool.whole))
-
-
-# --- what is loaded is there ----------------------------------------------------------------------------------------
 
 
 def test_what_a_store_gave_lies_over_what_the_step_before_wrote() -> None:

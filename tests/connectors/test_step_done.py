@@ -41,9 +41,6 @@ def late_step() -> Iterator[LateStep]:
     step.end()  # no thread stays behind a test that fails
 
 
-# --- stores ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_step_that_does_not_end_fails_its_saves_and_publishes_nothing(late: LateStep) -> None:
     with engines() as (store, make):
         source = make("p", transfer_timeout_s="0.05")
@@ -52,9 +49,6 @@ def test_a_step_that_does_not_end_fails_its_saves_and_publishes_nothing(late: La
         assert outcome is not None
         assert outcome.code == TransferTimeout.code
         assert not store.count("put")
-
-
-# --- pushes ---------------------------------------------------------------------------------------------------------
 
 
 def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(
@@ -79,8 +73,6 @@ def test_what_a_device_computes_in_a_step_is_pushed_behind_that_step(
         assert decode.outcome("receiving", TransferKey("t", 1)).code == ""
         decode.check(target, kv)
 
-
-# --- NIXL -----------------------------------------------------------------------------------------------------------
 
 GATHERED = {"path": "ucx", "gather_below": str(1 << 30), "gather_min_pieces": "1"}
 
@@ -109,7 +101,6 @@ def test_a_step_that_does_not_end_holds_up_no_other_peer(late: LateStep) -> None
         assert first.wrong_tokens(ours, 0, 100, 1) == []
 
 
-# --- loads ----------------------------------------------------------------------------------------------------------
 # A step of whoever had the blocks before may be at it still: what it writes must not lie over what is loaded.
 
 
@@ -136,9 +127,6 @@ def test_a_load_by_nixl_comes_behind_the_step_that_used_its_blocks_last(late: La
         assert decode.wrong_tokens(ours, 0, 100, 1) == []
 
 
-# --- on the way to the readers --------------------------------------------------------------------------------------
-
-
 def test_the_children_of_multi_hear_which_steps_to_wait_for() -> None:
     with engines() as (_, make):
         source = make("p")
@@ -151,9 +139,6 @@ def test_the_children_of_multi_hear_which_steps_to_wait_for() -> None:
         MultiWorker([source.connectors[0].config.plan], [source.worker]).start_load_kv(meta)
         assert metas[0].earlier_steps is meta.earlier_steps
         assert metas[0].this_step is meta.this_step
-
-
-# --- on a device ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_heads", [2, 1])

@@ -14,12 +14,7 @@ from pdkv.connectors.multi.wire import encode_handshake
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.wire.kv import EngineCard
 
-OPTIONS = {
-    "shared_memory": {},
-    "p2p": {},
-    "nixl": {"mode": "pull"},
-    "multi": {"connectors": "p2p,shared_memory"},
-}
+OPTIONS = {"shared_memory": {}, "p2p": {}, "nixl": {"mode": "pull"}, "multi": {"connectors": "p2p,shared_memory"}}
 NEEDS = {"nixl": ("nixl_cu12", "nixl_cu13")}
 NUM_BLOCKS = 8
 

@@ -94,11 +94,7 @@ def refused(
     ],
 )
 def test_a_broken_model_is_named(
-    refused: Callable[..., None],
-    broken_copy: Callable[[Break], Path],
-    command: str,
-    break_it: Break,
-    words: list[str],
+    refused: Callable[..., None], broken_copy: Callable[[Break], Path], command: str, break_it: Break, words: list[str]
 ) -> None:
     refused(command, "--model", str(broken_copy(break_it)), words=words)
 

@@ -31,11 +31,7 @@ class Operator:
     """`pd cache` about one prompt, and requests with it."""
 
     def __init__(
-        self,
-        deployment: Running,
-        prompt: Expected,
-        capsys: pytest.CaptureFixture[str],
-        monkeypatch: pytest.MonkeyPatch,
+        self, deployment: Running, prompt: Expected, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(tempfile, "tempdir", str(deployment.directory))  # where the launch is looked for
         self._deployment = deployment

@@ -19,10 +19,7 @@ from soak.strangers import besiege, heap_of, run_directories_of
 
 CROWD = 25
 PUSH = ("--connector", "multi", "--connector-config", "connectors=p2p,shared_memory")
-CONNECTORS = {
-    "push": PUSH,
-    **({"nixl": ("--connector", "nixl")} if HAS_NIXL else {}),
-}
+CONNECTORS = {"push": PUSH, **({"nixl": ("--connector", "nixl")} if HAS_NIXL else {})}
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,7 @@ BACKENDS = ("shared_memory", "p2p", "nixl pull", "store redis")
 
 NUM, RATE, STOP_S = 12, 12.0, 1.5
 COVER = {(cell.backend, cell.kind): cell for cell in cover(BACKENDS)}
-HERE = {
-    "shared_memory": ("kill", "refused transfer", "full pool"),
-    "store redis": ("cut",),
-}
+HERE = {"shared_memory": ("kill", "refused transfer", "full pool"), "store redis": ("cut",)}
 EVERY_MOMENT = {"on prefill", "in transfer", "mid-stream"}
 
 
@@ -46,10 +43,7 @@ def test_every_pair_is_covered() -> None:
         assert {cell.place.moment for cell in cells} == EVERY_MOMENT
 
 
-@pytest.fixture(
-    scope="module",
-    params=[b if b in HERE else pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS],
-)
+@pytest.fixture(scope="module", params=[b if b in HERE else pytest.param(b, marks=pytest.mark.slow) for b in BACKENDS])
 def site(
     request: pytest.FixtureRequest, served_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Site]:

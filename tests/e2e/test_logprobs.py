@@ -146,9 +146,6 @@ def test_echo_shows_the_prompts_logprobs_first(pair: Running, model: Oracle, max
     check_legacy(behind, tokens[1:], model.logprobs(tokens), 3)
 
 
-# --- the books -------------------------------------------------------------------------------------------------------
-
-
 def run_one(deployment: Running, num_counted: int, **body: Any) -> tuple[dict[str, Any], Books]:
     """One request, and what it added to the books once both sides have counted `num_counted` prompt tokens."""
     before = read_books(deployment)

@@ -53,9 +53,6 @@ def text(client: OpenAI, spelled: dict[str, Any]) -> str:
     return complete(client, PROMPT, max_tokens=24, **spelled).only["text"]  # type: ignore[no-any-return]
 
 
-# --- the basic forms ----------------------------------------------------------------------------------------------
-
-
 def test_a_chat_is_its_template_completed(client: OpenAI, spelled: dict[str, Any]) -> None:
     messages = [
         {"role": "system", "content": "You count."},
@@ -78,9 +75,6 @@ def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(client: OpenAI
     assert reply.choices[0].finish_reason == "length"
     assert reply.usage is not None
     assert reply.usage.total_tokens == 1024
-
-
-# --- ends ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_stop_string_is_cut_and_named(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
@@ -111,19 +105,10 @@ def test_the_end_of_sequence_ignored_and_put_off(client: OpenAI) -> None:
     assert END not in later.only["token_ids"][:5]
 
 
-# --- logprobs and echo --------------------------------------------------------------------------------------------
-
-
-# --- sampling -----------------------------------------------------------------------------------------------------
-
-
 def test_logit_bias_forces_and_bans(client: OpenAI, letter_ids: list[int], text: str, spelled: dict[str, Any]) -> None:
     assert complete(client, PROMPT, max_tokens=4, logit_bias={str(letter_ids[4]): 100}).only["text"] == "eeee"
     banned = {**spelled["logit_bias"], str(letter_ids[ALPHABET.index(text[0])]): -100}
     assert text[0] not in complete(client, PROMPT, max_tokens=8, logit_bias=banned).only["text"]
-
-
-# --- the cache ----------------------------------------------------------------------------------------------------
 
 
 def test_a_repeated_prompt_is_cached_but_not_under_another_salt(client: OpenAI) -> None:
@@ -150,9 +135,6 @@ def test_a_tiny_deadline_is_a_timeout_of_the_server(client: OpenAI) -> None:
             model="served", prompt="x" * 900, max_tokens=100, extra_headers={"x-pd-timeout-s": "0.001"}
         )
     assert (late.value.status_code, late.value.code) == (504, "timeout")
-
-
-# --- many at once -------------------------------------------------------------------------------------------------
 
 
 def test_many_requests_at_once(client: OpenAI, deployment: Running, spelled: dict[str, Any]) -> None:
@@ -184,9 +166,6 @@ def test_many_requests_at_once(client: OpenAI, deployment: Running, spelled: dic
     assert together == asyncio.run(ask_all(at_once=False))
 
 
-# --- embeddings ---------------------------------------------------------------------------------------------------
-
-
 def test_embeddings_are_those_of_transformers_and_of_prefill_engines(
     deployment: Running, client: OpenAI, served_model: Path
 ) -> None:
@@ -210,9 +189,6 @@ def test_embeddings_are_those_of_transformers_and_of_prefill_engines(
     for given, words in (("", "must not be empty"), ("x" * 2000, "2000 tokens"), (["x"] * 2049, "2048, got 2049")):
         with pytest.raises(openai.BadRequestError, match=words):
             client.embeddings.create(model="served", input=given)
-
-
-# --- what it says about itself ----------------------------------------------------------------------------------------
 
 
 def test_the_topology_names_every_engine_and_all_blocks_are_free(deployment: Running) -> None:

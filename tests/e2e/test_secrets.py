@@ -26,8 +26,7 @@ def shown(deployment: Running, headers: dict[str, str]) -> str:
 
 @pytest.mark.usefixtures("real_pd")
 @pytest.mark.parametrize(
-    ("method", "given_by"),
-    [("spawn", "environment"), pytest.param("fork", "file", marks=pytest.mark.slow)],
+    ("method", "given_by"), [("spawn", "environment"), pytest.param("fork", "file", marks=pytest.mark.slow)]
 )
 def test_a_password_is_seen_nowhere(launch: Launch, tmp_path: Path, method: str, given_by: str) -> None:
     """Attack 17: spawned engines had it in their argv, and so had `pd` itself, for want of another way."""

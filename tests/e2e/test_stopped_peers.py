@@ -124,9 +124,6 @@ def test_decode_does_without_a_prefill_that_is_stopped_before_it_pushes(
     wait_for_rest(deployment)
 
 
-# --- clients ------------------------------------------------------------------------------------------------------
-
-
 def test_a_body_that_stops_in_the_middle_is_an_error_at_the_deadline(deployment: Running) -> None:
     host, port = deployment.url.removeprefix("http://").split(":")
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"

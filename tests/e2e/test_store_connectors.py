@@ -147,9 +147,6 @@ def test_flipped_bits_in_redis_change_no_token(workload: Workload, monkeypatch: 
     assert "secret of the test" not in deployment.log
 
 
-# --- what is found ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def pair(workload: Workload, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Two prefill engines, in turn, and a decode engine over files."""
@@ -212,9 +209,6 @@ def test_the_store_outlives_the_engines_and_damaged_files_are_computed_again(
     for found in (second, fourth):
         assert found["store"] > 0
         assert found["store"] + found["local_hit"] > 0.7 * total
-
-
-# --- a store that is not there ------------------------------------------------------------------------------------
 
 
 def is_said_by_prefill(deployment: Running, text: str) -> bool:

@@ -291,8 +291,6 @@ def test_thoughts_are_an_item_that_can_be_sent_back(launch: Launch) -> None:
         assert client.responses.create(**{**fields, "input": history}).usage
 
 
-# --- LangChain -------------------------------------------------------------------------------------------------------
-
 LANGCHAIN = """
 import sys
 from typing import Literal

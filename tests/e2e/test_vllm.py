@@ -49,9 +49,7 @@ def configure(tmp_path: Path) -> Callable[[str], dict[str, Any]]:
 
 @pytest.mark.parametrize("connector", ["shared_storage", "shared_memory", "store", "host"])
 def test_decode_computes_nothing_beyond_the_last_block(
-    model: tuple[Path, list[Expected]],
-    configure: Callable[[str], dict[str, Any]],
-    connector: str,
+    model: tuple[Path, list[Expected]], configure: Callable[[str], dict[str, Any]], connector: str
 ) -> None:
     """F8: what the producer computed the consumer loads. A block of less than `unit` tokens is computed there."""
     path, expected = model

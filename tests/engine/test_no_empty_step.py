@@ -147,9 +147,6 @@ def test_a_hit_in_a_store_is_continued_in_the_step_that_learns_of_it(
         assert steps_behind_load(reader, gate) == [len(PROMPT) % 16]
 
 
-# --- steps that compute nothing -------------------------------------------------------------------------------------
-
-
 def test_a_pull_brings_one_empty_step_which_begins_it(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither the request's end nor the lease's needs a step; what the source has computed is digested behind it."""
     gate = Gate(monkeypatch)

@@ -5,14 +5,7 @@ from itertools import pairwise
 import pytest
 from state_machine.standin_store import STAND_IN_STORE, StandInStoreScheduler
 
-from pdkv.connectors.base import (
-    OBSERVES_NOTHING,
-    BlockIds,
-    KVConnectorMetadata,
-    Observed,
-    SchedulerView,
-    Shown,
-)
+from pdkv.connectors.base import OBSERVES_NOTHING, BlockIds, KVConnectorMetadata, Observed, SchedulerView, Shown
 from pdkv.engine.core import EngineCore
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.testing.engine import make_core, run, submit
@@ -22,10 +15,7 @@ PROMPT = list(range(100, 122))  # 6 blocks of 4
 
 
 def observed(
-    monkeypatch: pytest.MonkeyPatch,
-    observes: Observed,
-    max_num_seqs: int = 8,
-    **options: str,
+    monkeypatch: pytest.MonkeyPatch, observes: Observed, max_num_seqs: int = 8, **options: str
 ) -> tuple[EngineCore, list[SchedulerView]]:
     """An engine whose connector observes that, and all views that it is shown."""
     views: list[SchedulerView] = []
@@ -44,13 +34,7 @@ def observed(
 
 
 @pytest.mark.parametrize(
-    ("shown", "told"),
-    [
-        (Shown.NONE, set()),
-        (Shown.HANDOFFS, {"h"}),
-        (Shown.OTHERS, {"l"}),
-        (Shown.ALL, {"h", "l"}),
-    ],
+    ("shown", "told"), [(Shown.NONE, set()), (Shown.HANDOFFS, {"h"}), (Shown.OTHERS, {"l"}), (Shown.ALL, {"h", "l"})]
 )
 def test_steps_are_shown_of_the_requests_that_are_observed(
     monkeypatch: pytest.MonkeyPatch, shown: Shown, told: set[str]

@@ -12,10 +12,7 @@ from kernel_inputs import attention_inputs, randn
 from pdkv.engine.worker.attention import cuda
 from pdkv.engine.worker.attention.cuda import CudaAttention
 from pdkv.engine.worker.attention.plain_latents import expand
-from pdkv.kernels.kv_copy import (
-    FP8,
-    write_kv_reference,
-)
+from pdkv.kernels.kv_copy import FP8, write_kv_reference
 from pdkv.kernels.kv_copy_triton import write_kv_triton
 from pdkv.kernels.paged_attention import paged_attention_reference
 from pdkv.kernels.paged_attention_triton import paged_attention_triton

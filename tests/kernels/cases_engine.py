@@ -16,11 +16,7 @@ from pdkv.models import passes
 @pytest.mark.usefixtures("in_triton", "as_on_a_gpu")
 @pytest.mark.parametrize("family", ["qwen3", *(pytest.param(f, marks=pytest.mark.slow) for f in ("llama", "phi3"))])
 def test_an_engine_over_the_kernels_says_what_transformers_says(
-    family: str,
-    device: torch.device,
-    hf_model: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, device: torch.device, hf_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts in chunks beside decodes, one of them found in the cache in part; windows, and queries and keys that are
     normed, for qwen3.

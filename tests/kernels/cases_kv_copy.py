@@ -10,14 +10,7 @@ from kernel_inputs import randn
 from pdkv.kernels.digest import hash_rows, seeds_of
 from pdkv.kernels.digest_triton import digests_triton
 from pdkv.kernels.host import Rows
-from pdkv.kernels.kv_copy import (
-    FP8,
-    Range,
-    copy_units_reference,
-    quantize,
-    raw,
-    write_kv_reference,
-)
+from pdkv.kernels.kv_copy import FP8, Range, copy_units_reference, quantize, raw, write_kv_reference
 from pdkv.kernels.kv_copy_triton import copy_units_triton, write_kv_triton
 from pdkv.kernels.pool_copy import copy_pieces_reference
 from pdkv.kernels.pool_copy_triton import copy_pieces_triton
@@ -58,12 +51,7 @@ def test_write_kv_into_fp8(dtype: torch.dtype, device: torch.device) -> None:
     ids=str,
 )
 def test_blocks_travel_both_ways(
-    block_size: int,
-    tokens: int,
-    layers: Range,
-    heads: Range,
-    dtype: torch.dtype,
-    device: torch.device,
+    block_size: int, tokens: int, layers: Range, heads: Range, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Parts of blocks, ranges of layers and heads, to the last bit; nothing else is written."""
     pool = randn(7, 5, 2, 3, block_size, 40, dtype=torch.float32, device=device) * 200

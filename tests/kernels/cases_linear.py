@@ -46,11 +46,7 @@ def weight_of(name: str, device: torch.device, scales: torch.dtype = torch.float
 
 
 def check(
-    found: torch.Tensor,
-    x: torch.Tensor,
-    weight: Int4Weight,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    found: torch.Tensor, x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> None:
     """One rounding of the result, and of each addition to a sum that is at most that of all absolute values."""
     dense = unpack_int4_reference(weight, x.dtype).double()

@@ -166,11 +166,7 @@ def test_rows_of_any_strides_and_none_at_all(isa: str) -> None:
 
 def test_operands_that_do_not_fit_are_refused() -> None:
     layer = PackedWeight(make(40, 64), None, F32)
-    for x, given in (
-        (make(2, 64), make_norm(63)),
-        (make(2, 64), GATED),
-        (make(2, 128), make_norm(64)),
-    ):
+    for x, given in ((make(2, 64), make_norm(63)), (make(2, 64), GATED), (make(2, 128), make_norm(64))):
         with pytest.raises(AssertionError):
             layer.multiply(x, None, 1, given)
     with pytest.raises(AssertionError):

@@ -66,9 +66,6 @@ def test_on_a_gpu_a_copy_runs_behind_what_it_waits_for() -> None:
     assert (slab.view(torch.float32) == 3.0).all()
 
 
-# --- the recorded device ----------------------------------------------------------------------------------------------
-
-
 def copy_out(recorded: RecordedStreams) -> bool:
     """A step writes, a copy stream copies, the step after it overwrites, the host reads."""
     pool, slab = torch.zeros(8), torch.zeros(8)

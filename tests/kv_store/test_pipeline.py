@@ -120,11 +120,7 @@ def test_a_call_that_fails_gives_its_bytes_back(server: Server) -> None:
     server.socket.close()
     with pytest.raises(StoreUnavailable):
         run_pipeline(
-            server.channel,
-            [Command([b"0"], 90)],
-            lambda index: server.channel.skip(1),
-            budget=budget,
-            max_commands=4,
+            server.channel, [Command([b"0"], 90)], lambda index: server.channel.skip(1), budget=budget, max_commands=4
         )
     assert budget.try_acquire(100)
 

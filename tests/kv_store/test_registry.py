@@ -93,10 +93,7 @@ def test_a_directory_may_have_blanks_and_commas(tmp_path: Path, open_: Open) -> 
         ("memory://?capacity=lots", "option capacity: a size such as 512MiB was expected, got 'lots'"),
         ("memory://?capacity", "bad query field"),
         ("memory://?ttl_s=5", "unknown option 'ttl_s'"),
-        (
-            "redis://localhost:1?ttl_s=0",
-            "option ttl_s: a number of seconds above 0 .* got '0'",
-        ),
+        ("redis://localhost:1?ttl_s=0", "option ttl_s: a number of seconds above 0 .* got '0'"),
         ("redis://localhost:1?ttl_s=nan", "option ttl_s: a number of seconds above 0 .* got 'nan'"),
         ("redis://localhost:1?pipeline=0", "option pipeline: a whole number of at least 1 was expected, got '0'"),
         ("redis://localhost:1?pipeline=x", "option pipeline: a whole number of at least 1 was expected, got 'x'"),

@@ -352,9 +352,6 @@ def test_what_goes_first_is_told_of_the_whole_segment_and_of_each_quota(open_: O
     assert "o" not in first_to_go()
 
 
-# --- stores that keep to no terms ---------------------------------------------------------------------------------
-
-
 def test_a_store_of_ones_own_gets_values_with_terms_as_all_others() -> None:
     puts: list[bytes] = []
 

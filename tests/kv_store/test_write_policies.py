@@ -207,11 +207,7 @@ def test_a_copy_that_does_not_end_in_time_is_an_error(store: TieredStore, lower:
 
 @second_use
 def test_two_still_blocks_are_one_after_the_other(store: TieredStore, lower: LowerTier) -> None:
-    with (
-        store.still(WAIT_S),
-        pytest.raises(StoreTimeout),
-        store.still(0.0),
-    ):
+    with store.still(WAIT_S), pytest.raises(StoreTimeout), store.still(0.0):
         pytest.fail("both at once")
     put(store, 1)
     get(store, 1)

@@ -48,11 +48,7 @@ def test_either_may_be_alone(tiers: TiersConfig, url: str) -> None:
 
 def test_several_connectors_get_one_more() -> None:
     made = with_tiers(BOTH, "multi", connectors="shared_memory, shared_storage", shared_storage__path="/tmp/kv")
-    assert [child.name for child in made.parts] == [
-        "shared_memory",
-        "shared_storage",
-        "store",
-    ]
+    assert [child.name for child in made.parts] == ["shared_memory", "shared_storage", "store"]
     assert made.build == "pdkv.connectors.multi.connector:MultiConnector.build"
 
 

@@ -25,17 +25,7 @@ from equality import (
 )
 from faults.replies import STREAM, ask_all_and_move
 from kills import KILLS_BOUND_S, check_that_no_client_notices, num_migrations, right_answers
-from matrix_rows import (
-    BACKENDS,
-    FAMILIES,
-    Row,
-    all_rows,
-    cover,
-    family_rows,
-    latent_rows,
-    window_cover,
-    window_rows,
-)
+from matrix_rows import BACKENDS, FAMILIES, Row, all_rows, cover, family_rows, latent_rows, window_cover, window_rows
 from oracle import check_departures
 from serving_checks import complete_all, serve_directory, settled_books
 from small_models import FEATURES

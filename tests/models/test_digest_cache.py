@@ -215,8 +215,6 @@ def test_there_is_a_bound_on_what_is_kept(model_dir: Path, cache: Path, monkeypa
     assert sorted(path.name for path in cache.iterdir()) == [entry_of_model.name, f"{entry_of_model.name}.lock", "one"]
 
 
-# --- several processes --------------------------------------------------------------------------------------------
-
 READER = """
 import sys
 from pathlib import Path

@@ -187,11 +187,7 @@ B_LEFT, B_PLAIN = ({"__type": "AddedToken", "content": "<b>", "lstrip": x, "spec
 @pytest.mark.parametrize(
     "changes",
     [
-        {
-            "unk_token": B_LEFT,
-            "pad_token": B_PLAIN,
-            "extra_special_tokens": [B_LEFT],
-        },  # the third is not new
+        {"unk_token": B_LEFT, "pad_token": B_PLAIN, "extra_special_tokens": [B_LEFT]},  # the third is not new
         {"unk_token": B_PLAIN, "extra_special_tokens": [B_LEFT]},
         {"unk_token": "<b>", "extra_special_tokens": [B_LEFT | {"special": False}]},
         {"extra_special_tokens": [B_PLAIN, B_LEFT, B_PLAIN | {"rstrip": True}]},

@@ -168,9 +168,6 @@ def test_a_file_that_is_replaced_during_the_load_is_an_error_that_names_it(
         load(model_dir)
 
 
-# --- config.json and the tensors disagree -----------------------------------------------------------------------------
-
-
 def transformers_logits(path: Path) -> torch.Tensor:
     import transformers
 

@@ -85,21 +85,11 @@ def test_what_is_not_computed_is_refused_by_name(config: Any, words: str, tiny_m
 DAMAGED: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("gptq", "scales", torch.ones(3, 5), r"scales must have shape \(groups, 64\), got \(3, 5\)"),
     ("gptq", "scales", torch.full((2, 64), float("nan")), "scales must be finite, but has NaN or infinity"),
-    (
-        "gptq",
-        "scales",
-        torch.ones(2, 64, dtype=torch.int32),
-        "scales must be of floating-point numbers, got",
-    ),
+    ("gptq", "scales", torch.ones(2, 64, dtype=torch.int32), "scales must be of floating-point numbers, got"),
     ("gptq", "qzeros", None, "qzeros' is missing"),
     ("gptq", "qzeros", torch.ones(2, 5, dtype=torch.int32), r"qzeros must be torch.int32 of \(2, 8\), got .* \(2, 5\)"),
     ("gptq", "qzeros", torch.ones(2, 8), r"qzeros must be torch.int32 of \(2, 8\), got torch.float32"),
-    (
-        "gptq",
-        "qweight",
-        torch.ones(2, 2, dtype=torch.int32),
-        r"qweight must be torch.int32 of \(8, 64\)",
-    ),
+    ("gptq", "qweight", torch.ones(2, 2, dtype=torch.int32), r"qweight must be torch.int32 of \(8, 64\)"),
     ("gptq", "g_idx", torch.full((64,), 99, dtype=torch.int32), "names a group that is none of 2"),
     ("awq", "scales", torch.ones(5, 64), r"qzeros must be torch.int32 of \(5, 8\), got .* \(2, 8\)"),
     ("awq", "qzeros", None, "qzeros' is missing"),

@@ -10,15 +10,7 @@ import pytest
 from deployments import link_text_model
 from script_answers import MODEL, QUESTIONS, greedy_text
 
-from pdkv import (
-    LLM,
-    BeamSearchParams,
-    EngineArgs,
-    LLMEngine,
-    RequestOutput,
-    RequestOutputKind,
-    SamplingParams,
-)
+from pdkv import LLM, BeamSearchParams, EngineArgs, LLMEngine, RequestOutput, RequestOutputKind, SamplingParams
 from pdkv.errors import ConfigError, InvalidRequest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)

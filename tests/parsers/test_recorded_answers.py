@@ -73,8 +73,6 @@ def test_the_answer_ends_behind_its_first_call_where_only_one_is_wanted(recorded
         assert gather(parts)[2] == recorded.calls[:1]
 
 
-# --- texts that nobody wrote --------------------------------------------------------------------------------------
-
 SCRAPS = [
     *("<tool_call>", "</tool_call>", "<tool_", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]"),
     *('{"name": "get_time", "arguments": {}}', '{"name": "search", "parameters": {"query": 1}}', '{"name": '),

@@ -134,10 +134,7 @@ REMOTE: dict[str, Any] = {"remote_engines": {"decode-b": "tcp://10.0.0.2:7000"},
         ({"remote_engines": {"b": "10.0.0.2:7000"}}, "such as tcp://10.0.0.2:7000 was expected.*'10.0.0.2:7000'"),
         ({"remote_engines": {"b": "tcp://10.0.0.2:65535"}}, "ports 1 to 65534"),
         ({"remote_engines": {"b": "tcp://10.0.0.2:0"}}, "ports 1 to 65534"),
-        (
-            {"backend": ("vllm=http://a",), "prefill": 0},
-            "backend excludes engines of this launch.*--prefill 0",
-        ),
+        ({"backend": ("vllm=http://a",), "prefill": 0}, "backend excludes engines of this launch.*--prefill 0"),
         ({"backend_key_file": Path("k")}, "backend_key_file is given, but no --backend"),
     ],
 )

@@ -61,11 +61,7 @@ class Turns:
     """An engine that has run the first turn, and one that gets the second and has nothing of it."""
 
     def __init__(
-        self,
-        mode: str,
-        num_blocks: int = 16,
-        limits: SchedulerLimits | None = None,
-        groups: tuple[KVGroup, ...] = (),
+        self, mode: str, num_blocks: int = 16, limits: SchedulerLimits | None = None, groups: tuple[KVGroup, ...] = ()
     ) -> None:
         self.now = 1.0
         self.name = next(NAMES)

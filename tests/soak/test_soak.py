@@ -14,13 +14,7 @@ BOUND_S = 600
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "ranks"),
-    [
-        ("shared_memory", "1,2"),
-        *((name, "1,1") for name in BACKENDS),
-    ],
-)
+@pytest.mark.parametrize(("backend", "ranks"), [("shared_memory", "1,2"), *((name, "1,1") for name in BACKENDS)])
 def test_chaos_makes_no_token_wrong_and_leaves_nothing(backend: str, ranks: str, tmp_path: Path) -> None:
     """F1, F2, F3, F4, F5, F6, F7, F17, F24."""
     command = [sys.executable, "-m", "soak", "--seconds", str(SECONDS), "--tp", ranks, "--out", str(tmp_path)]

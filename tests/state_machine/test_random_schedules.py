@@ -135,12 +135,7 @@ PLANTED += [(defect, pair, lag, 3, first[lag]) for defect, pair, first in DRAFT_
     ids=[f"{defect.__name__}-{lag}" for defect, _, lag, *_ in PLANTED],
 )
 def test_schedules_find_the_defect(
-    defect: Callable[[Patch], None],
-    pair: Pair,
-    lag: int,
-    num_drafts: int | None,
-    first: int,
-    monkeypatch: Patch,
+    defect: Callable[[Patch], None], pair: Pair, lag: int, num_drafts: int | None, first: int, monkeypatch: Patch
 ) -> None:
     """The schedule that is known to find it, or one of those behind."""
     defect(monkeypatch)

@@ -53,11 +53,7 @@ def as_nobody(function: Callable[[], Result]) -> Result:
 
 
 def intrude(
-    pids: Sequence[int],
-    fds: Sequence[Sequence[int]],
-    addresses: Sequence[int],
-    doors: Sequence[Listener],
-    folder: str,
+    pids: Sequence[int], fds: Sequence[Sequence[int]], addresses: Sequence[int], doors: Sequence[Listener], folder: str
 ) -> list[str]:
     """Try all that a process of the same user could do; returns what worked.
 

@@ -92,10 +92,7 @@ def launches(model: Path) -> Iterator[Launch]:
     defaults += ["--in-turn-below-s", "0"]  # however short their steps are, they are planned ahead
 
     def launch(
-        *flags: str,
-        wait: bool = True,
-        environment: dict[str, str] | None = None,
-        engine: Sequence[str] | None = None,
+        *flags: str, wait: bool = True, environment: dict[str, str] | None = None, engine: Sequence[str] | None = None
     ) -> Running:
         """Start `pd launch` on a free port with small engines; further flags override these.
 

@@ -54,12 +54,7 @@ class Workload:
     def bodies(self) -> list[dict[str, Any]]:
         """The requests."""
         return [
-            {
-                "prompt": e.prompt,
-                "max_tokens": len(e.output),
-                "ignore_eos": True,
-                **self.fields[i % len(self.fields)],
-            }
+            {"prompt": e.prompt, "max_tokens": len(e.output), "ignore_eos": True, **self.fields[i % len(self.fields)]}
             for i, e in enumerate(self.expected)
         ]
 

@@ -124,9 +124,6 @@ def awaiting(handoff: KVHandoff) -> RequestView:
     return view(handoff.transfer_id, kv="await_peer", num_tokens=handoff.num_tokens + 1, handoff=handoff)
 
 
-# --- in a process of its own --------------------------------------------------------------------------------------
-
-
 class RemoteEngine(Forked):
     """An Engine in a process of its own: calls by name, arguments and answers as JSON."""
 

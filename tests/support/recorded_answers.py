@@ -210,11 +210,7 @@ LLAMA = [
         '<|python_tag|>brave_search.call(query="{}")',
     ),
     Recorded(
-        "no call and then one",
-        "llama3_json",
-        '{\n{"name": "get_time", "parameters": {}}',
-        "{",
-        (("get_time", "{}"),),
+        "no call and then one", "llama3_json", '{\n{"name": "get_time", "parameters": {}}', "{", (("get_time", "{}"),)
     ),
     Recorded(
         "cut off",

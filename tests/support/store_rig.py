@@ -402,8 +402,6 @@ def prefill(
     return kv, engine.hand_off(request, blocks, num_tokens)
 
 
-# --- operators' orders --------------------------------------------------------------------------------------------
-
 KEYS = chain(16, "0")
 """Of the first 256 tokens of `prefill`'s prompt: four values."""
 

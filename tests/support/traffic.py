@@ -73,10 +73,7 @@ def client_of(deployment: Running, bound_s: float = BOUND_S) -> httpx.AsyncClien
 
 
 async def send(
-    client: httpx.AsyncClient,
-    ask: Ask,
-    on_event: Callable[[int], None] = lambda number: None,
-    bound_s: float = BOUND_S,
+    client: httpx.AsyncClient, ask: Ask, on_event: Callable[[int], None] = lambda number: None, bound_s: float = BOUND_S
 ) -> Answer:
     """Send one request and do to it what it says. `on_event(n)` is called at the n-th event of a stream.
 
@@ -173,9 +170,6 @@ def _has_stopped(task: Path) -> bool:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended before it could stop: ask again
         return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
     return False
-
-
-# --- at rest ------------------------------------------------------------------------------------------------------
 
 
 def wait_until_true(check: Callable[[], Any], what: str, bound_s: float = BOUND_S) -> Any:

@@ -330,9 +330,6 @@ def test_what_a_paced_engine_cannot_do_is_refused_by_name(name: str, value: Any)
         Engine(**{name: value})
 
 
-# --- engines ------------------------------------------------------------------------------------------------------
-
-
 def test_a_hit_is_found_again_in_the_next_turn(tmp_path: Path) -> None:
     """Through the real scheduler and block pool, with a profile of one's own."""
     fast = dataclasses.replace(H100, step_s=1e-4, row_s=0.0, prompt_token_s=0.0, context_token_s=0.0)

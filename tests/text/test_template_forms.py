@@ -51,8 +51,7 @@ def test_a_template_that_wants_parts_or_text_gets_what_it_wants(template: str) -
 
 
 @pytest.mark.parametrize(
-    ("template", "prompt"),
-    [(BOTH, "<user>ab"), (LOOP, "<user>ab"), (TEXT, "<user>a\nb"), (FIRST_PART, "<user>a\nb")],
+    ("template", "prompt"), [(BOTH, "<user>ab"), (LOOP, "<user>ab"), (TEXT, "<user>a\nb"), (FIRST_PART, "<user>a\nb")]
 )
 def test_several_parts_stay_apart_where_the_template_reads_them_all(template: str, prompt: str) -> None:
     """Else they are joined by newlines, as in vLLM: none is lost, and no repr of a list is a prompt."""

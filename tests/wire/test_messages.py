@@ -216,11 +216,7 @@ def test_frames_are_split_far_below_what_a_receiver_takes() -> None:
 
 @pytest.mark.parametrize(
     "message",
-    [
-        Continue("q", 0, [2**70]),
-        Abort("\ud800", 0),
-        Continue("q", 0, [2**20] * (MAX_FRAME_BYTES // 5)),
-    ],
+    [Continue("q", 0, [2**70]), Abort("\ud800", 0), Continue("q", 0, [2**20] * (MAX_FRAME_BYTES // 5))],
     ids=["an integer of 71 bits", "a text that is none", "longer than a frame"],
 )
 def test_what_no_frame_can_carry_is_an_error_before_anything_is_sent(message: Abort | Continue) -> None:

@@ -38,9 +38,6 @@ from pdkv.wire.tiers import TierEvents
 LATE_STEPS = 2
 
 
-# --- pull ---------------------------------------------------------------------------------------------------------
-
-
 class _OldEpochScheduler(MemoryPullScheduler):
     def source_block_size(self, engine: str, epoch: str) -> int | None:
         return self.block_size
@@ -88,9 +85,6 @@ class ChecksTheFirstGroupOnly(MemoryPullConnector):
     worker_type = _HalfCheckedWorker
 
 
-# --- push ---------------------------------------------------------------------------------------------------------
-
-
 class _AnyAttemptWorker(MemoryPushWorker):
     def land(self, send: PushSend, content: Content, digests: bytes, sender: MemoryPushWorker) -> bool:
         ticket = send.ticket
@@ -127,9 +121,6 @@ class FreesAtTheDeadline(MemoryPushConnector):
     """A load fails when its deadline has passed, and what comes later still lands."""
 
     worker_type = _ImpatientWorker
-
-
-# --- store --------------------------------------------------------------------------------------------------------
 
 
 class _OwnAttemptScheduler(StandInStoreScheduler):
@@ -178,9 +169,6 @@ class ServesPoisonOnReplay(StandInStoreConnector):
 
     scheduler_type = _UnstagedScheduler
     worker_type = _LateWorker
-
-
-# --- the store connectors' own ------------------------------------------------------------------------------------
 
 
 class _WrongUnit(StoreNews):

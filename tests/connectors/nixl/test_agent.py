@@ -14,14 +14,7 @@ from traffic import wait_until_true
 
 from pdkv.connectors.nixl import agent as nixl_agent
 from pdkv.connectors.nixl.agent import Memory, NixlAgent, load_bindings
-from pdkv.errors import (
-    ConfigError,
-    IncompatiblePeers,
-    PeerGone,
-    TransferCancelled,
-    TransferError,
-    TransferTimeout,
-)
+from pdkv.errors import ConfigError, IncompatiblePeers, PeerGone, TransferCancelled, TransferError, TransferTimeout
 
 pytestmark = needs_nixl
 
@@ -35,12 +28,7 @@ def start_peer(keep: Callable[..., Any]) -> Callable[..., Peer]:
 
 
 def copy(
-    own: Own,
-    peer: Peer,
-    *,
-    num_pieces: int = 8,
-    timeout_s: float = WAIT_S,
-    check: Callable[[], None] | None = None,
+    own: Own, peer: Peer, *, num_pieces: int = 8, timeout_s: float = WAIT_S, check: Callable[[], None] | None = None
 ) -> None:
     """Pieces in reverse order on this side."""
     theirs = np.arange(num_pieces, dtype=np.int64) * PIECE

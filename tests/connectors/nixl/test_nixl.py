@@ -210,10 +210,7 @@ def test_engines_of_unequal_shape_exchange_every_token(
     world: World, mode: str, path: str, tp: int, peer_tp: int, block_size: int, peer_block_size: int
 ) -> None:
     """F20."""
-    sides = {
-        "prefill": {"tp": tp, "block_size": block_size},
-        "decode": {"tp": peer_tp, "block_size": peer_block_size},
-    }
+    sides = {"prefill": {"tp": tp, "block_size": block_size}, "decode": {"tp": peer_tp, "block_size": peer_block_size}}
     prefill, decode = world.pair(mode, {"path": path, **SMALL_SLOTS}, **sides)
     for num_tokens, hit in ((100, 0), (200, 64)):
         hand_over(mode, world, prefill, decode, num_tokens, hit)
@@ -610,9 +607,6 @@ def test_garbage_is_counted_and_dropped(world: World, monkeypatch: pytest.Monkey
     finally:
         stranger.close()
         posing.close()
-
-
-# --- what is left -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", MEANS)

@@ -179,7 +179,7 @@ def test_a_card_that_says_two_things_is_refused_with_both(blob: bytes, what: str
 def test_a_card_that_lacks_a_rank_is_refused() -> None:
     with pytest.raises(IncompatiblePeers, match="describes 1 of 2 ranks"):
         known_to(
-            make_card(make_blob(), tp=2, layout=msgspec.structs.replace(LAYOUT, num_kv_heads=1, total_kv_heads=2)),
+            make_card(make_blob(), tp=2, layout=msgspec.structs.replace(LAYOUT, num_kv_heads=1, total_kv_heads=2))
         ).rank("p", "1", 0)
 
 

@@ -19,17 +19,7 @@ from pdkv.connectors.p2p import outbound, pieces
 from pdkv.connectors.p2p.connector import P2PConnector
 from pdkv.connectors.p2p.link import LinkEnd
 from pdkv.connectors.p2p.sockets import NO_PIPE, Connection, can_splice, connect
-from pdkv.connectors.p2p.wire import (
-    FRAMES_VERSION,
-    Accepted,
-    Address,
-    Control,
-    Delivered,
-    End,
-    Offer,
-    Put,
-    Welcome,
-)
+from pdkv.connectors.p2p.wire import FRAMES_VERSION, Accepted, Address, Control, Delivered, End, Offer, Put, Welcome
 from pdkv.connectors.peer.auth import Party
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.errors import IncompatiblePeers, PeerGone, TransferError, Unauthenticated
@@ -229,9 +219,7 @@ def test_a_piece_that_is_not_what_was_sent_fails_and_the_next_one_gets_through(
     move(prefill, decode, "u", BLOCKS)
 
 
-def test_what_was_said_on_a_link_is_of_no_use_on_another_one(
-    relayed: tuple[PushEngine, PushEngine, Relay],
-) -> None:
+def test_what_was_said_on_a_link_is_of_no_use_on_another_one(relayed: tuple[PushEngine, PushEngine, Relay]) -> None:
     """Replayed from the greeting on, with the same piece wanted again."""
     prefill, decode, relay = relayed
     move(prefill, decode, "t", BLOCKS)

@@ -561,9 +561,6 @@ def test_the_secret_is_not_shown() -> None:
     assert "secretsecret" not in f"{address} {address!r} {(address,)}"
 
 
-# --- everything is given back ---------------------------------------------------------------------------------------
-
-
 def test_everything_is_given_back(make_engine: Engines) -> None:
     """F24."""
     warm_up = [PushEngine(P2PConnector, name) for name in "ab"]  # torch.distributed's own threads and files

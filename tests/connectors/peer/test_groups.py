@@ -88,9 +88,6 @@ def test_a_source_that_gave_up_what_is_wanted_has_nothing() -> None:
     assert own_blocks(LAYOUT, [[0, 1, 2, 3], [-1, -1, 12, 13]], 0, 9) is None
 
 
-# --- real models --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("connector", "options"),
     [

@@ -89,9 +89,6 @@ def hand_off(engine: PushEngine, request: RequestView) -> None:
     engine.give(request, SOURCE, NUM_TOKENS)
 
 
-# --- engines --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shape", [{}, {"tp": 2}, {"block_size": 32}])
 def test_the_reader_has_everything_before_the_hand_off(make_engine: Engines, shape: dict[str, int]) -> None:
     prefill, decode = pair(make_engine, **shape)
@@ -178,9 +175,6 @@ def test_a_receiver_that_gives_up_in_the_middle_ends_the_rest(make_engine: Engin
     assert torch.equal(decode.pools[0], before)
 
 
-# --- the scheduler side ---------------------------------------------------------------------------------------------
-
-
 class Sender:
     """A scheduler side on its own."""
 
@@ -251,9 +245,6 @@ def test_what_a_preempted_request_computed_is_not_valid_any_more() -> None:
     assert sends(sender.step(preempted=[TransferKey("t", 1)])) == []
     assert sends(sender.step((8, NUM_TOKENS))) == []  # cannot be, and would be wrong
     assert sends(sender.step((0, NUM_TOKENS))) == [(0, NUM_TOKENS, True)]
-
-
-# --- what arrives ---------------------------------------------------------------------------------------------------
 
 
 def make_incoming() -> Incoming:

@@ -35,9 +35,6 @@ def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         yield engines
 
 
-# --- cancel, deadlines, failures ------------------------------------------------------------------------------------
-
-
 def test_a_queued_load_is_dropped_at_once(make_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = make_engine("p"), make_engine("d", io_threads="1")
     decode.meet(prefill.card)
@@ -177,9 +174,6 @@ def test_shutdown_ends_loads_in_flight(make_engine: Engines, monkeypatch: pytest
     assert not [t for t in threading.enumerate() if t.name.startswith("pdkv-load") and t in decode.worker.lanes.threads]
 
 
-# --- who may talk to whom -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -217,10 +211,7 @@ def test_incompatible_peers_are_named_once_and_not_used(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            {"threads": "1"},
-            "unknown option 'threads' \\(did you mean 'io_threads'\\?\\); known: content_lookup",
-        ),
+        ({"threads": "1"}, "unknown option 'threads' \\(did you mean 'io_threads'\\?\\); known: content_lookup"),
         ({"io_threads": "0"}, "at least 1"),
         ({"load_timeout_s": "nan"}, "number of seconds"),
         ({"content_lookup": "maybe"}, "true or false"),

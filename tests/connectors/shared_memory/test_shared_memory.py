@@ -23,9 +23,6 @@ def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         yield engines
 
 
-# --- right bytes ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("source_size", "own_size"), [(16, 16), (32, 32), (16, 32), (32, 16), (48, 16), (32, 48)])
 @pytest.mark.parametrize(("num_hit_blocks", "num_tokens"), [(0, 1), (0, 96), (0, 150), (1, 150), (2, 97)])
 def test_handed_off_tokens_arrive_and_nothing_else_changes(
@@ -125,9 +122,6 @@ def test_what_decode_generated_is_found_by_the_next_turn(make_engine: Engines) -
     assert torch.equal(third.tokens(range(20, 26), 0, 96), decode.tokens([40, 3, 9, 10, 11, 2], 0, 96))
 
 
-# --- late reads -----------------------------------------------------------------------------------------------------
-
-
 def test_a_read_after_reuse_is_refused(make_engine: Engines) -> None:
     prefill, decode = make_engine("p"), make_engine("d")
     decode.meet(prefill.card)
@@ -159,9 +153,6 @@ def test_a_block_outside_the_wanted_range_does_not_matter(make_engine: Engines) 
     prefill.table.reuse(9)
     decode.start(request, [0, 1, 2], 16)
     assert decode.loaded(request).code == ""
-
-
-# --- hand-offs that name nothing ------------------------------------------------------------------------------------
 
 
 def test_without_a_hand_off_the_answer_is_not_known_yet(make_engine: Engines) -> None:

@@ -28,9 +28,7 @@ MakeEngine = Callable[..., Engine]
 
 @pytest.fixture(scope="module", params=[*KINDS_HERE, *SERVERS])
 def store(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    shared_server: SharedServer,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, shared_server: SharedServer
 ) -> Iterator[KnownStore]:
     """A store of each kind, shared by the module's tests: each has salts of its own."""
     kind = request.param
@@ -95,9 +93,6 @@ def check_repaired(store: KnownStore, make: MakeEngine, engine: Engine, salt: st
         assert outcome.code == ""
         assert outcome.num_damaged == 0
         assert torch.equal(got, kv)
-
-
-# --- every store, every mutation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -96,9 +96,6 @@ def load(engine: Engine, salt: str = "s") -> tuple[Any, torch.Tensor]:
     return engine.load(request, blocks, NUM_TOKENS), engine.tokens(blocks, NUM_TOKENS)
 
 
-# --- what is chosen -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pace", "left_s", "expected"),
     [(None, -1.0, 0), (100.0, 10.0, 0), (100.0, 9.99, 1), (100.0, 5.0, 1), (100.0, 4.99, None), (1e9, 0.0, None)],
@@ -122,9 +119,6 @@ def test_a_pace_follows_the_last_reads_and_is_forgotten() -> None:
     assert pace.bytes_per_s == pytest.approx(100, rel=0.1), "a small read says little"
     now = PACE_VALID_S + 0.1
     assert pace.bytes_per_s is None
-
-
-# --- loads over a slow link ---------------------------------------------------------------------------------------
 
 
 def test_in_time_all_values_are_fine(rig: Rig) -> None:
@@ -177,9 +171,6 @@ def test_a_hand_off_comes_whatever_it_takes(rig: Rig) -> None:
     while any(rig.store.contains(tail)):
         assert prefiller.woken.acquire(timeout=10)
         prefiller.collect()
-
-
-# --- keys ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_value_is_there_if_both_of_its_forms_are(rig: Rig) -> None:

@@ -102,9 +102,6 @@ def test_layers_are_cut_within_each_group() -> None:
         cut_of(padded, layer_groups=3)
 
 
-# --- hits ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("groups", SHAPES, ids=["full+window", "many", "window", "two windows"])
 @pytest.mark.parametrize("seed", range(12))
 def test_a_hit_is_the_longest_that_every_group_has(groups: tuple[KVGroup, ...], seed: int) -> None:
@@ -181,10 +178,7 @@ def models(hf_model: Callable[..., Path]) -> Families:
 def stored(model: Path, **options: str) -> Iterator[tuple[SideBySide, MemoryStore]]:
     """Two engines over a store of their own, which stays as long as the block."""
     url = f"memory://{uuid.uuid4()}"
-    with (
-        open_store(url) as store,
-        SideBySide.of_model(model, "store", {"url": url, **AMPLE, **options}) as engines,
-    ):
+    with open_store(url) as store, SideBySide.of_model(model, "store", {"url": url, **AMPLE, **options}) as engines:
         assert isinstance(store, MemoryStore)
         yield engines, store
 

@@ -404,9 +404,6 @@ def test_tiers_whose_fast_one_is_damaged_answer_from_neither_and_heal(tmp_path: 
             engine.close()
 
 
-# --- what is believed has an age ----------------------------------------------------------------------------------
-
-
 def test_what_was_known_long_ago_is_looked_up_again(store: FaultyStore, make: MakeEngine, clock: VirtualClock) -> None:
     """B1: a store that evicts, or forgets after ttl_s, costs no transfer for nothing again and again."""
     prefill(make("p"), 256)

@@ -423,9 +423,6 @@ def value_of(store: HostStore, key: bytes) -> memoryview:
     return value
 
 
-# --- names ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("source", "tier", "message"),
     [

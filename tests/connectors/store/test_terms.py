@@ -451,9 +451,6 @@ def test_a_value_without_an_end_is_not_used_where_values_have_one(make: MakeEngi
         assert store.contains(keys_of(make(store))) == [False] * NUM_VALUES
 
 
-# --- moves ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["host", "memory"])
 def test_a_memory_says_on_which_terms_it_keeps_values(clock: VirtualClock, tmp_path: Path, kind: str) -> None:
     with store_here(kind, tmp_path, clock.now) as store:

@@ -109,9 +109,6 @@ def test_numbers_below_0_cannot_be_packed(number: int) -> None:
         pack_blocks([1, 2], [0])
 
 
-# --- long prompts ---------------------------------------------------------------------------------------------------
-
-
 class AgedTable(LocalBlockTable):
     """Of a pool that has been in use for months."""
 

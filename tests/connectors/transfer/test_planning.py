@@ -11,11 +11,7 @@ from pdkv.connectors.transfer.planning import as_ids, run_starts, whole_blocks
 
 @pytest.mark.parametrize(
     ("source", "target", "starts"),
-    [
-        ([4, 5, 6, 9, 10], [0, 1, 2, 3, 7], [0, 3, 4]),
-        ([3, 2, 1], [3, 2, 1], [0, 1, 2]),
-        ([], [], []),
-    ],
+    [([4, 5, 6, 9, 10], [0, 1, 2, 3, 7], [0, 3, 4]), ([3, 2, 1], [3, 2, 1], [0, 1, 2]), ([], [], [])],
 )
 def test_runs_are_adjacent_on_both_sides(source: list[int], target: list[int], starts: list[int]) -> None:
     assert run_starts(as_ids(source), as_ids(target)).tolist() == starts

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.peer.cards import check_compatible
-from pdkv.connectors.transfer.planning import (
-    HeadPart,
-    blocks_of,
-    check_ranks,
-    rank_heads,
-    reader_parts,
-    sender_parts,
-)
+from pdkv.connectors.transfer.planning import HeadPart, blocks_of, check_ranks, rank_heads, reader_parts, sender_parts
 from pdkv.errors import IncompatiblePeers
 from pdkv.wire.kv import EngineCard, KVLayout
 
@@ -133,8 +126,6 @@ def test_blocks_of_a_token_range() -> None:
     assert blocks_of(32, 70, 32) == range(1, 3)
     assert blocks_of(32, 32, 16) == range(0)
 
-
-# --- cards ----------------------------------------------------------------------------------------------------------
 
 LAYOUT = KVLayout(2, 4, 8, 16, "float32", 4, total_kv_heads=8)
 

@@ -24,9 +24,6 @@ SIZE = 4
 SHAPES = [FULL_AND_WINDOW, ALL_WINDOW, TWO_WINDOWS]
 
 
-# --- the layers' groups -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("windows", "size", "expected"),
     [
@@ -76,9 +73,6 @@ def test_the_first_block_that_a_token_sees(window: int, num_tokens: int, size: i
     assert num_held_at_end([window], num_tokens, size) <= num_held_at_once([window], num_tokens, size, 1)
 
 
-# --- hits ---------------------------------------------------------------------------------------------------------
-
-
 @given(
     windows=st.sampled_from([(0,), (6,), (0, 6), (0, 0, 1), (3, 9), (0, 5, 17)]),
     num_wanted=st.integers(0, 40),
@@ -117,9 +111,6 @@ def test_a_hit_is_the_longest_that_every_group_has(
     kv.free(second)
     pool.check_integrity()
     assert pool.counts().active == 0
-
-
-# --- a running engine ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("windows", [(0,), (0, 6), (6,), (0, 0, 6)])

@@ -88,9 +88,7 @@ class Driver(StepDriver):
 
 
 def play(
-    driver: StepDriver,
-    seed: int,
-    after_step: Callable[[dict[RequestKey, int]], None] = lambda chunks: None,
+    driver: StepDriver, seed: int, after_step: Callable[[dict[RequestKey, int]], None] = lambda chunks: None
 ) -> dict[RequestKey, list[int]]:
     """Requests come and go; steps are of one request and of many, of prompts, of decodes and of both."""
     draw = random.Random(seed)

@@ -163,9 +163,6 @@ def test_steps_launched_before_the_last_ones_were_read_give_the_same(
     assert min(launched.count(QueuedStep), launched.count(DoneStep)) > 20
 
 
-# --- by hand -------------------------------------------------------------------------------------------------------
-
-
 PROMPT = list(range(20, 30))
 
 

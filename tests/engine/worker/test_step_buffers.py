@@ -40,10 +40,7 @@ def test_a_step_is_read_back_as_it_is() -> None:
     assert step.positions.tolist() == [*range(20, 40), 32]
     assert step.slot_mapping.tolist() == inputs.slot_mapping(16).tolist()
     assert (step.seq_lens.tolist(), step.cu_seqlens_q.tolist()) == ([40, 33], [0, 20, 21])
-    assert step.block_tables.tolist() == [
-        [[200, 201, 202], [300, 301, 302]],
-        [[250, 251, 252], [350, 351, 352]],
-    ]
+    assert step.block_tables.tolist() == [[[200, 201, 202], [300, 301, 302]], [[250, 251, 252], [350, 351, 352]]]
     assert step.rows is not None
     assert step.rows.tolist() == [19, 20]
 

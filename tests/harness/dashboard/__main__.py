@@ -24,11 +24,7 @@ from pdkv.router.admission.api_keys import KeyRing, make_key
 from pdkv.router.generations.dispatch import Dispatcher
 from pdkv.router.generations.operations import Operations
 
-VIEWS = {
-    "light": (1440, 900, False),
-    "dark": (1440, 900, True),
-    "phone": (400, 860, False),
-}
+VIEWS = {"light": (1440, 900, False), "dark": (1440, 900, True), "phone": (400, 860, False)}
 
 
 def fleet(num_engines: int) -> tuple[Dispatcher, list[BusyEngine]]:

@@ -137,11 +137,7 @@ class Watch:
             go_on(sources)
 
     async def _while_stopped(
-        self,
-        pids: list[int],
-        seconds: float,
-        wanted: Callable[[dict[str, Any]], bool],
-        released: Sequence[int] = (),
+        self, pids: list[int], seconds: float, wanted: Callable[[dict[str, Any]], bool], released: Sequence[int] = ()
     ) -> tuple[list[int], list[dict[str, Any]]]:
         """Stop them, let the released ones go on, and look. They stay stopped if somebody is as wanted."""
         found: list[dict[str, Any]] = []

@@ -88,10 +88,7 @@ async def ask(client: httpx.AsyncClient, fields: dict[str, Any], salt: str, on_e
 
 
 async def ask_all(
-    deployment: Running,
-    cases: dict[str, dict[str, Any]],
-    salt: str,
-    on_event: Callable[[int], None] = lambda _: None,
+    deployment: Running, cases: dict[str, dict[str, Any]], salt: str, on_event: Callable[[int], None] = lambda _: None
 ) -> dict[str, Reply]:
     """All cases at once; the events of all streams together are numbered from 1."""
     numbers = itertools.count(1)

@@ -35,11 +35,7 @@ MISHAP_AT = 150
 """The number of the event, over all streams, with which something happens."""
 
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
-COUNTERS = {
-    "preemption": "pdkv_engine_preemptions",
-    "migration": "pdkv_migrations",
-    "kill": "pdkv_migrations",
-}
+COUNTERS = {"preemption": "pdkv_engine_preemptions", "migration": "pdkv_migrations", "kill": "pdkv_migrations"}
 """Names in /metrics of what shows that it has happened."""
 
 DRAFTER_NOISE = 2.0

@@ -32,16 +32,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "stops": (8, {**SAMPLED, "n": 2, "stop": [" fo", "ee", "gr", "d e"], "ignore_eos": False, **STREAM}),
     "biased": (8, {**SAMPLED, "n": 2, "logit_bias": {"70": 3, "80": -100}, "min_tokens": 20, "bad_words": ["the"]}),
     "shaped": (6, {**SAMPLED, "n": 2, "structured_outputs": {"json": SCHEMA}, "ignore_eos": False, **STREAM}),
-    "pattern": (
-        6,
-        {
-            **SAMPLED,
-            "logprobs": 1,
-            "structured_outputs": {"regex": PATTERN},
-            "ignore_eos": False,
-            **STREAM,
-        },
-    ),
+    "pattern": (6, {**SAMPLED, "logprobs": 1, "structured_outputs": {"regex": PATTERN}, "ignore_eos": False, **STREAM}),
     "tools": (6, {**SAMPLED, "n": 2, "tools": [TOOL], "tool_choice": "required", "ignore_eos": False, **STREAM}),
     "chat": (8, {**SAMPLED, **STREAM}),
 }

@@ -107,9 +107,6 @@ def _text(value: object) -> str:
     return base64.b64encode(msgspec.msgpack.encode(value)).decode()
 
 
-# --- on the host --------------------------------------------------------------------------------------------------
-
-
 def _make(spec: dict[str, Any]) -> Any:
     from push_rig import PullEngine, PushEngine, make_layout
 

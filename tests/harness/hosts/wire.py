@@ -107,9 +107,6 @@ class Wire:
             (self._events if "event" in message else self._answers).put(next(iter(message.values())))
 
 
-# --- in the process -----------------------------------------------------------------------------------------------
-
-
 class _Segment(NamedTuple):
     """What is looked at of a TCP packet."""
 

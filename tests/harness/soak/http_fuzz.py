@@ -167,7 +167,7 @@ def summary(result: Result) -> str:
     """Some lines for people."""
     lines = [
         f"HTTP: {sum(result.statuses.values())} requests, seed {result.seed}: "
-        + ", ".join(f"{count} of {name}" for name, count in sorted(result.statuses.items())),
+        + ", ".join(f"{count} of {name}" for name, count in sorted(result.statuses.items()))
     ]
     if result.health:
         lines.append(f"  {describe(result.health)}")

@@ -101,7 +101,7 @@ def summary(result: Result) -> str:
     refused = ", ".join(f"{count} {name}" for name, count in result.refused.items())
     lines = [
         f"{result.schemas} schemas: {result.answered} answered, {result.complete} of them complete within {MAX_TOKENS} "
-        f"tokens ({result.share_complete:.1%}), {sum(result.refused.values())} refused: {refused}",
+        f"tokens ({result.share_complete:.1%}), {sum(result.refused.values())} refused: {refused}"
     ]
     return "\n".join([*lines, *(f"  VIOLATION {text[:600]}" for text in result.violations)])
 

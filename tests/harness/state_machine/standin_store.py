@@ -209,12 +209,7 @@ class StandInStoreScheduler(MemoryScheduler):
         loads, self._loads = self._loads, []
         layered = bool(stage) or any(load.layerwise for load in loads)
         return StandInStoreMetadata(
-            step_id=view.step_id,
-            needs_layer_hooks=layered,
-            loads=loads,
-            saves=saves,
-            stage=stage,
-            drops=drops,
+            step_id=view.step_id, needs_layer_hooks=layered, loads=loads, saves=saves, stage=stage, drops=drops
         )
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:

@@ -7,10 +7,7 @@ from pdkv import LLM, SamplingParams
 if __name__ == "__main__":
     llm = LLM(model=MODEL)
     shown = SamplingParams(
-        temperature=0.0,
-        skip_special_tokens=False,
-        spaces_between_special_tokens=False,
-        include_stop_str_in_output=True,
+        temperature=0.0, skip_special_tokens=False, spaces_between_special_tokens=False, include_stop_str_in_output=True
     )
     completion = llm.generate(QUESTIONS[0], shown)[0].outputs[0]
     assert completion.text == tokenizer().decode(greedy_ids(QUESTIONS[0], 16))

@@ -30,10 +30,7 @@ def test_a_word_without_a_kind_has_that_of_the_word_before() -> None:
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (
-            ["http://a"],
-            "KIND=URL was expected, got the kind ''; known: vllm, vllm-prefill, vllm-decode, sglang,",
-        ),
+        (["http://a"], "KIND=URL was expected, got the kind ''; known: vllm, vllm-prefill, vllm-decode, sglang,"),
         (["vlm=http://a"], r"got the kind 'vlm' \(did you mean 'vllm'\?\)"),
         (["vllm=ftp://a"], "such as http://10.0.0.2:8000.*got 'ftp://a'"),
         (["vllm=http://"], "got 'http://'"),

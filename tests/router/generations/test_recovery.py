@@ -254,9 +254,6 @@ async def test_who_takes_over_is_chosen_like_any_other_decode_engine(kind: str, 
         assert generation.num_attempts == 2
 
 
-# --- decode is bound late ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["pull", "store"])
 async def test_prompts_that_are_still_being_run_are_no_load_of_decode(kind: str) -> None:
     async with live(System(1, 2, kind=kind)) as system:

@@ -101,10 +101,7 @@ def test_what_was_left_out_is_logged(caplog: pytest.LogCaptureFixture, monkeypat
     ("answer", "expected"),
     [
         (hermes("shell", command=["ls"]), {"name": "shell", "arguments": '{"command": ["ls"]}'}),
-        (
-            hermes("mcp__docs__find", q=1),
-            {"name": "find", "namespace": "mcp__docs__", "arguments": '{"q": 1}'},
-        ),
+        (hermes("mcp__docs__find", q=1), {"name": "find", "namespace": "mcp__docs__", "arguments": '{"q": 1}'}),
         (hermes("apply_patch", input='*** "é"\n+x'), {"name": "apply_patch", "input": '*** "é"\n+x'}),
         (hermes("apply_patch", patch="+x"), {"name": "apply_patch", "input": '{"patch": "+x"}'}),  # as it is
         (hermes("unheard_of"), {"name": "unheard_of", "arguments": "{}"}),

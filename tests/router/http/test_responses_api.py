@@ -405,10 +405,7 @@ def own_tools(strict: bool) -> list[dict[str, Any]]:
         ),
         ({"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
         ({"structured_outputs": {"regex": "[ab]+"}}, {"structured_outputs": {"regex": "[ab]+"}}),
-        (
-            {"tools": own_tools(True), "tool_choice": "required"},
-            {"tools": chat_tools(True), "tool_choice": "required"},
-        ),
+        ({"tools": own_tools(True), "tool_choice": "required"}, {"tools": chat_tools(True), "tool_choice": "required"}),
         (
             {"tools": own_tools(False), "tool_choice": {"type": "function", "name": "f"}},
             {"tools": chat_tools(False), "tool_choice": {"type": "function", "function": {"name": "f"}}},

@@ -168,9 +168,6 @@ def test_bytes_that_are_told_before_their_seconds_count_with_them() -> None:
     assert rig.fleet.speeds.byte_s("store/host") == pytest.approx((0.9 * 2.0 + 1.0) / (0.9 * 4000 + 2000))
 
 
-# --- what other engines lend ------------------------------------------------------------------------------------------
-
-
 def test_what_another_engine_lends_counts_less_the_time_of_its_load() -> None:
     rig, request = ChooserRig(1, 2, lends=True), make_request(1024)
     rig.store("decode-1", 1024, request)

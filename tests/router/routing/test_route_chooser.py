@@ -184,9 +184,6 @@ def test_a_prompt_is_hashed_once_for_all_its_choices_and_attempts(monkeypatch: p
     assert hashed == [320]
 
 
-# --- what other engines have ----------------------------------------------------------------------------------------
-
-
 def test_prefill_is_told_who_has_most_of_what_it_lacks() -> None:
     rig, request = ChooserRig(1, 2, lends=True), make_request(100)
     assert rig.choose(request, 0.0).offer is None

@@ -128,9 +128,6 @@ def test_tiers_and_their_keys_are_bounded(monkeypatch: pytest.MonkeyPatch) -> No
     ]  # fmt: skip
 
 
-# --- tiers of several stores ------------------------------------------------------------------------------------------
-
-
 def parts_of(index: TierIndex) -> list[str]:
     """Where each value of the prompt is read."""
     [reach] = index.match(KEYS)

@@ -130,10 +130,7 @@ def test_large_scores_do_not_overflow() -> None:
     case = Case([(100, 1), (0, 1)])
     case.qkv[:, : SHAPE.heads] *= 1000
     torch.testing.assert_close(
-        case.run(CpuAttention(case.pool, SHAPE.heads, case.layers), 0).double(),
-        case.expected(0),
-        rtol=1e-3,
-        atol=1e-3,
+        case.run(CpuAttention(case.pool, SHAPE.heads, case.layers), 0).double(), case.expected(0), rtol=1e-3, atol=1e-3
     )
 
 
@@ -195,10 +192,7 @@ def test_low_precision(dtype: torch.dtype) -> None:
     case = Case(MIXES[3], dtype)
     expected = case.expected(0)
     torch.testing.assert_close(
-        case.run(CpuAttention(case.pool, SHAPE.heads, case.layers), 0).double(),
-        expected,
-        rtol=0.05,
-        atol=0.05,
+        case.run(CpuAttention(case.pool, SHAPE.heads, case.layers), 0).double(), expected, rtol=0.05, atol=0.05
     )
 
 

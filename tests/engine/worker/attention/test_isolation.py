@@ -82,12 +82,7 @@ def check(
 @settings(max_examples=12 * EXAMPLES)
 @given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES), windows=windows)
 def test_only_owned_kv_counts(
-    make: Make,
-    data: st.DataObject,
-    requests: list[tuple[int, int]],
-    shape: Shape,
-    dtype: torch.dtype,
-    windows: Windows,
+    make: Make, data: st.DataObject, requests: list[tuple[int, int]], shape: Shape, dtype: torch.dtype, windows: Windows
 ) -> None:
     check(make, requests, dtype, shape, data.draw(st.sampled_from(poisons(dtype))), windows)
 
@@ -117,12 +112,7 @@ def test_a_block_whose_owner_overflowed(make: Make) -> None:
 @settings(max_examples=12 * EXAMPLES)
 @given(data=st.data(), requests=steps, shape=shapes, dtype=st.sampled_from(DTYPES), windows=windows)
 def test_no_token_gets_anything_of_a_later_one(
-    make: Make,
-    data: st.DataObject,
-    requests: list[tuple[int, int]],
-    shape: Shape,
-    dtype: torch.dtype,
-    windows: Windows,
+    make: Make, data: st.DataObject, requests: list[tuple[int, int]], shape: Shape, dtype: torch.dtype, windows: Windows
 ) -> None:
     """Else KV of a prompt's first tokens, which other prompts find by those tokens, depends on what came behind."""
     clean, poisoned = (Case(requests, dtype, shape=shape) for _ in range(2))

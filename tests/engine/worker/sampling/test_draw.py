@@ -112,9 +112,7 @@ def same_for_all(count: int, **values: Any) -> DrawParams:
 @needs_compiled_kernel
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "values",
-    [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 50, "top_p": 0.8, "min_p": 0.001}],
-    ids=str,
+    "values", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 50, "top_p": 0.8, "min_p": 0.001}], ids=str
 )
 def test_a_large_vocabulary(values: dict[str, Any], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)

@@ -85,9 +85,6 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
         assert run(call(app, "GET", path)).status == 404
 
 
-# --- replies are what it says -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("extras", [{}, {"return_token_ids": True, "n": 2}, {"prompt_logprobs": 1, "stop": "b"}])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_whole_replies_have_their_types(extras: dict[str, Any], logprobs: bool) -> None:
@@ -138,8 +135,6 @@ def test_other_replies_have_their_types() -> None:
     check(run(call(app, "POST", "/detokenize", {"tokens": [5]})).json(), DetokenizeReply)
     check(run(call(app, "POST", "/detokenize", {"tokens": "x"})).json(), reply.ErrorReply)
 
-
-# --- requests of its shape, and a little beside it ----------------------------------------------------------------
 
 STRANGE = st.sampled_from(
     [None, True, -1, 2**63, 1e308, "", "\ud7ff\x00é😀", [], [[]], {}, {"type": "text"}, [{"a": []}]]

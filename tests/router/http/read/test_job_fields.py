@@ -212,10 +212,7 @@ def prompt_of(**fields: Any) -> str:
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{oops"}}]}]},
             '<assistant>=f("{oops")</><assistant>',
         ),
-        (
-            {"messages": [{"role": "tool", "tool_call_id": "c1", "content": "4"}]},
-            "<tool:c1>4</><assistant>",
-        ),
+        ({"messages": [{"role": "tool", "tool_call_id": "c1", "content": "4"}]}, "<tool:c1>4</><assistant>"),
         (
             {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "why"}]},
             "<assistant>x[why]</><assistant>",

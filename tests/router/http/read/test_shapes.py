@@ -175,9 +175,6 @@ def test_grammars_of_all_choices_are_bounded_together() -> None:
     assert "* 128" in exchange.json()["error"]["message"]
 
 
-# --- tools --------------------------------------------------------------------------------------------------------
-
-
 def hermes(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
@@ -244,9 +241,6 @@ def test_the_reasons_of_enforced_calls() -> None:
         assert answer["message"]["tool_calls"][0]["function"]["name"] == "f"
 
 
-# --- thoughts -----------------------------------------------------------------------------------------------------
-
-
 def test_thoughts_stand_in_front_of_the_shape(judge: ByteGrammars) -> None:
     made = grammar(CHAT, openai(SCHEMA), reasoning_parser="deepseek_r1")
     shape = '{"a": 1}'
@@ -254,9 +248,6 @@ def test_thoughts_stand_in_front_of_the_shape(judge: ByteGrammars) -> None:
     continued = {"messages": [{"role": "assistant", "content": "Hm.</think>"}], "continue_final_message": True}
     behind = grammar(CHAT, {**openai(SCHEMA), **continued}, reasoning_parser="deepseek_r1")
     check(judge, behind, [shape], [f"Hm.</think>{shape}", "{}"])
-
-
-# --- time ---------------------------------------------------------------------------------------------------------
 
 
 LARGE = {

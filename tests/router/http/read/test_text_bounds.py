@@ -102,11 +102,7 @@ TOO_MUCH: Sequence[tuple[str, Callable[[], bytes], str]] = [
     (COMPLETIONS, lambda: completion(b'"x"', b', "stop": ' + many(b'"a"')), "strings and field names"),
     (COMPLETIONS, lambda: completion(b'"x"', b', "stop": ["' + b"a" * (3 << 20) + b'"]'), "at most 4096 bytes"),
     (COMPLETIONS, lambda: completion(b'"x"', b', "stop_token_ids": ' + many(b"12345")), "65536 values beside"),
-    (
-        COMPLETIONS,
-        lambda: completion(b'"x"', b', "stop_token_ids": [' + b"5," * 9999 + b"5]"),
-        "at most 256 entries",
-    ),
+    (COMPLETIONS, lambda: completion(b'"x"', b', "stop_token_ids": [' + b"5," * 9999 + b"5]"), "at most 256 entries"),
     (COMPLETIONS, lambda: completion(b'"x"', b', "cache_salt": "%s"' % (b"s" * (3 << 20))), "at most 256 bytes"),
     (COMPLETIONS, lambda: completion(b'"x"', b', "%s": 1' % (b"f" * (3 << 20))), "is not a known field"),
     (

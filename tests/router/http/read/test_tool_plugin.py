@@ -142,8 +142,6 @@ def test_what_others_may_write_is_refused_before_anything_is_started(tmp_path: P
     assert find_tool_parser("hermes", "", plugin(tmp_path)) is find_tool_parser("hermes", "")
 
 
-# --- no parser ----------------------------------------------------------------------------------------------------
-
 NONE = HttpApi(tool_parser="none")
 
 

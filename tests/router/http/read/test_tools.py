@@ -228,10 +228,7 @@ def test_thoughts_and_calls() -> None:
     [
         ({}, "hm"),
         ({"messages": [{"role": "user", "content": "what is <think>"}], "add_generation_prompt": False}, ""),
-        (
-            {"messages": [*USER, {"role": "assistant", "content": "<think>so"}], "continue_final_message": True},
-            "hm",
-        ),
+        ({"messages": [*USER, {"role": "assistant", "content": "<think>so"}], "continue_final_message": True}, "hm"),
         (
             {
                 "messages": [*USER, {"role": "assistant", "content": "<think>so</think>a"}],
