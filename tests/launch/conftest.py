@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pdkv.launch.children import Child, LocalChild
+from pdkv.launch.run_dir import RunDirectory
 
 FAKE_CHILD = """
 import os, signal, sys
@@ -44,6 +45,12 @@ if behaviour.startswith("serve and eat"):
     eat()
 os.read(lifeline_fd, 1)
 """
+
+
+@pytest.fixture
+def run_dir() -> Iterator[RunDirectory]:
+    with RunDirectory() as directory:
+        yield directory
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -21,12 +21,6 @@ from pdkv.router.scaling.scaler import Orders
 from pdkv.testing import VirtualLoop
 
 event_loop = VirtualLoop
-
-
-@pytest.fixture
-def run_dir() -> Iterator[RunDirectory]:
-    with RunDirectory() as directory:
-        yield directory
 
 
 class Router(RouterAdmin):

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ from pdkv.launch.run_dir import CONTROL_SOCKET, RunDirectory
 from pdkv.testing import VirtualLoop
 
 event_loop = VirtualLoop
-
-
-@pytest.fixture
-def run_dir() -> Iterator[RunDirectory]:
-    with RunDirectory() as directory:
-        yield directory
 
 
 async def test_orders_come_one_at_a_time_and_say_how_they_end(run_dir: RunDirectory) -> None:

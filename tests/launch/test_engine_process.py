@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -160,27 +161,25 @@ def test_drain_forgets_all_notifications_at_once(notifier: Notifier) -> None:
     os.close(notifier.fd)
 
 
-def test_a_signal_wakes_the_loop_before_its_handler_can_run(notifier: Notifier) -> None:
+@pytest.fixture
+def stopping(notifier: Notifier) -> Iterator[Notifier]:
+    """It stops on SIGUSR1."""
     before = signal.getsignal(signal.SIGUSR1)
-    try:
-        notifier.stop_on(signal.SIGUSR1)
-        signal.signal(signal.SIGUSR1, lambda *_: None)  # as if ZeroMQ's poll kept the interpreter from running it
-        signal.raise_signal(signal.SIGUSR1)
-        assert notifier.drain()
-    finally:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGUSR1, before)
+    notifier.stop_on(signal.SIGUSR1)
+    yield notifier
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_signal_ends_the_loop(notifier: Notifier) -> None:
-    before = signal.getsignal(signal.SIGUSR1)
-    try:
-        notifier.stop_on(signal.SIGUSR1)
-        signal.raise_signal(signal.SIGUSR1)
-        assert notifier.stopping
-    finally:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGUSR1, before)
+def test_a_signal_wakes_the_loop_before_its_handler_can_run(stopping: Notifier) -> None:
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # as if ZeroMQ's poll kept the interpreter from running it
+    signal.raise_signal(signal.SIGUSR1)
+    assert stopping.drain()
+
+
+def test_a_signal_ends_the_loop(stopping: Notifier) -> None:
+    signal.raise_signal(signal.SIGUSR1)
+    assert stopping.stopping
 
 
 def test_a_full_pipe_is_notified_already(notifier: Notifier) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import dataclasses
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,6 @@ from pdkv.launch.run_dir import RunDirectory
 def four_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
     monkeypatch.setenv(SPIN_VARIABLE, "unset")
-
-
-@pytest.fixture
-def run_dir() -> Iterator[RunDirectory]:
-    with RunDirectory() as directory:
-        yield directory
 
 
 @pytest.mark.parametrize(

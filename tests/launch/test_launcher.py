@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ from pdkv.launch.supervisor import Fleet
 @pytest.fixture(autouse=True)
 def twelve_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
-
-
-@pytest.fixture
-def run_dir() -> Iterator[RunDirectory]:
-    with RunDirectory() as directory:
-        yield directory
 
 
 def plan(run_dir: RunDirectory, launch: LaunchConfig, prefill: EngineConfig, decode: EngineConfig) -> Fleet:

@@ -2,7 +2,6 @@
 
 import asyncio
 import urllib.parse
-from collections.abc import Iterator
 
 import pytest
 from coroutines import clock
@@ -15,12 +14,6 @@ from pdkv.launch.run_dir import ADMIN_SOCKET, RunDirectory
 from pdkv.testing import VirtualLoop
 
 event_loop = VirtualLoop
-
-
-@pytest.fixture
-def run_dir() -> Iterator[RunDirectory]:
-    with RunDirectory() as directory:
-        yield directory
 
 
 async def test_a_router_that_says_no_is_not_asked_again_and_one_that_says_nothing_is(run_dir: RunDirectory) -> None:

@@ -108,17 +108,10 @@ async def test_what_was_cached_before_is_asked_for_and_so_is_what_was_missed() -
         assert rig.follower.num_gaps == 0
 
 
-async def test_a_gap_that_cannot_be_filled_empties_the_cache() -> None:
+@pytest.mark.parametrize("numbers", [(0, 1, 3), (0, 1, 2, 0)], ids=["a gap", "begins again"])
+async def test_a_publisher_that_left_something_out_or_begins_again_has_an_empty_cache(numbers: Sequence[int]) -> None:
     async with follow(replays=False) as rig:
-        for number in (0, 1, 3):
-            await rig.publisher.publish(number)
-        await rig.until(lambda: rig.follower.num_gaps == 1)
-        await rig.until(lambda: rig.cache.num_keys == 1)
-
-
-async def test_a_publisher_that_begins_again_has_an_empty_cache() -> None:
-    async with follow(replays=False) as rig:
-        for number in (0, 1, 2, 0):
+        for number in numbers:
             await rig.publisher.publish(number)
         await rig.until(lambda: rig.follower.num_gaps == 1)
         await rig.until(lambda: rig.cache.num_keys == 1)

@@ -491,7 +491,10 @@ async def test_streams_end_with_their_dispatcher_and_its_successor_is_found(tmp_
         assert (await call(front, "GET", "/health")).status == 200
 
 
-async def test_a_dispatcher_that_dies_at_any_question_ends_the_request(tmp_path: Path) -> None:
+async def test_a_dispatcher_that_dies_at_any_question_ends_the_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "AGAIN_S", 0.01)
     async with rig(tmp_path) as hall:
         front = await hall.front()
         for num_turns in range(0, 40, 2):

@@ -17,7 +17,7 @@ from pdkv.router.generations.driver import TIMER_SLACK_S
 from pdkv.router.generations.generation import Generation
 from pdkv.wire.messages import Failed, RouterToEngine, Submit, Tokens
 
-NUM_CLIENTS, NUM_REQUESTS = 8, 1000
+NUM_CLIENTS, NUM_REQUESTS = 8, 500
 
 
 class FailingBackend(InProcessBackend):
