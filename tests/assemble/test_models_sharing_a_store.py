@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,11 +19,8 @@ NUM_PROMPTS, PROMPT_LEN, OUTPUT_LEN = 4, 80, 8
 def engine(model: Path, store: Path, epoch: str) -> Iterator[InProcessEngine]:
     """An aggregated engine over a store of files."""
     options = {"url": f"file://{store}", "lookup_timeout_s": "60"}
-    running = InProcessEngine.of_model(model, "store", options, epoch=epoch, kv_cache_memory=8 << 20)
-    try:
+    with closing(InProcessEngine.of_model(model, "store", options, epoch=epoch, kv_cache_memory=8 << 20)) as running:
         yield running
-    finally:
-        running.close()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """One request through real processes: every process's log names it, one line sums it up, a collector gets its spans."""
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -12,8 +13,7 @@ TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 def test_a_request_is_named_in_every_process_and_traced(launch: Launch) -> None:
     pytest.importorskip("opentelemetry.sdk.trace")
-    receiver = OtlpReceiver()
-    try:
+    with closing(OtlpReceiver()) as receiver:
         options = ["--log-level", "debug", "--log-format", "json", "--loop-watchdog-ms", "20"]
         deployment = launch(*options, "--otlp-endpoint", receiver.endpoint)
         headers = {"x-request-id": "client 7", "traceparent": f"00-{TRACE}-00f067aa0ba902b7-01"}
@@ -23,8 +23,6 @@ def test_a_request_is_named_in_every_process_and_traced(launch: Launch) -> None:
         exposition = deployment.get("/metrics").text
         assert deployment.stop() == 0
         lines: list[dict[str, Any]] = [json.loads(line) for line in deployment.lines]
-    finally:
-        receiver.close()
     named = [line for line in lines if line.get("request_id") == "client 7"]
     assert {line["process"] for line in named} == {"router", "prefill-0", "decode-0"}
     assert {line["trace_id"] for line in named} == {TRACE}

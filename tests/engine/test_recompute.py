@@ -1,7 +1,7 @@
 """What is computed again, behind a death or a preemption, is what it was the first time, to the bit."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 
@@ -29,11 +29,8 @@ def run(engine: InProcessEngine, salt: str, outputs: list[list[int]]) -> list[li
 @contextmanager
 def running(dtype: str, tokens_per_step: int = 2048) -> Iterator[InProcessEngine]:
     fields = {"dtype": dtype, "max_num_batched_tokens": tokens_per_step, "max_num_seqs": 16}
-    engine = InProcessEngine.of_model(DEFAULT_MODEL, kv_cache_memory=32 << 20, **fields)
-    try:
+    with closing(InProcessEngine.of_model(DEFAULT_MODEL, kv_cache_memory=32 << 20, **fields)) as engine:
         yield engine
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

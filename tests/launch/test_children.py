@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -104,15 +105,12 @@ def read_acks(write: Callable[[Acknowledger], None]) -> list[str]:
     """What a child that acts as `write` does makes of the launcher's wait."""
 
     async def main() -> list[str]:
-        ack_socket = AckSocket()
-        try:
+        with closing(AckSocket()) as ack_socket:
             write(Acknowledger(os.dup(ack_socket.child_fd)))
             ack_socket.handed_over()
             texts: list[str] = []
             await ack_socket.wait_ready("decode-1", 60.0, texts.append)
             return texts
-        finally:
-            ack_socket.close()
 
     return run(main(), event_loop)
 

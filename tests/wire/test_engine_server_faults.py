@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -269,9 +270,6 @@ async def test_beats_come_while_the_loop_is_at_a_long_step_and_say_how_long(
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
 async def test_beats_of_an_engine_on_another_host_come_by_a_port_of_its_own(address: str, context: Context) -> None:
-    server = EngineServer(f"tcp://{address}:0", make_card())
-    try:
+    with closing(EngineServer(f"tcp://{address}:0", make_card())) as server:
         assert server.card.beats.startswith(f"tcp://{address}:")
         await check_beats(server, context)
-    finally:
-        server.close()

@@ -2,6 +2,7 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import msgspec
 import pytest
@@ -120,19 +121,18 @@ def _without_times(stats: ConnectorStats) -> ConnectorStats:
 
 
 def test_hits_and_failures_of_a_stores_tiers_are_counted(store: FaultyStore) -> None:
-    with TieredStore([store, MemoryStore("second-tier")], retry_after_s=1000) as tiers:
-        engine = Engine(tiers, "p")
-        try:
-            prefill(engine, 64)
-            store.failing["get"] = StoreUnavailable("refused")
-            request = view("u", num_tokens=65, salt="0")
-            assert engine.ask(request) == 64
-            assert not engine.load(request, scattered(64, 16), 64).code
-            stats = engine.worker.get_stats()
-            assert stats["0-faulty"].tier_failures == 2  # the read, and the copy of what the other one had
-            assert stats["1-memory"].tier_hits == 1
-        finally:
-            engine.close()
+    with (
+        TieredStore([store, MemoryStore("second-tier")], retry_after_s=1000) as tiers,
+        closing(Engine(tiers, "p")) as engine,
+    ):
+        prefill(engine, 64)
+        store.failing["get"] = StoreUnavailable("refused")
+        request = view("u", num_tokens=65, salt="0")
+        assert engine.ask(request) == 64
+        assert not engine.load(request, scattered(64, 16), 64).code
+        stats = engine.worker.get_stats()
+        assert stats["0-faulty"].tier_failures == 2  # the read, and the copy of what the other one had
+        assert stats["1-memory"].tier_hits == 1
 
 
 def test_a_store_that_is_down_is_a_miss_and_told_once(

@@ -1,6 +1,7 @@
 """Operators' orders about what a store holds: found, cleared, pinned and brought nearer, on all ranks."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,7 @@ def test_an_answer_of_ranks_that_cannot_be_read_is_a_failed_one(engine: Engine) 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_prompt_is_found_and_cleared_tier_by_tier(tiers: TieredStore, tp: int) -> None:
-    engine = Engine(tiers, tp=tp)
-    try:
+    with closing(Engine(tiers, tp=tp)) as engine:
         prefill(engine, 250)  # three values and a tail
         assert find(engine) == {"0-host": (192, 3 * tp), "1-file": (192, 3 * tp)}
         assert find(engine, keys=KEYS[:5], tier="file") == {"1-file": (64, tp)}
@@ -59,8 +59,6 @@ def test_a_prompt_is_found_and_cleared_tier_by_tier(tiers: TieredStore, tp: int)
         assert find(engine, tier="file") == {"1-file": (64, 3 * tp - 1)}, "what one rank lacks none has"
         assert order(engine, "clear")["1-file"].num_values == 3 * tp - 1
         assert find(engine) == {"0-host": (0, 0), "1-file": (0, 0)}
-    finally:
-        engine.close()
 
 
 def test_what_is_cleared_is_neither_believed_nor_told_any_more(engine: Engine) -> None:
@@ -95,8 +93,7 @@ def test_pins_are_of_host_memory(engine: Engine) -> None:
 
 def test_a_group_with_a_window_needs_what_the_next_token_sees(tiers: TieredStore) -> None:
     groups = (KVGroup((0, 2)), KVGroup((1, 3), window=20))
-    engine = Engine(tiers, groups=groups)
-    try:
+    with closing(Engine(tiers, groups=groups)) as engine:
         cut = engine.connectors[0].cut
         full = {value.key for value in cut.whole_values(KEYS, 0, 256)}
         seen = {value.key for value in cut.values_to_load(KEYS, 0, 128, windowed=True)}
@@ -104,8 +101,6 @@ def test_a_group_with_a_window_needs_what_the_next_token_sees(tiers: TieredStore
         assert longest_hit(cut, KEYS, full | seen) == 128
         assert longest_hit(cut, KEYS, seen) == 0
         assert find(engine) == {"0-host": (0, 0), "1-file": (0, 0)}
-    finally:
-        engine.close()
 
 
 def test_a_tier_that_fails_or_comes_too_late_says_so(make: MakeEngine, store: FaultyStore) -> None:

@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -83,18 +84,14 @@ async def subscribed(context: zmq.asyncio.Context, publisher: EventPublisher, ke
 @pytest.mark.parametrize("is_remote", [False, True])
 async def test_events_are_those_of_vllm_with_keys_and_without_tokens(tmp_path: Path, is_remote: bool) -> None:
     endpoint, key = ("tcp://127.0.0.1:0", KEY) if is_remote else (f"ipc://{tmp_path}/events", None)
-    publisher = EventPublisher(endpoint, key)
-    try:
-        with zmq.asyncio.Context() as context:
-            socket = await subscribed(context, publisher, key)
-            publisher.publish("engine-0", EVENTS)
-            publisher.publish("engine-1", EVENTS[:1])
-            publisher.forget("engine-0")
-            publisher.publish("engine-2", EVENTS[:1])
-            batches = [await socket.recv_multipart() for _ in range(3)]
-            socket.close(linger=0)
-    finally:
-        publisher.close()
+    with closing(EventPublisher(endpoint, key)) as publisher, zmq.asyncio.Context() as context:
+        socket = await subscribed(context, publisher, key)
+        publisher.publish("engine-0", EVENTS)
+        publisher.publish("engine-1", EVENTS[:1])
+        publisher.forget("engine-0")
+        publisher.publish("engine-2", EVENTS[:1])
+        batches = [await socket.recv_multipart() for _ in range(3)]
+        socket.close(linger=0)
     (topic, number, payload), (_, next_number, second), (_, _, third) = batches
     assert (topic, number, next_number) == (b"", bytes(8), (1).to_bytes(8, "big"))
     batch = decode(payload)
@@ -108,24 +105,20 @@ async def test_events_are_those_of_vllm_with_keys_and_without_tokens(tmp_path: P
 
 
 async def test_a_subscriber_without_the_key_hears_nothing() -> None:
-    publisher = EventPublisher("tcp://127.0.0.1:0", KEY)
-    try:
-        with zmq.asyncio.Context() as context:
-            friend = await subscribed(context, publisher, KEY)
-            strangers = [context.socket(zmq.SUB) for _ in range(2)]
-            ClusterKey(b"f" * 32).present(strangers[0])
-            for stranger in strangers:
-                stranger.subscribe(b"")
-                stranger.connect(publisher.endpoint)
-            for _ in range(20):
-                publisher.publish("engine-0", EVENTS)
-                await friend.recv_multipart()
-                await asyncio.sleep(0.01)
-            assert not any([await stranger.poll(0) for stranger in strangers])
-            for socket in (friend, *strangers):
-                socket.close(linger=0)
-    finally:
-        publisher.close()
+    with closing(EventPublisher("tcp://127.0.0.1:0", KEY)) as publisher, zmq.asyncio.Context() as context:
+        friend = await subscribed(context, publisher, KEY)
+        strangers = [context.socket(zmq.SUB) for _ in range(2)]
+        ClusterKey(b"f" * 32).present(strangers[0])
+        for stranger in strangers:
+            stranger.subscribe(b"")
+            stranger.connect(publisher.endpoint)
+        for _ in range(20):
+            publisher.publish("engine-0", EVENTS)
+            await friend.recv_multipart()
+            await asyncio.sleep(0.01)
+        assert not any([await stranger.poll(0) for stranger in strangers])
+        for socket in (friend, *strangers):
+            socket.close(linger=0)
 
 
 async def test_subscribers_who_come_and_go_have_engines_tell_all_now_and_then(
@@ -138,30 +131,23 @@ async def test_subscribers_who_come_and_go_have_engines_tell_all_now_and_then(
         nonlocal num_told
         num_told += 1
 
-    publisher = EventPublisher(f"ipc://{tmp_path}/events", None)
-    try:
-        with zmq.asyncio.Context() as context:
-            (await subscribed(context, publisher, None)).close(linger=0)
-            publisher.begin(tell)
-            for _ in range(5):
-                socket = context.socket(zmq.SUB)
-                socket.subscribe(b"")
-                socket.connect(publisher.endpoint)
-                await asyncio.sleep(0.01)
-                socket.close(linger=0)
-    finally:
-        publisher.close()
+    with closing(EventPublisher(f"ipc://{tmp_path}/events", None)) as publisher, zmq.asyncio.Context() as context:
+        (await subscribed(context, publisher, None)).close(linger=0)
+        publisher.begin(tell)
+        for _ in range(5):
+            socket = context.socket(zmq.SUB)
+            socket.subscribe(b"")
+            socket.connect(publisher.endpoint)
+            await asyncio.sleep(0.01)
+            socket.close(linger=0)
     assert num_told == 0
 
 
 def test_only_its_user_can_open_a_socket_file_and_what_cannot_be_bound_is_an_error(tmp_path: Path) -> None:
-    publisher = EventPublisher(f"ipc://{tmp_path}/events", None)
-    try:
+    with closing(EventPublisher(f"ipc://{tmp_path}/events", None)):
         assert stat.S_IMODE(os.stat(tmp_path / "events").st_mode) & 0o077 == 0
         with pytest.raises(ConfigError, match="cannot publish KV events at ipc:///no/folder/x"):
             EventPublisher("ipc:///no/folder/x", None)
-    finally:
-        publisher.close()
 
 
 def test_a_path_of_others_is_left_alone_and_its_own_is_removed(tmp_path: Path) -> None:
