@@ -15,7 +15,7 @@ def root_key(*, model: str, layout: str, adapter: str = "", cache_salt: str = ""
     parts = "".join(
         f"{len(part)}:{part}" for part in (model, layout, adapter, cache_salt)
     )  # unambiguous: no two inputs read alike
-    return hashlib.blake2b(parts.encode(), digest_size=_DIGEST_BYTES, person=b"pdkv-root").digest()
+    return hashlib.blake2b(parts.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES, person=b"pdkv-root").digest()
 
 
 def extend_keys(
