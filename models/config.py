@@ -184,7 +184,7 @@ def load_model_config(
         head_size=head_size,
         intermediate_size=fields.count("intermediate_size"),
         max_position_embeddings=fields.count("max_position_embeddings"),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
         rope_theta=rope.theta,
         rotary_size=rope.rotary_size,
         rope_scaling=rope.scaling,

@@ -131,7 +131,8 @@ class EightBitLayers:
         scales = None if block is None else read_block_scales(layer, block, shape)
         if scales is None or block is None:
             return EightBits(numbers, read_scales(layer, piece.rows).expand(piece.rows, 1)[piece.mine], len(numbers[0]))
-        scales = scales.repeat_interleave(block[0], 0)[piece.mine, mine.start // block[1] : -(-mine.stop // block[1])]
+        scales = scales.repeat_interleave(min(block[0], piece.rows), 0)[piece.mine]
+        scales = scales[:, mine.start // block[1] : -(-mine.stop // block[1])]
         if scales.shape[1] == 1:
             return EightBits(numbers, scales, len(numbers[0]))
         if mine.start % block[1] or block[1] % GROUP_MULTIPLE:

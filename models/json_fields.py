@@ -34,27 +34,28 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ModelError(f"{self.path}: field {name!r} must be a number, got {value!r:.80}")
         try:
-            return float(value)
+            number = float(value)
         except OverflowError:
-            raise ModelError(
-                f"{self.path}: field {name!r} must be a number, got one of {len(str(value))} digits"
-            ) from None
+            number = math.inf
+        if not math.isfinite(number):
+            raise ModelError(f"{self.path}: field {name!r} must be a finite number, got {value!r:.80}")
+        return number
 
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.number(name, default)
-        if not 0.0 < value < math.inf:
+        if value <= 0.0:
             raise ModelError(f"{self.path}: field {name!r} must be above 0 and finite, got {value!r}")
         return value
 
     def whole(self, name: str, default: int, most: int) -> int:
         value = self.number(name, default)
-        if not math.isfinite(value) or value != int(value) or not 0 <= value <= most:
+        if value != int(value) or not 0 <= value <= most:
             raise ModelError(f"{self.path}: field {name!r} must be a whole number from 0 to {most}, got {value!r}")
         return int(value)
 
     def count(self, name: str, default: int | None = None) -> int:
         value = self.number(name, default)
-        if not math.isfinite(value) or value != int(value) or not 1 <= value <= _MAX_COUNT:
+        if value != int(value) or not 1 <= value <= _MAX_COUNT:
             raise ModelError(f"{self.path}: field {name!r} must be a positive whole number, got {value!r}")
         return int(value)
 

@@ -88,7 +88,7 @@ def _read_compressed(path: Path, config: Mapping[str, Any]) -> Quantization:
     (kind, bits, symmetric, block, group_size, scheme) = found[0]
     is_packed = config.get("format") == "pack-quantized"
     if is_packed and kind == "int" and bits in (4, 8) and symmetric:
-        return Quantization("packed", bits=bits, group_size=group_size)
+        return Quantization("packed", bits=4 if bits == 4 else 8, group_size=group_size)
     if not is_packed and bits == 8 and symmetric and kind in ("float", "int"):
         _one_of(path, config, "format", ("float-quantized", "int-quantized", "naive-quantized"))
         return Quantization("scaled", block=block, input_scheme=scheme)
@@ -143,7 +143,7 @@ def _one_of(path: Path, config: Mapping[str, Any], field: str, known: tuple[Any,
     value = config.get(field, default)
     if value not in known:
         raise _unsupported(path, field, value, ", ".join(map(str, known)))
-    return value
+    return known[known.index(value)]  # 4 for 4.0
 
 
 _READERS = {

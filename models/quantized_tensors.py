@@ -155,7 +155,7 @@ def _read_scaled(layer: LayerTensors, quantization: Quantization, shape: tuple[i
         raise layer.error(f"weight must be of FP8 or torch.int8, got {numbers.dtype}")
     blocks = None if quantization.block is None else read_block_scales(layer, quantization.block, shape)
     if blocks is not None and quantization.block is not None:
-        rows, columns = quantization.block
+        rows, columns = map(min, quantization.block, shape)
         blown_up = blocks.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return ScaledWeight(numbers, blown_up[: shape[0], : shape[1]])
     return ScaledWeight(numbers, read_scales(layer, shape[0]))

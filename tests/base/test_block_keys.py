@@ -38,6 +38,7 @@ def test_salt_adapter_model_and_layout_each_part_the_keys() -> None:
     roots = [
         root_key(model="m", layout="l"),
         root_key(model="m", layout="l", cache_salt="a"),
+        root_key(model="m", layout="l", cache_salt="\ud800"),
         root_key(model="m", layout="l", adapter="a"),
         root_key(model="m", layout="l", adapter="a\0", cache_salt="b"),
         root_key(model="m", layout="l", adapter="a", cache_salt="\0b"),

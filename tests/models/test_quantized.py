@@ -8,14 +8,18 @@ from typing import Any
 import pytest
 import torch
 from quantized_models import FORMATS, O_PROJ, OneOf, compressed, damage, fp8_tensor, write, write_pair
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pdkv.errors import ModelError
 from pdkv.models import linear, loader
+from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import load_model_config
 from pdkv.models.linear import Linear, LinearKind
 from pdkv.models.loader import load_decoder
 from pdkv.models.parallel import ALONE, TensorParallel
+from pdkv.models.quantization import Quantization, read_quantization
+from pdkv.models.quantized_tensors import LayerTensors, read_weight
+from pdkv.models.weight_files import WeightFiles
 
 torch.set_num_threads(1)
 
@@ -43,6 +47,16 @@ def load(path: Path, parallel: TensorParallel = ALONE) -> list[torch.Tensor]:
             parallel=parallel, linears="torch",
         )  # fmt: skip
     return weights
+
+
+def test_numbers_of_a_stranger_cost_no_more_than_the_weight(tmp_path: Path) -> None:
+    weight, scale = torch.ones(64, 96).to(torch.float8_e4m3fn), torch.rand(1, 3)
+    save_file({"model.a.weight": weight, "model.a.weight_scale_inv": scale}, tmp_path / "model.safetensors")
+    with WeightFiles(tmp_path) as files, Checkpoint(files) as checkpoint:
+        layer = LayerTensors(checkpoint, "model.a", torch.device("cpu"))
+        found = read_weight(layer, Quantization("scaled", block=(1 << 40, 32)), (64, 96))
+        assert torch.equal(found.dense(), scale.repeat_interleave(32, 1).expand(64, 96))
+    assert type(read_quantization(tmp_path, {"quant_method": "gptq", "bits": 4.0}).bits) is int
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

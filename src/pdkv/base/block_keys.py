@@ -12,10 +12,9 @@ _DIGEST_BYTES = 16
 
 def root_key(*, model: str, layout: str, adapter: str = "", cache_salt: str = "") -> bytes:
     """The parent of a chain's first key: everything that KV depends on, except the tokens."""
-    parts = "".join(
-        f"{len(part)}:{part}" for part in (model, layout, adapter, cache_salt)
-    )  # unambiguous: no two inputs read alike
-    return hashlib.blake2b(parts.encode(errors="surrogatepass"), digest_size=_DIGEST_BYTES, person=b"pdkv-root").digest()
+    parts = "".join(f"{len(part)}:{part}" for part in (model, layout, adapter, cache_salt))  # unambiguous
+    data = parts.encode(errors="surrogatepass")
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES, person=b"pdkv-root").digest()
 
 
 def extend_keys(

@@ -111,7 +111,7 @@ def read_profile(model: Path) -> Profile:
         return from_fields(Profile, values, owner=str(file))
     except OSError as error:
         raise ModelError(f"{file}: {error.strerror}") from None
-    except ValueError as error:  # of tomllib and decode()
+    except (ValueError, RecursionError) as error:  # of tomllib and decode()
         raise ModelError(f"{file}: malformed: {error}") from None
     except ConfigError as error:
         raise ModelError(str(error)) from None
