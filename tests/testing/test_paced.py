@@ -300,6 +300,7 @@ def text_of(**values: object) -> str:
         (text_of(num_layers=None), ["num_layers", "missing"]),
         (text_of(num_layer=4), ["num_layer", "did you mean 'num_layers'"]),
         ("step_s =", ["malformed"]),
+        ("step_s = " + "[" * 10_000, ["malformed"]),
     ],
 )
 def test_a_bad_profile_is_refused_by_the_name_of_the_file_and_the_field(
