@@ -1,6 +1,7 @@
 """The steps before an engine is ready: which kernels of 4-bit layers they compile, and where none are padded."""
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from pdkv.config import EngineConfig
 from pdkv.engine.plan import StepPlan
 from pdkv.engine.worker.executor import InProcessExecutor
 from pdkv.engine.worker.readback import Readback
+from pdkv.engine.worker.runner import ModelRunner
 from pdkv.engine.worker.warm_up import WarmUp
-from pdkv.kernels import streams
+from pdkv.kernels import linear, streams
 from pdkv.kernels.int4_weight import CHUNK, PLANE, Int4Weight
 from pdkv.kernels.linear_int4_triton import _Tiles
 from pdkv.models.config import load_model_config
@@ -73,4 +75,22 @@ def test_on_a_cpu_no_decode_step_is_padded(tmp_path: Path) -> None:
     assert runner is not None
     assert runner._attention.pads_decodes
     assert runner._padded is None
+    executor.shutdown()
+
+
+@pytest.mark.skipif(not linear.available(), reason="no compiler when pdkv was installed")
+@pytest.mark.parametrize(("linears", "requests"), [("auto", [1, 1]), ("torch", [1, 1, 2, 3])])
+def test_a_cpu_without_kernels_for_each_number_of_rows_reads_its_weights_twice_to_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linears: Literal["auto", "torch"], requests: list[int]
+) -> None:
+    steps = list[StepPlan]()
+    execute = ModelRunner.execute
+    monkeypatch.setattr(ModelRunner, "execute", lambda self, plan: steps.append(plan) or execute(self, plan))
+    model = make_hf_model(tmp_path, "llama", "float32")
+    config = EngineConfig(
+        model=model, device="cpu", threads=1, kv_cache_memory=1 << 20, max_num_seqs=3, cpu_linears=linears
+    )
+    executor = InProcessExecutor(load_model_config(model), config, max_num_batched_tokens=64)
+    executor.attach(None, None)
+    assert [len(plan.scheduled) for plan in steps if plan.scheduled] == requests
     executor.shutdown()
