@@ -6,6 +6,7 @@ GIL. A row's result is bit-identical for any other rows in the call and any numb
 
 import ctypes
 import math
+import os
 import threading
 from collections.abc import Sequence
 from functools import cache
@@ -141,8 +142,8 @@ def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Lay out the rows of all parts (outputs, inputs) as (panels, chunks of 2 KiB): for each input (or pair of bfloat16
     inputs), a panel's outputs side by side.
 
-    Padded with zeros to whole panels and chunks. In huge pages shared with other weights. Computed by as many threads
-    as torch's operations.
+    Padded with zeros to whole panels and chunks. In huge pages shared with other weights, which take longest to come
+    from the system: on all of the process's CPUs, whatever threads its steps have.
     """
     library = _library()
     assert library is not None, "ask available() first"
@@ -152,12 +153,12 @@ def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     shape = -(-sum(map(len, parts)) // COLUMNS), -(-inputs // chunk) * chunk // together, COLUMNS, together
     memory = _weights.take(math.prod(shape) * dtype.itemsize)
     packed = torch.frombuffer(memory, dtype=dtype).view(shape)
-    first = 0
+    first, num_threads = 0, len(os.sched_getaffinity(0))
     for part in parts:
         part = part if part.stride(1) == 1 else part.contiguous()
         library.pdkv_linear_pack(
             part.data_ptr(), len(part), inputs * dtype.itemsize, part.stride(0) * dtype.itemsize, dtype.itemsize == 1,
-            packed.data_ptr(), first, torch.get_num_threads(),
+            packed.data_ptr(), first, num_threads,
         )  # fmt: skip
         first += len(part)
     return packed
