@@ -1,5 +1,8 @@
 """The compiled linear layers against torch in float64: every kernel, odd sizes, what lies beside what they may read."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from isas import kernels_of
@@ -67,6 +70,14 @@ def test_every_size_is_within_rounding(
         for threads in (2, 5):
             assert torch.equal(plain.multiply(x, None, threads), out)
             assert torch.equal(biased.multiply(x, residual, threads), more)
+
+
+def test_a_weight_is_laid_out_on_all_cpus_of_a_process_whose_steps_have_one_thread() -> None:
+    count = "len(os.listdir('/proc/self/task'))"
+    code = f"""import os, torch; torch.set_num_threads(1); from pdkv.kernels.linear import pack; before = {count}
+pack([torch.zeros(640, 64)]); print({count} - before, len(os.sched_getaffinity(0)) - 1)"""
+    added, expected = subprocess.check_output([sys.executable, "-P", "-c", code]).split()
+    assert added == expected
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
