@@ -299,7 +299,7 @@ def _steps(timed: _Timed, name: str, core: EngineCore, asked: Submit) -> list[En
     prepared = prepare(core.card, asked)  # by the intake's thread
     timed(f"{name}: submit", core.handle, "r", asked, time.monotonic(), prepared)
     deadline = time.monotonic() + WAIT_S
-    while core.requests or core.scheduler.queues.needs_step:
+    while core.requests or core.has_work:
         now = time.monotonic()
         assert now < deadline, f"request {asked.request_id} does not end"
         core.expire(now)
