@@ -25,7 +25,7 @@ SCATTERED_TOKENS = 32768
 CACHED = (1024, 16384)
 """Blocks of others in a peer's pool or in a store, few and many."""
 
-PATHS: Mapping[str, Mapping[str, str]] = {name: {"path": name} for name in ("arena", "cma", "ucx")}
+PATHS: Mapping[str, Mapping[str, str]] = {name: {"path": name} for name in ("arena", "ucx")}
 SOCKETS: Mapping[str, Mapping[str, str]] = {name: {"sockets": name} for name in ("unix", "tcp")}
 STEP_THREAD_MS = 0.3
 DIGEST_LIMIT = 1.10

@@ -70,7 +70,7 @@ class NixlConnector(KVConnector):
                 return NixlPullWorker(config, notify, endpoint, options, table)
             return NixlPushWorker(config, notify, endpoint, options)
 
-        if arena is None:  # path=cma or ucx, or a pool that is not in host memory
+        if arena is None:  # path=ucx, or a pool that is not in host memory
             return Built(scheduler, worker, table)
 
         def shutdown() -> None:

@@ -89,7 +89,7 @@ class NixlEndpoint:
         self.slot_bytes = options.slot_bytes
         self._options = options
         self._arena = arena
-        self._paths: list[Path] = []  # the paths by which peers may read the pool
+        self._paths: list[str] = []  # the paths by which peers may read the pool
         self.sources = PeerPaths(peers, [])
         self._agent = NixlAgent(
             agent_name(config.engine, config.epoch, config.rank),
@@ -408,14 +408,13 @@ class NixlEndpoint:
         return bool(messages)
 
 
-def _paths_to(kv_cache: "torch.Tensor", allowed: Sequence[Path], in_arena: bool) -> list[Path]:
+def _paths_to(kv_cache: "torch.Tensor", allowed: Sequence[Path], in_arena: bool) -> list[str]:
     """The paths by which peers may read a pool. Raises ConfigError if none is allowed."""
-    paths = [path for path in _paths_from(kv_cache, allowed) if in_arena or path != "arena"]
+    paths: list[str] = [path for path in _paths_from(kv_cache, allowed) if in_arena or path != "arena"]
     if not paths:
         raise ConfigError(
-            f"connector nixl: path={allowed[0]} reads only KV in host memory, and path=arena only what this "
-            f"connector allocates; it lies on {kv_cache.device}, allocated by "
-            f"{'this' if in_arena else 'another'} connector or the engine: path=auto uses a path that works"
+            f"connector nixl: path={allowed[0]} reads only KV in host memory that this connector allocates; it lies on "
+            f"{kv_cache.device}, allocated by another connector or the engine: path=auto uses a path that works"
         )
     return paths
 

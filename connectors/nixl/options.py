@@ -28,10 +28,10 @@ class NixlOptions(Options):
     slot_bytes: Annotated[Bytes, Meta(ge=4096, le=1 << 30, multiple_of=4096)] = option(
         4 << 20, "size of a buffer for gathering"
     )
-    path: Literal["auto", "arena", "cma", "ucx"] = option(
+    path: Literal["auto", "arena", "ucx"] = option(
         "auto",
-        "how peers on this host are read; arena: by mapping their pools; cma: by copies from process to process; "
-        "ucx: by NIXL, the only path to other hosts; auto: the first of these that works",
+        "how peers on this host are read; arena: by mapping their pools; ucx: by NIXL, the only path to other hosts; "
+        "auto: the first of these that works",
     )
     threads_per_peer: Threads | None = option(
         None, "mode=pull: number of threads that load from each rank of a peer (default: 1, or 4 on a GPU)"

@@ -69,10 +69,10 @@ class NixlPullWorker(NixlWorker, PullWorker):
     def read_digested(self, job: Job, piece: PullPiece, scratch: Any, tokens: Tokens) -> Landed:
         """As in the base class; used if the peer's pool is mapped: one pass."""
         source = self.endpoint.sources.source(self._ranks.rank(*piece.peer_rank))
-        if source is None or source.mapped is None:
+        if source is None:
             return super().read_digested(job, piece, scratch, tokens)
         source.will_read()
-        return self.copy_digested(job, piece, source.mapped, tokens)
+        return self.copy_digested(job, piece, source.pool, tokens)
 
     def read_digests(self, job: Job, piece: PullPiece, scratch: Any, units: Ids, generations: Ids) -> DigestRows:
         blob = self._ranks.rank(*piece.peer_rank)

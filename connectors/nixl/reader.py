@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from pdkv.connectors.arena.sources import PoolSource
+from pdkv.connectors.arena.sources import MappedSource
 from pdkv.connectors.nixl.blocks import DEVICE_POST_BYTES, POST_BYTES, cut_pieces, expand_blocks
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
@@ -82,9 +82,9 @@ class PoolReader:
             None: the peer's pool is not mapped. Nothing has been read.
         """
         source = self._endpoint.sources.source(blob)
-        if source is None or source.mapped is None or own.flat is None or tokens.skipped.any():
+        if source is None or own.flat is None or tokens.skipped.any():
             return None
-        layout, peer, pool = self._endpoint.config.layout, self._endpoint.peers.card_of(blob).layout, source.mapped
+        layout, peer, pool = self._endpoint.config.layout, self._endpoint.peers.card_of(blob).layout, source.pool
         pieces = unit_pieces(layout, peer, wanted.theirs, wanted.head_start, wanted.ours, wanted.part)
         source.will_read()
         return own.copy(tokens, wanted.part, pool.reshape(-1), pieces, job.check, wanted.guard)
@@ -150,7 +150,7 @@ class PoolReader:
             self.gathered.fetch(job, blob, Wanted(ids[0], 0, ids[1], part, offer, guard))
         return int(theirs.size) * len(layers) * layer_bytes
 
-    def _copy(self, job: Waiting, source: PoolSource, pieces: Pieces, guard: Guard) -> int:
+    def _copy(self, job: Waiting, source: MappedSource, pieces: Pieces, guard: Guard) -> int:
         pool = self._units.flat
         assert pool is not None, "pools on a device must be read by NIXL"
         for part in pieces.cut(COPY_BYTES):

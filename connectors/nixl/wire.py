@@ -16,10 +16,10 @@ BLOB_VERSION = 6
 
 Mode = Literal["pull", "push"]
 
-Path = Literal["arena", "cma", "ucx"]
-"""How a pool is read: mapped, copied from process to process, or by NIXL."""
+Path = Literal["arena", "ucx"]
+"""How a pool is read: mapped, or by NIXL."""
 
-PATHS: tuple[Path, ...] = ("arena", "cma", "ucx")
+PATHS: tuple[Path, ...] = ("arena", "ucx")
 
 
 class RankBlob(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +37,7 @@ class RankBlob(msgspec.Struct, frozen=True, array_like=True):
     slot_bytes: int
     permits: Memory  # int64 words; see memory.py
     nonce: int  # the first of them
-    paths: list[Path]  # paths by which this rank may be read
+    paths: list[str]  # paths by which this rank may be read, perhaps some that this version does not know
     arena: ArenaAddress | None = None  # if the pool and the words are in one
     generations: Memory | None = None  # rank 0: one int64 per block
     digests: Memory | None = None  # of the rank's KV: rows of a stamp and a digest for each head

@@ -2,7 +2,7 @@
 transports.
 
 A piece sent directly has a fixed cost besides its bytes; gathered pieces are copied once more on each side. If one call
-takes many pieces (the copy kernel from a mapped arena, vectors of a socket or of process_vm_readv), pieces of 2 KiB
+takes many pieces (the copy kernel from a mapped arena, vectors of a socket), pieces of 2 KiB
 cost less than their copies, and nothing is gathered. If each piece is a separate operation, such as a descriptor of
 NIXL, pieces below some size are gathered. The cost of an operation depends on the network between two hosts, which
 cannot be measured at the start of one of them, so the size is an option.

@@ -261,7 +261,7 @@ def test_an_option_says_which_bare_transport_lies_below() -> None:
 
     assert bare("p2p") == bare("p2p", sockets="unix") == "UnixMessage"
     assert bare("p2p", sockets="tcp") == "TcpMessage"
-    assert bare("nixl") == bare("nixl", path="arena") == bare("nixl", path="cma") == "SharedMapping"
+    assert bare("nixl") == bare("nixl", path="arena") == "SharedMapping"
     assert bare("nixl", path="ucx") == "NixlRead"
 
 

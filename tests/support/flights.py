@@ -55,11 +55,8 @@ WAYS: Mapping[str, Way] = {
     "memory pull": Way("memory", {"mode": "pull"}, one_process=True, is_pull=True),
     "memory push": Way("memory", {"mode": "push"}, one_process=True),
     "shared_memory": Way("shared_memory", is_pull=True),
-    **{
-        f"nixl pull {path}": Way("nixl", {"mode": "pull", "path": path}, is_pull=True)
-        for path in ("arena", "cma", "ucx")
-    },
-    **{f"nixl push {path}": Way("nixl", {"mode": "push", "path": path}) for path in ("arena", "cma", "ucx")},
+    **{f"nixl pull {path}": Way("nixl", {"mode": "pull", "path": path}, is_pull=True) for path in ("arena", "ucx")},
+    **{f"nixl push {path}": Way("nixl", {"mode": "push", "path": path}) for path in ("arena", "ucx")},
     **{f"p2p {sockets}": Way("p2p", {"sockets": sockets}, relayed=True) for sockets in ("unix", "tcp")},
 }
 

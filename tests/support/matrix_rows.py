@@ -54,8 +54,6 @@ BACKENDS: dict[str, Callable[..., Choice]] = {
     "p2p tcp": functools.partial(_plain, "p2p", "sockets=tcp"),
     "nixl pull": functools.partial(_plain, "nixl", "mode=pull"),
     "nixl push": functools.partial(_plain, "nixl", "mode=push"),
-    "nixl pull cma": functools.partial(_plain, "nixl", "mode=pull", "path=cma"),
-    "nixl push cma": functools.partial(_plain, "nixl", "mode=push", "path=cma"),
     "nixl pull ucx": functools.partial(_plain, "nixl", "mode=pull", "path=ucx"),
     "nixl push ucx": functools.partial(_plain, "nixl", "mode=push", "path=ucx"),
     "shared_storage": functools.partial(_plain, "shared_storage", "path={directory}/kv"),

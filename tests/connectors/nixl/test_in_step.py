@@ -49,7 +49,6 @@ def compute(engine: Engine, meta: Any, kv: list[Any], layers: range) -> None:
     ("options", "prefill_shape"),
     [
         ({}, {}),
-        ({"path": "cma"}, {}),
         ({"path": "ucx", **DIRECT}, {}),
         (GATHERED, {}),
         ({}, {"tp": 2}),

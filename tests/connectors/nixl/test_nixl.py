@@ -43,14 +43,14 @@ pytestmark = needs_nixl
 MODES = ["pull", "push"]
 
 BY_UCX = {"path": "ucx"}
-PATHS = [{"path": "arena"}, {"path": "cma"}, BY_UCX]
+PATHS = [{"path": "arena"}, BY_UCX]
 """Within a host."""
 
 GATHER_ALL = {**BY_UCX, "gather_below": str(1 << 30), "gather_min_pieces": "1"}
 MEANS = [
     pytest.param({"path": "arena"}, id="arena"),
     pytest.param(GATHER_ALL, id="gather"),
-    *(pytest.param({"path": path}, id=path, marks=pytest.mark.slow) for path in ("cma", "ucx")),
+    pytest.param(BY_UCX, id="ucx", marks=pytest.mark.slow),
 ]
 """Memory that is read in place, and messages; the others differ from these in how bytes are copied."""
 
@@ -184,7 +184,7 @@ def _slots(engine: Engine) -> list[int]:
 @pytest.mark.parametrize(
     "options",
     [*PATHS, pytest.param(GATHER_ALL, marks=pytest.mark.slow), {**GATHER_ALL, **SMALL_SLOTS}],
-    ids=["arena", "cma", "ucx", "gather", "small"],
+    ids=["arena", "ucx", "gather", "small"],
 )
 def test_every_token_arrives(world: World, mode: str, options: dict[str, str]) -> None:
     prefill, decode = world.pair(mode, options)
@@ -202,7 +202,7 @@ SHAPES = [(1, 2, 16, 16), (2, 1, 16, 32), (2, 4, 32, 16), (4, 1, 16, 16), (1, 1,
     ("path", "tp", "peer_tp", "block_size", "peer_block_size"),
     [
         pytest.param(path, *shape, marks=() if number == 2 * n else pytest.mark.slow)
-        for n, path in enumerate(("arena", "cma", "ucx"))
+        for n, path in enumerate(("arena", "ucx"))
         for number, shape in enumerate(SHAPES)
     ],
 )
@@ -225,7 +225,6 @@ def test_engines_of_unequal_shape_exchange_every_token(
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
-                ("push", {"path": "cma"}),
                 ("pull", {**GATHER_ALL, "threads_per_peer": "4"}),
                 ("pull", {**BY_UCX, "threads_per_peer": "4"}),
                 ("push", {}),
@@ -354,10 +353,10 @@ def test_a_first_pull_from_a_stopped_peer_ends_at_its_deadline(world: World) -> 
     hand_over("pull", world, prefill, decode, 100)
 
 
-@pytest.mark.parametrize("path", ["arena", "cma"])
-def test_what_a_stopped_peer_has_leased_is_read_on_its_host(world: World, path: str) -> None:
+def test_what_a_stopped_peer_has_leased_is_read_on_its_host(world: World) -> None:
     """Nobody there takes part, not even in the first read."""
-    prefill, decode = world.remote("p", options={"path": path}), world.local("d", options={"path": path})
+    options = {"path": "arena"}
+    prefill, decode = world.remote("p", options=options), world.local("d", options=options)
     prefill.call("fill", scattered(4), 64, 1)
     handoff = prefill.hand_off("stopped", scattered(4), 64)
     prefill.signal(signal.SIGSTOP)

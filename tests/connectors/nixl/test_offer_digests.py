@@ -134,7 +134,7 @@ LIES: dict[str, tuple[Callable[[OfferDigests], Sequence[Wire]], str]] = {
 }
 
 
-@pytest.mark.parametrize(("lie", "path"), [*((lie, "arena") for lie in LIES), ("damaged", "cma"), ("damaged", "ucx")])
+@pytest.mark.parametrize(("lie", "path"), [*((lie, "arena") for lie in LIES), ("damaged", "ucx")])
 def test_what_comes_without_its_digests_is_damaged(
     make: Any, lie: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,11 +1,6 @@
 """By which path a peer on this host is read, and what happens where it lies, changes or ends."""
 
-import ctypes
-import errno
-import os
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -23,10 +18,7 @@ from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.connectors.stats import sum_stats
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
-from pdkv.errors import ConfigError, KVNotFound, PeerGone, StaleGeneration, TransferError
-from pdkv.host import process_memory
-from pdkv.host.process_info import process_start_time
-from pdkv.host.process_memory import ProcessMemory
+from pdkv.errors import ConfigError, KVNotFound, StaleGeneration, TransferError
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.reports import ConnectorStats
 
@@ -70,7 +62,7 @@ def path_to(decode: Engine, engine: str = "p") -> str | None:
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "path"),
-    [("auto", "auto", "arena"), ("cma", "auto", "cma"), ("ucx", "auto", "ucx"), ("auto", "cma", "cma")],
+    [("auto", "auto", "arena"), ("ucx", "auto", "ucx"), ("auto", "ucx", "ucx")],
 )
 def test_the_first_path_that_both_sides_offer_is_taken(make: Any, prefill: str, decode: str, path: str) -> None:
     theirs, ours = make(Engine, "p", options={"path": prefill}), make(Engine, "d", options={"path": decode})
@@ -81,14 +73,14 @@ def test_the_first_path_that_both_sides_offer_is_taken(make: Any, prefill: str, 
 
 
 def test_ranks_whose_paths_differ_are_both_named() -> None:
-    ranks = [{"": ConnectorStats(loads=1, paths={"p": path, "q": "cma"})} for path in ("cma", "arena", "cma")]
-    assert sum_stats(ranks) == {"": ConnectorStats(loads=3, paths={"p": "arena+cma", "q": "cma"})}
+    ranks = [{"": ConnectorStats(loads=1, paths={"p": path, "q": "ucx"})} for path in ("ucx", "arena", "ucx")]
+    assert sum_stats(ranks) == {"": ConnectorStats(loads=3, paths={"p": "arena+ucx", "q": "ucx"})}
 
 
 def test_paths_that_do_not_meet_are_refused_from_the_cards(make: Any, caplog: pytest.LogCaptureFixture) -> None:
-    theirs, ours = make(Engine, "p", options={"path": "cma"}), make(Engine, "d", options={"path": "arena"})
+    theirs, ours = make(Engine, "p", options={"path": "ucx"}), make(Engine, "d", options={"path": "arena"})
     ours.meet(theirs.card)
-    assert "engine d reads by path arena, but engine p can be read by path cma: set their option path" in caplog.text
+    assert "engine d reads by path arena, but engine p can be read by path ucx: set their option path" in caplog.text
     assert not ours.scheduler.peers.knows("p", "1")
 
 
@@ -97,9 +89,9 @@ def test_a_pool_that_the_connector_has_not_allocated_is_read_by_another_path(mak
     theirs, ours = make(Engine, "p", own_pool=False), make(Engine, "d")
     ours.meet(theirs.card)
     theirs.meet(ours.card)
-    assert blob_of(theirs.card).paths == ["cma", "ucx"]
+    assert blob_of(theirs.card).paths == ["ucx"]
     assert pull(theirs, ours, "t") == ""
-    assert path_to(ours) == "cma"
+    assert path_to(ours) == "ucx"
     with pytest.raises(ConfigError, match="allocated by another connector or the engine: path=auto"):
         make(Engine, "q", own_pool=False, options={"path": "arena"})
 
@@ -135,33 +127,16 @@ def test_an_arena_that_is_not_what_the_card_says_is_not_mapped(make: Any, lie: d
     said = None if lie["arena"] is None else msgspec.structs.replace(arena, **lie["arena"])
     ours.meet(changed(theirs.card, arena=said))
     assert pull(theirs, ours, "t") == ""
-    assert path_to(ours) == "cma"
+    assert path_to(ours) == "ucx"
     ours.meet()
     ours.meet(changed(theirs.card, arena=said, paths=["arena"]))
     assert pull(theirs, ours, "u") in ("peer_gone", "incompatible_peers")
     assert path_to(ours) is None or path_to(ours) == "none"
 
 
-def test_another_incarnation_in_the_same_process_is_not_read(make: Any) -> None:
-    """Its memory may lie where its predecessor's did: a number among its words tells them apart."""
-    theirs, ours = make(Engine, "p", options={"path": "cma"}), make(Engine, "d", options={"path": "cma"})
-    ours.meet(changed(theirs.card, nonce=blob_of(theirs.card).nonce + 1))
-    assert pull(theirs, ours, "t") == PeerGone.code
-
-
-def test_addresses_where_nothing_is_are_a_typed_error(make: Any) -> None:
-    theirs, ours = make(Engine, "p", options={"path": "cma"}), make(Engine, "d", options={"path": "cma"})
-    pool = blob_of(theirs.card).pool
-    ours.meet(changed(theirs.card, pool=msgspec.structs.replace(pool, address=4096)))
-    before = ours.pools[0].clone()
-    assert pull(theirs, ours, "t") == PeerGone.code
-    assert bool((ours.pools[0] == before).all())
-
-
-@pytest.mark.parametrize("path", ["arena", "cma"])
-def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """F1, F4: the sender gives up while the receiver copies; what it copied counts for nothing."""
-    options = {"mode": "push", "path": path}
+    options = {"mode": "push", "path": "arena"}
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     prefill.meet(decode.card)
     decode.meet(prefill.card)
@@ -192,9 +167,8 @@ def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, path: str, monk
     assert decode.ended("t").code == "transfer_cancelled"
 
 
-@pytest.mark.parametrize("path", ["arena", "cma"])
-def test_a_word_that_no_sender_has_is_a_typed_error(make: Any, path: str) -> None:
-    options = {"mode": "push", "path": path}
+def test_a_word_that_no_sender_has_is_a_typed_error(make: Any) -> None:
+    options = {"mode": "push", "path": "arena"}
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     decode.meet(prefill.card)
     source = decode.workers[0].endpoint.sources.source(blob_of(prefill.card))
@@ -264,10 +238,9 @@ def test_a_sender_has_no_more_offers_open_than_words_to_withdraw_them(
 
 @pytest.mark.parametrize("whole", [True, False], ids=["blocks", "units"])
 @pytest.mark.parametrize("checksum", ["on", "off"])
-@pytest.mark.parametrize("path", ["arena", "cma"])
-def test_an_offer_of_what_lies_outside_the_pool_is_refused(make: Any, path: str, checksum: str, whole: bool) -> None:
+def test_an_offer_of_what_lies_outside_the_pool_is_refused(make: Any, checksum: str, whole: bool) -> None:
     """Its blocks are numbers that a peer says, copied or digested on the way; then an honest offer arrives."""
-    options = {"mode": "push", "path": path}
+    options = {"mode": "push", "path": "arena"}
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     prefill.meet(msgspec.structs.replace(decode.card, kv_checksum=checksum))
     decode.meet(msgspec.structs.replace(prefill.card, kv_checksum=checksum))
@@ -285,110 +258,3 @@ def test_an_offer_of_what_lies_outside_the_pool_is_refused(make: Any, path: str,
     prefill.push("t", ticket, BLOCKS, 0, TOKENS, last=True)
     assert decode.ended("t").code == ""
     assert decode.wrong_tokens([9, 2, 4, 6], 0, TOKENS, 1) == []
-
-
-# --- memory of processes ----------------------------------------------------------------------------------------------
-
-_OWNER = """
-import ctypes, mmap, sys
-memory = mmap.mmap(-1, 1 << 22)
-memory[:] = bytes(i % 251 for i in range(1 << 12)) * (1 << 10)
-print(ctypes.addressof(ctypes.c_char.from_buffer(memory)), flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.fixture(name="owner")
-def process_with_memory() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    process = subprocess.Popen([sys.executable, "-c", _OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    yield process, int(process.stdout.readline())
-    process.kill()
-    process.communicate()
-
-
-def memory_of(process: "subprocess.Popen[str]") -> ProcessMemory:
-    start_time = process_start_time(process.pid)
-    assert start_time is not None
-    return ProcessMemory(process.pid, start_time)
-
-
-def test_pieces_of_another_process_arrive(owner: tuple[Any, int]) -> None:
-    """More than one call takes, some of them adjacent on both sides."""
-    process, address = owner
-    memory = memory_of(process)
-    count, size = 3000, 64
-    source = np.random.default_rng(1).permutation(1 << 16)[:count].astype(np.int64) * size
-    source[100:200] = np.arange(100) * size
-    target = np.zeros(count * size, np.uint8)
-    memory.read(target.ctypes.data + np.arange(count, dtype=np.int64) * size, address + source, size)
-    expected = (source[:, None] + np.arange(size)) % 4096 % 251
-    assert (target.reshape(count, size) == expected).all()
-    process.kill()
-    process.wait()
-    assert not memory.is_alive()
-    with pytest.raises(ProcessLookupError):
-        memory.read(as_ids(target.ctypes.data), as_ids(address), size)
-    memory.close()
-
-
-def as_ids(*numbers: int) -> np.ndarray:
-    return np.asarray(numbers, dtype=np.int64)
-
-
-def test_a_part_that_is_not_there_is_an_error_and_not_a_short_read(owner: tuple[Any, int]) -> None:
-    process, address = owner
-    memory = memory_of(process)
-    target = np.zeros(8192, np.uint8)
-    with pytest.raises(OSError, match="4096 of 8192 bytes") as failed:
-        memory.read(target.ctypes.data + as_ids(0, 4096), as_ids(address, 4096), 4096)
-    assert failed.value.errno == errno.EFAULT
-    memory.close()
-
-
-def test_a_pid_that_is_another_process_is_refused(owner: tuple[Any, int]) -> None:
-    start_time = process_start_time(owner[0].pid)
-    assert start_time is not None
-    before = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(ProcessLookupError, match="another one now"):
-        ProcessMemory(owner[0].pid, start_time + 1)
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_threads_may_read_at_once(owner: tuple[Any, int]) -> None:
-    """They used to share a poll object, which refuses two threads."""
-    process, address = owner
-    memory = memory_of(process)
-    failed: list[BaseException] = []
-
-    def read() -> None:
-        target = np.zeros(4096, np.uint8)
-        try:
-            for _ in range(2000):
-                memory.read(as_ids(target.ctypes.data), as_ids(address), 64)
-                assert memory.is_alive()
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    memory.close()
-
-
-def test_what_the_kernel_refuses_leaves_the_path_to_the_next_one(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Yama's ptrace_scope, another user: told when the peer is met."""
-
-    def refused(*_: Any) -> int:
-        ctypes.set_errno(errno.EPERM)
-        return -1
-
-    monkeypatch.setattr(process_memory, "_readv", lambda: refused)
-    theirs, ours = make(Engine, "p", own_pool=False), make(Engine, "d")
-    ours.meet(theirs.card)
-    theirs.meet(ours.card)
-    assert pull(theirs, ours, "t") == ""
-    assert path_to(ours) == "ucx"
