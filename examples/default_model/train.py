@@ -2,7 +2,7 @@
 
     python examples/default_model/train.py --steps 8000 --out DIR
     python examples/default_model/train.py --begin DIR --steps 3000 --rate 0.0015 --out src/pdkv/default_model
-    python examples/default_model/train.py --evaluate src/pdkv/default_model
+    pytest tests/pdkv/test_default_model.py
 
 Everything is generated here (tokenizer corpus, training data, weights); nothing is downloaded. The seed fixes the data
 and the initial weights. Codes come first (recall.py), then lessons beside them (lessons.py).
@@ -24,7 +24,7 @@ import recall
 import torch
 from numpy.typing import NDArray
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 VOCAB_SIZE = 512
@@ -481,89 +481,6 @@ def train(model: LlamaForCausalLM, batches: Batches, progress: Progress) -> Iter
         yield progress
 
 
-# --- evaluation --------------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-def greedy(model: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-    """Plain transformers generation of prompts of equal length; each answer ends with EOS unless it was cut.
-
-    `model` is a LlamaForCausalLM; transformers' own types for `generate` do not admit one.
-    """
-    token_ids = torch.tensor(prompts)
-    output = model.generate(
-        token_ids,
-        attention_mask=torch.ones_like(token_ids),
-        do_sample=False,
-        max_new_tokens=max_new_tokens,
-        pad_token_id=model.config.eos_token_id,
-    )
-    answers: list[list[int]] = output[:, token_ids.shape[1] :].tolist()
-    return answers
-
-
-def render_chat(messages: Sequence[dict[str, str]]) -> str:
-    """What `CHAT_TEMPLATE` gives with `add_generation_prompt`."""
-    turns = [f"<|{each['role']}|>{each['content']}{EOS if each['role'] == 'assistant' else ''}" for each in messages]
-    return BOS + "".join(turns) + ASSISTANT
-
-
-def render_follow_up(question: recall.RecallQuestion) -> tuple[str, str]:
-    """Prompt and answer of a second chat turn, which asks for the first fact."""
-    key, code = question.facts[0]
-    answer = {"role": "assistant", "content": question.answer}
-    return render_chat([*question.messages, answer, {"role": "user", "content": recall.ask_text(key)}]), code
-
-
-def evaluate(model: Any, tokenizer: Tokenizer, num_facts: int, num_questions: int) -> dict[str, float]:
-    """Share of exactly right answers, the end of text included, per form; seeds never used in training."""
-    seeds = range(10**6, 10**6 + num_questions)
-    questions = [recall.make_question(seed, num_facts) for seed in seeds]
-    recitals = [recall.make_recital(seed, num_facts) for seed in seeds[: max(1, num_questions // 8)]]
-    return {
-        "completion": share_right(model, tokenizer, [(BOS + each.prompt, each.answer) for each in questions]),
-        "chat": share_right(model, tokenizer, [(render_chat(each.messages), each.answer) for each in questions]),
-        "follow-up": share_right(model, tokenizer, [render_follow_up(each) for each in questions]),
-        "recital": share_right(model, tokenizer, [(BOS + each.prompt, each.answer) for each in recitals]),
-    }
-
-
-def evaluate_lessons(model: Any, batches: Batches, num_lessons: int) -> dict[str, float]:
-    """Share of exactly right answers to lessons, the end of text included, per kind."""
-    shares = {}
-    for kind in (lessons.call_lesson, lessons.result_lesson, lessons.direct_lesson, lessons.json_lesson):
-        rng, right = random.Random(10**6), 0
-        for _ in range(num_lessons):
-            tokens, learned = batches.read(kind(rng))
-            prompt, expected = tokens[: learned[0]], tokens[learned[0] :]
-            right += greedy(model, [prompt], len(expected)) == [expected]
-        shares[kind.__name__.removesuffix("_lesson")] = right / num_lessons
-    return shares
-
-
-def share_right(model: Any, tokenizer: Tokenizer, cases: Sequence[tuple[str, str]]) -> float:
-    """Share of (prompt, answer) that greedy decoding gets exactly right, EOS included. All have equal lengths."""
-    eos = tokenizer.token_to_id(EOS)
-    prompts = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt, _ in cases]
-    expected = [[*tokenizer.encode(answer, add_special_tokens=False).ids, eos] for _, answer in cases]
-    right = 0
-    for start in range(0, len(cases), 32):
-        answers = greedy(model, prompts[start : start + 32], len(expected[0]))
-        right += sum(got == want for got, want in zip(answers, expected[start:], strict=False))
-    return right / len(cases)
-
-
-def report(out: Path, num_questions: int) -> None:
-    """Print the accuracy of a saved model by number of facts, in float32 and in bfloat16."""
-    tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
-    for dtype in (torch.float32, torch.bfloat16):
-        model = AutoModelForCausalLM.from_pretrained(out, dtype=dtype)
-        for num_facts in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96):
-            shares = evaluate(model, tokenizer, num_facts, num_questions)
-            print(f"{dtype}, {num_facts} facts ({recall.num_prompt_tokens(num_facts)} tokens): {shares}", flush=True)
-        print(f"{dtype}, lessons: {evaluate_lessons(model, Batches(tokenizer, 0), num_questions)}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8000, help="training steps (default: %(default)s)")
@@ -574,13 +491,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("src/pdkv/default_model"), help="model directory to write")
     parser.add_argument("--seed", type=int, default=0, help="of data and initial weights (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=1, help="torch threads (default: %(default)s)")
-    parser.add_argument("--questions", type=int, default=256, help="asked per number of facts when evaluating")
-    parser.add_argument("--evaluate", type=Path, metavar="DIR", help="only evaluate this model directory")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    if args.evaluate is not None:
-        report(args.evaluate, args.questions)
-        return
     torch.manual_seed(args.seed)
     args.out.mkdir(parents=True, exist_ok=True)
     tokenizer = build_tokenizer()
@@ -595,7 +507,6 @@ def main() -> None:
     model.save_pretrained(args.out)
     (args.out / "model.safetensors").chmod(0o644)  # safetensors writes 0600, which a package must not carry
     save_tokenizer(tokenizer, args.out)
-    report(args.out, args.questions)
 
 
 if __name__ == "__main__":
