@@ -1,11 +1,13 @@
-"""The OpenAPI description of bare endpoints, made from the types of their bodies and replies."""
+"""The OpenAPI description of bare endpoints, made from the types of their bodies.
+
+Replies to prompts are OpenAI's, whose description is not repeated here.
+"""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from pdkv.router.http.answer import reply_types as reply
 from pdkv.router.http.pages.page import ERROR, MAY_NEED_KEY
 from pdkv.router.http.pages.tokenize import DetokenizeReply, TokenizeReply
 from pdkv.router.http.read.bodies import (
@@ -17,7 +19,6 @@ from pdkv.router.http.read.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
-from pdkv.router.http.responses_api import reply_types as responses_reply
 from pdkv.router.http.responses_api.protocol import ResponsesBody
 
 Struct = type[msgspec.Struct]
@@ -37,15 +38,37 @@ _ERRORS = {
 }
 
 
+class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
+    """Details of an error."""
+
+    message: str
+    type: str  # such as invalid_request_error, rate_limit_error, server_error
+    param: str | None = None  # the field at fault
+    code: str | None = None
+
+
+class ErrorReply(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of every status from 400 on, and the last event of a stream that failed."""
+
+    error: ErrorDetail
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """The reply of a server that can serve requests; a degraded server computes KV that it would have loaded."""
+
+    status: Literal["ok", "degraded"]
+    connector_problems: dict[str, str] | None = None
+
+
 class Operation(NamedTuple):
     """One endpoint."""
 
     method: str
     path: str
     summary: str
-    reply: Struct
+    reply: Struct | None  # None: an object as OpenAI's API has it
     bodies: Sequence[Struct] = ()  # one of these types
-    events: Sequence[Struct] = ()  # events of a stream, each of one of these types
+    streams: bool = False
     errors: Sequence[str] = ()
     tag: str = "server"
 
@@ -53,38 +76,35 @@ class Operation(NamedTuple):
 _OF_BODIES = ("400", "401", "404", "408", "413", "415", "503")
 
 
-def _generates(path: str, summary: str, body: Struct, whole: Struct, *events: Struct) -> Operation:
-    return Operation("post", path, summary, whole, [body], events, tuple(_ERRORS), "generation")
+def _generates(path: str, summary: str, body: Struct, *, streams: bool = True) -> Operation:
+    return Operation("post", path, summary, None, [body], streams, tuple(_ERRORS), "generation")
 
 
 def _of_tokens(path: str, summary: str, whole: Struct, *bodies: Struct) -> Operation:
     return Operation("post", path, summary, whole, bodies, errors=_OF_BODIES, tag="tokens")
 
 
-_RESPONSE = responses_reply.Response, *responses_reply.EVENTS
 OPERATIONS = (
-    _generates("/v1/completions", "Complete prompts", CompletionBody, reply.Completion, reply.Completion),
-    _generates(
-        "/v1/chat/completions", "Answer a conversation", ChatBody, reply.ChatCompletion, reply.ChatCompletionChunk
-    ),
-    _generates("/v1/responses", "Answer a conversation of items", ResponsesBody, *_RESPONSE),
-    _generates("/v1/embeddings", "Embed texts", EmbeddingBody, reply.Embeddings),
-    _generates("/v1/rerank", "Rank documents for a query", RerankBody, reply.Ranking),
-    _generates("/rerank", "As /v1/rerank", RerankBody, reply.Ranking),
+    _generates("/v1/completions", "Complete prompts", CompletionBody),
+    _generates("/v1/chat/completions", "Answer a conversation", ChatBody),
+    _generates("/v1/responses", "Answer a conversation of items", ResponsesBody),
+    _generates("/v1/embeddings", "Embed texts", EmbeddingBody, streams=False),
+    _generates("/v1/rerank", "Rank documents for a query", RerankBody, streams=False),
+    _generates("/rerank", "As /v1/rerank", RerankBody, streams=False),
     _of_tokens("/tokenize", "Tokens of a text or of a conversation", TokenizeReply, TokenizeTextBody, TokenizeChatBody),
     _of_tokens("/detokenize", "The text of tokens", DetokenizeReply, DetokenizeBody),
-    Operation("get", "/live", "Whether the router runs", reply=reply.Health),
-    Operation("get", "/ready", "As /health", reply=reply.Health, errors=("503",)),
-    Operation("get", "/health", "Whether requests can be served", reply=reply.Health, errors=("503",)),
-    Operation("get", "/ping", "As /health", reply=reply.Health, errors=("503",)),
-    Operation("post", "/ping", "As /health", reply=reply.Health, errors=("503",)),
+    Operation("get", "/live", "Whether the router runs", reply=Health),
+    Operation("get", "/ready", "As /health", reply=Health, errors=("503",)),
+    Operation("get", "/health", "Whether requests can be served", reply=Health, errors=("503",)),
+    Operation("get", "/ping", "As /health", reply=Health, errors=("503",)),
+    Operation("post", "/ping", "As /health", reply=Health, errors=("503",)),
 )
 """The endpoints that are no pages."""
 
 
 def with_endpoints(document: dict[str, Any]) -> dict[str, Any]:
     """The document as OpenAPI 3.1, with the descriptions of `OPERATIONS` added."""
-    types = {kind for of in OPERATIONS for kind in (*of.bodies, of.reply, *of.events)} | {reply.ErrorReply}
+    types = {kind for of in OPERATIONS for kind in (*of.bodies, of.reply) if kind is not None} | {ErrorReply}
     ordered = sorted(types, key=lambda kind: kind.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     refs = dict(zip(ordered, schemas, strict=True))
@@ -102,9 +122,9 @@ def _one_of(kinds: Sequence[Struct], refs: dict[Struct, dict[str, Any]]) -> dict
 
 
 def _describe(operation: Operation, refs: dict[Struct, dict[str, Any]]) -> dict[str, Any]:
-    content: dict[str, Any] = {_JSON: {"schema": refs[operation.reply]}}
-    if operation.events:
-        content["text/event-stream"] = {"schema": _one_of(operation.events, refs)}
+    content: dict[str, Any] = {_JSON: {"schema": refs[operation.reply] if operation.reply else {"type": "object"}}}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
     failed = {_JSON: ERROR}
     described: dict[str, Any] = {
         "operationId": operation.method + operation.path.replace("/", "_"),

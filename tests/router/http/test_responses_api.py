@@ -12,14 +12,13 @@ from coroutines import run
 from fake_dispatcher import Answer, FakeDispatcher, logprob, say, tokens
 from openai.types.responses import Response
 from recorded_answers import ANSWERS, THOUGHTS, TOOLS, Recorded, Thought
-from reply_check import check
 from response_events import typed_events, whole_of
 from small_app import MODEL, eos, ids, make_app, tokenizer
 
 from pdkv.config import HttpApi, HttpLimits
 from pdkv.errors import EngineDied, EngineUnavailable
 from pdkv.router.http.answer import replies
-from pdkv.router.http.responses_api import items, prepare, reply_types
+from pdkv.router.http.responses_api import items, prepare
 from pdkv.router.http.responses_api import replies as response_replies
 from pdkv.text import Tokenizer
 
@@ -37,12 +36,11 @@ def ask(answer: Answer | str, parser: str = "hermes", thinks: str = "none", **fi
 
 
 def response(exchange: Exchange) -> dict[str, Any]:
-    """A response, streamed or not, that is what OpenAI's client and our own description take it for."""
+    """A response, streamed or not, that is what OpenAI's client takes it for."""
     assert exchange.status == 200, exchange.body
     if exchange.headers["content-type"].startswith("text/event-stream"):
         return whole_of(typed_events(exchange.body))
     body: dict[str, Any] = exchange.json()
-    check(body, reply_types.Response)
     Response.model_validate(body)
     return body
 

@@ -13,16 +13,17 @@ from fake_dispatcher import FakeDispatcher, say
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
 from reply_check import check
 from small_app import MODEL, eos, ids, make_app
 from starlette.routing import Route
 
-from pdkv.router.http.answer import reply_types as reply
 from pdkv.router.http.pages import status_pages
-from pdkv.router.http.pages.openapi import OPERATIONS
+from pdkv.router.http.pages.openapi import OPERATIONS, ErrorReply, Health
 from pdkv.router.http.pages.tokenize import DetokenizeReply, TokenizeReply
 from pdkv.router.http.read.bodies import ChatBody, CompletionBody
-from pdkv.router.http.responses_api import reply_types as responses_reply
 from pdkv.router.http.responses_api.protocol import ResponsesBody
 
 USER = [{"role": "user", "content": "x"}]
@@ -87,31 +88,26 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 
 @pytest.mark.parametrize("extras", [{}, {"return_token_ids": True, "n": 2}, {"prompt_logprobs": 1, "stop": "b"}])
 @pytest.mark.parametrize("logprobs", [False, True])
-def test_whole_replies_have_their_types(extras: dict[str, Any], logprobs: bool) -> None:
+def test_whole_replies_have_openai_s_types(extras: dict[str, Any], logprobs: bool) -> None:
     app = make_app(answering())
     asked: dict[str, Any] = {"logprobs": 2} if logprobs else {}
     body = {"prompt": "xy", **asked, **extras}
-    check(run(call(app, "POST", "/v1/completions", body)).json(), reply.Completion)
+    Completion.model_validate(run(call(app, "POST", "/v1/completions", body)).json())
     asked = {"logprobs": True, "top_logprobs": 2} if logprobs else {}
     body = {"messages": USER, **asked, **extras}
-    check(run(call(app, "POST", "/v1/chat/completions", body)).json(), reply.ChatCompletion)
+    ChatCompletion.model_validate(run(call(app, "POST", "/v1/chat/completions", body)).json())
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2} if logprobs else {}
-    check(run(call(app, "POST", "/v1/responses", {"input": "x", **asked})).json(), responses_reply.Response)
+    Response.model_validate(run(call(app, "POST", "/v1/responses", {"input": "x", **asked})).json())
 
 
 @pytest.mark.parametrize("continuous", [False, True])
-def test_events_have_their_types(continuous: bool) -> None:
-    app = make_app(answering())
+def test_chunks_have_openai_s_type(continuous: bool) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": continuous}}
-    extras = {**options, "return_token_ids": True}
-    for path, body, kind in (
-        ("/v1/completions", {"prompt": "x", "logprobs": 1}, reply.Completion),
-        ("/v1/chat/completions", {"messages": USER, "logprobs": True}, reply.ChatCompletionChunk),
-    ):
-        events = run(call(app, "POST", path, {**body, **extras})).events()
-        assert events.pop() == "[DONE]"
-        for event in events:
-            check(event, kind)
+    body = {"messages": USER, "logprobs": True, "return_token_ids": True, **options}
+    events = run(call(make_app(answering()), "POST", "/v1/chat/completions", body)).events()
+    assert events.pop() == "[DONE]"
+    for event in events:
+        ChatCompletionChunk.model_validate(event)
 
 
 def test_other_replies_have_their_types() -> None:
@@ -120,20 +116,20 @@ def test_other_replies_have_their_types() -> None:
     for path, kind in (
         ("/v1/models", status_pages.ModelList),
         (f"/v1/models/{MODEL}", status_pages.ModelCard),
-        ("/v1/models/other", reply.ErrorReply),
-        ("/health", reply.Health),
+        ("/v1/models/other", ErrorReply),
+        ("/health", Health),
         ("/version", status_pages.Version),
         ("/load", status_pages.ServerLoad),
-        ("/nowhere", reply.ErrorReply),
+        ("/nowhere", ErrorReply),
     ):
         check(run(call(app, "GET", path)).json(), kind)
     dispatcher.connector_problems = {"decode-1": "no store"}
-    check(run(call(app, "GET", "/health")).json(), reply.Health)
+    check(run(call(app, "GET", "/health")).json(), Health)
     dispatcher.ready = False
-    check(run(call(app, "GET", "/health")).json(), reply.ErrorReply)
+    check(run(call(app, "GET", "/health")).json(), ErrorReply)
     check(run(call(app, "POST", "/tokenize", {"prompt": "x", "return_token_strs": True})).json(), TokenizeReply)
     check(run(call(app, "POST", "/detokenize", {"tokens": [5]})).json(), DetokenizeReply)
-    check(run(call(app, "POST", "/detokenize", {"tokens": "x"})).json(), reply.ErrorReply)
+    check(run(call(app, "POST", "/detokenize", {"tokens": "x"})).json(), ErrorReply)
 
 
 STRANGE = st.sampled_from(
@@ -201,7 +197,7 @@ def check_no_server_error(path: str, send: Callable[[Any], Any], body: Any) -> N
     exchange = send(body)
     assert exchange.status in (200, 400, 404), (body, exchange.body)
     if exchange.status != 200:
-        check(exchange.json(), reply.ErrorReply)
+        check(exchange.json(), ErrorReply)
         assert exchange.json()["error"]["message"]
 
 

@@ -11,15 +11,14 @@ import tokenizers
 from asgi_client import Exchange, call
 from coroutines import run
 from fake_dispatcher import Answer, FakeDispatcher, logprob, say, tokens
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from recorded_answers import ANSWERS, THOUGHTS, TOOLS, Recorded, Thought
-from reply_check import check
 from small_app import MODEL, TEMPLATE, eos, ids, make_app
 
 from pdkv.base import registry
 from pdkv.config import HttpApi
 from pdkv.errors import ConfigError
 from pdkv.parsers.registry import TOOL_PARSERS, check_parser_names, find_tool_parser
-from pdkv.router.http.answer import reply_types as reply
 from pdkv.text import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -39,7 +38,7 @@ def ask(answer: Answer | str, parser: str = "hermes", reasoning: str = "none", *
 
 def message(exchange: Exchange) -> dict[str, Any]:
     assert exchange.status == 200, exchange.json()
-    check(exchange.json(), reply.ChatCompletion)
+    ChatCompletion.model_validate(exchange.json())
     [choice] = exchange.json()["choices"]
     return {**choice["message"], "finish_reason": choice["finish_reason"]}
 
@@ -51,7 +50,7 @@ def streamed(exchange: Exchange, index: int = 0) -> dict[str, Any]:
     whole: dict[str, Any] = {"content": "", "finish_reason": None}
     calls: list[dict[str, Any]] = []
     for event in events:
-        check(event, reply.ChatCompletionChunk)
+        ChatCompletionChunk.model_validate(event)
         for choice in event["choices"]:
             if choice["index"] != index:
                 continue
