@@ -5,7 +5,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from benchmarks import layerwise
+from benchmarks import kv_hierarchy
 from benchmarks.report import Claim, Context
 from benchmarks.support import redis_server
 from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
@@ -91,7 +91,7 @@ def run_store_redis(context: Context) -> list[Claim]:
         claims = [Claim.of(name, _known(row.ratio_to_raw), 0.7, "higher", _figures(row))]
         claims.append(_step_thread("store on Redis", row))
         claims += _effects(context, "store", options)
-        claims += layerwise.run(context, url)
+        claims += kv_hierarchy.run_store(context, url)
     return claims
 
 

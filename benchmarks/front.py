@@ -15,11 +15,11 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.client import Reply, complete
 from benchmarks.engine_link import EngineLink, Timing
-from benchmarks.load import Workload, check, measure, random_prompt
+from benchmarks.load import Workload, check, complete, measure, random_prompt
 from benchmarks.report import Claim, Context
 from benchmarks.router_alone import Alone, router_alone
+from pdkv.bench.client import Reply
 from pdkv.bench.serve import run_loop
 from pdkv.connector_kit.bench.turns import take_turns
 from pdkv.host.sockets import raise_open_files_limit

@@ -9,11 +9,11 @@ import random
 import time
 from typing import NamedTuple
 
-from benchmarks.client import Reply, complete
-from benchmarks.load import Workload, check, measure, random_prompt
+from benchmarks.load import Workload, check, complete, measure, random_prompt
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
+from pdkv.bench.client import Reply
 from pdkv.bench.report import percentile
 from pdkv.bench.serve import run_loop
 

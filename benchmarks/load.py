@@ -1,13 +1,13 @@
-"""Workloads of random prompts, sent by the client of `pd bench`."""
+"""Workloads of random prompts and streams of exact lengths, sent by the client of `pd bench`."""
 
 import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pdkv.bench.client import Reply
+from pdkv.bench.client import Client, Reply
 from pdkv.bench.report import Run
-from pdkv.bench.serve import Pace, Target, run_loop, send
-from pdkv.bench.workload import one_turn
+from pdkv.bench.serve import Conversation, Pace, Target, run_loop, send
+from pdkv.bench.workload import Turn, one_turn
 
 
 class Workload(NamedTuple):
@@ -49,3 +49,20 @@ def measure(url: str, model: str, workload: Workload) -> Run:
     run = send_all(url, model, workload)
     check(run.replies)
     return run
+
+
+async def complete(url: str, *, model: str, prompt: list[int], max_tokens: int, reply: Reply | None = None) -> Reply:
+    """Stream one greedy completion of exactly `max_tokens` tokens. Never raises: the reply says what went wrong.
+
+    Args:
+        reply: is filled in while the answer comes, for callers that cancel this before its end.
+    """
+    ahead = Conversation("completions", is_talk=False)
+    ahead.ask(prompt)
+    body = ahead.body(Target(url, model), Turn(prompt, max_tokens))
+    reply = Reply() if reply is None else reply
+    with Client(url) as client:
+        await client.stream("/v1/completions", body, reply)
+    if reply.ok and reply.num_tokens != max_tokens:
+        reply.error = f"{reply.num_tokens} tokens instead of {max_tokens}"
+    return reply

@@ -9,12 +9,12 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from benchmarks.client import Reply
 from benchmarks.load import measure
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
 from benchmarks.versus import INPUT_LEN, workload
+from pdkv.bench.client import Reply
 from pdkv.connector_kit.bench.layouts import parse_layout
 from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES
 from pdkv.connector_kit.bench.turns import Spread, take_turns

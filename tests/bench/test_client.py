@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.client import complete
+from benchmarks.load import complete
 from pdkv.bench import client
 from pdkv.bench.client import Client, Reply
 from pdkv.errors import ConfigError

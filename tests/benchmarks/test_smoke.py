@@ -17,7 +17,6 @@ from benchmarks import (
     front,
     host_gap,
     kv_hierarchy,
-    layerwise,
     linears,
     sampler,
     startup,
@@ -128,7 +127,7 @@ def test_servers_with_digests_and_without_take_turns_for_each_connector(monkeypa
 @needs_redis
 def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
     with redis_server() as url:
-        [claim] = layerwise.run(Context(tmp_path, None, quick=True), url)
+        [claim] = kv_hierarchy.run_store(Context(tmp_path, None, quick=True), url)
     check([claim])
     assert claim.figures["local ms"] > 0
 

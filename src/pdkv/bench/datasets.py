@@ -22,23 +22,9 @@ MOONCAKE_BLOCK = 512
 """Tokens per block of a Mooncake trace."""
 
 _WORDS = (
-    "time",
-    "year",
-    "way",
-    "day",
-    "man",
-    "life",
-    "world",
-    "school",
-    "group",
-    "hand",
-    "part",
-    "place",
-    "work",
-    "point",
-    "home",
-    "room",
-)
+    "time", "year", "way", "day", "man", "life", "world", "school", "group", "hand", "part", "place", "work", "point",
+    "home", "room",
+)  # fmt: skip
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
