@@ -133,12 +133,7 @@ def end_by_signal(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def pdkv(
-    model: Path | None,
-    *,
-    prefill: int,
-    decode: int,
-    options: Sequence[str] = (),
-    log: Path | None = None,
+    model: Path | None, *, prefill: int, decode: int, options: Sequence[str] = (), log: Path | None = None
 ) -> Iterator[Server]:
     """`pd launch`, ready. `prefill` 0: aggregated engines. `log`: kept there.
 

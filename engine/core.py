@@ -20,11 +20,7 @@ from pdkv.engine.request_book import RequestBook
 from pdkv.engine.scheduler import Scheduler
 from pdkv.engine.stopping import StopRules
 from pdkv.engine.worker.executor import Ended, Executor
-from pdkv.errors import (
-    NonFiniteLogits,
-    PdkvError,
-    RankError,
-)
+from pdkv.errors import NonFiniteLogits, PdkvError, RankError
 from pdkv.host.memory_limits import format_bytes
 from pdkv.wire.frames import key_of
 from pdkv.wire.kv import EngineCard, KVHandoff

@@ -36,10 +36,7 @@ class PromptArgs(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    functions = {
-        "pdkv_attend_prompts": (None, [ctypes.POINTER(PromptArgs)]),
-        "pdkv_prompt_room_bytes": (NUMBER, ()),
-    }
+    functions = {"pdkv_attend_prompts": (None, [ctypes.POINTER(PromptArgs)]), "pdkv_prompt_room_bytes": (NUMBER, ())}
     return load_library("_linear", functions)
 
 

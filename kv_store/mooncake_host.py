@@ -52,11 +52,7 @@ class ClientConnection(Channel):
                 ) from error
 
     def call(
-        self,
-        verb: Verb,
-        names: Sequence[str],
-        starts: Sequence[int] = (),
-        sizes: Sequence[int] = (),
+        self, verb: Verb, names: Sequence[str], starts: Sequence[int] = (), sizes: Sequence[int] = ()
     ) -> Sequence[int]:
         """Mooncake's code for each name.
 
@@ -89,12 +85,7 @@ class MooncakeHost:
     """Owns the process, which is started with the first connection, and again after it has ended. Thread-safe."""
 
     def __init__(
-        self,
-        master: tuple[str, int],
-        metadata_server: str,
-        timeout_s: float,
-        what: str,
-        clock: Clock = MONOTONIC,
+        self, master: tuple[str, int], metadata_server: str, timeout_s: float, what: str, clock: Clock = MONOTONIC
     ) -> None:
         """`master`: its host and port; `what` names it in messages. Starts nothing."""
         self._master = master

@@ -283,10 +283,7 @@ class TieredStore(TellingStore):
             tier.store.close()
 
     def _look_up(
-        self,
-        found: list[bool],
-        ask: Callable[[Tier, list[int]], list[bool]],
-        among: Sequence[Tier] | None = None,
+        self, found: list[bool], ask: Callable[[Tier, list[int]], list[bool]], among: Sequence[Tier] | None = None
     ) -> list[tuple[Tier, list[int]]]:
         """Ask tier by tier (None: all) and note what is found; returns (tier, indices) of each tier's hits."""
         hits_by_tier: list[tuple[Tier, list[int]]] = []

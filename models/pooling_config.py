@@ -8,10 +8,7 @@ from pdkv.errors import InvalidRequest
 from pdkv.models.directory import ModelDirectory
 
 _FILE = "1_Pooling/config.json"
-_KINDS: dict[str, Literal["last", "mean"]] = {
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_mean_tokens": "mean",
-}
+_KINDS: dict[str, Literal["last", "mean"]] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
 
 
 class Pooling(NamedTuple):

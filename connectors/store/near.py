@@ -41,12 +41,7 @@ class Passed(NamedTuple):
 class NearValues:
     """One rank's part in looking ahead."""
 
-    def __init__(
-        self,
-        store: KVStore,
-        cut: StoreCut,
-        between: BetweenTiers,
-    ) -> None:
+    def __init__(self, store: KVStore, cut: StoreCut, between: BetweenTiers) -> None:
         """`between`: not used by any other object."""
         self._store = store
         self._between = between

@@ -19,8 +19,7 @@ class StoreConnectorOptions(Options):
         64, "tokens stored together, a multiple of 16; must be the same on all engines that share the store"
     )
     layer_groups: Natural = option(
-        0,
-        "groups of layers into which stored KV is cut, the same on all engines; 0: 1, or 4 with load=layerwise",
+        0, "groups of layers into which stored KV is cut, the same on all engines; 0: 1, or 4 with load=layerwise"
     )
     load: LoadMode = option(
         "async", "async: requests wait outside the batch; layerwise: they compute while layers arrive"

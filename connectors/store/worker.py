@@ -32,14 +32,7 @@ from pdkv.connectors.store.near import Ahead, NearValues, Passed
 from pdkv.connectors.store.options import StoreConnectorOptions
 from pdkv.connectors.store.orders import OrderThread, TierOrders
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
-from pdkv.connectors.store.plan import (
-    BlockSpan,
-    StoreCut,
-    StoreLoad,
-    StoreMetadata,
-    StoreSave,
-    Value,
-)
+from pdkv.connectors.store.plan import BlockSpan, StoreCut, StoreLoad, StoreMetadata, StoreSave, Value
 from pdkv.connectors.store.progress import LayerLoad, LoadProgress
 from pdkv.connectors.store.values import QUIET_S, SealedValues
 from pdkv.connectors.transfer.jobs import Transfer

@@ -83,10 +83,7 @@ class GrammarMasks:
     """
 
     def __init__(
-        self,
-        maker: MaskMaker | None,
-        eos_token_ids: Collection[int],
-        share: Callable[[StepMasks], None] | None = None,
+        self, maker: MaskMaker | None, eos_token_ids: Collection[int], share: Callable[[StepMasks], None] | None = None
     ) -> None:
         self._maker = maker
         self._eos_token_ids = eos_token_ids

@@ -290,10 +290,7 @@ class Session:
         self.visit.used(num_prompt + num_predicted + num_completion, num_cached)
         if outcome == "ok" and self._asked is not None:
             self.metrics.served(
-                num_prompt_tokens=num_prompt,
-                num_cached_tokens=num_cached,
-                num_completion_tokens=num_completion,
-                n=n,
+                num_prompt_tokens=num_prompt, num_cached_tokens=num_cached, num_completion_tokens=num_completion, n=n
             )
         self.stack.close()
         self.metrics.ended(outcome)

@@ -317,8 +317,7 @@ class HttpApi(Options):
         "none", "parser that separates reasoning from the answer; none: reasoning stays in the text", metavar="NAME"
     )
     trust_request_chat_template: bool = option(
-        False,
-        "accept chat_template from requests; each is rendered in its own process, limited to 2 s of CPU time",
+        False, "accept chat_template from requests; each is rendered in its own process, limited to 2 s of CPU time"
     )
     stop_in_reasoning: bool = option(
         False,
@@ -424,8 +423,7 @@ class HttpLimits(Options):
     )
 
     keep_responses_s: Annotated[float, Meta(ge=0, le=MAX_SECONDS)] = option(
-        3600.0,
-        "how long responses to clients with an API key are kept for previous_response_id; 0: they are not kept",
+        3600.0, "how long responses to clients with an API key are kept for previous_response_id; 0: they are not kept"
     )
     max_kept_responses: Size = option(64 << 20, "memory for kept responses; beyond it the oldest are dropped")
 

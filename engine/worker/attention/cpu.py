@@ -133,10 +133,7 @@ class CpuAttention(AttentionBackend):
         rest = prompts.only(~is_plain)
         ins, outs = (
             torch.from_numpy(np.concatenate([rows_of(of_rest, rest.counts), of_singles]))
-            for of_rest, of_singles in (
-                (rest.qkv_rows, plan.singles.qkv_rows),
-                (rest.out_rows, plan.singles.out_rows),
-            )
+            for of_rest, of_singles in ((rest.qkv_rows, plan.singles.qkv_rows), (rest.out_rows, plan.singles.out_rows))
         )
         plain = PlainPrompts.of(prompts.only(is_plain), self._tables, self._block_size) if is_plain.any() else None
         return _Divided(plan._replace(prompts=rest), ins, outs, plain)

@@ -16,10 +16,7 @@ def on_device(kv_pool: torch.Tensor) -> bool:
 
 
 def make_backend(
-    kv_pool: torch.Tensor,
-    num_heads: int,
-    layers: Sequence[Layer],
-    scores: Scores = USUAL,
+    kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], scores: Scores = USUAL
 ) -> AttentionBackend:
     """The backend of the pool's device, and dtype.
 

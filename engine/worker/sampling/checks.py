@@ -30,8 +30,7 @@ def check_for_vocab(params: SamplingParams, vocab_size: int, eos_token_ids: Coll
         )
     if params.structured_outputs is not None:
         raise InvalidRequest(
-            "structured_outputs is for clients: the engine needs the grammar made from it",
-            param="structured_outputs",
+            "structured_outputs is for clients: the engine needs the grammar made from it", param="structured_outputs"
         )
     if params.min_tokens > 0:
         _check_choice_is_left(params, vocab_size, eos_token_ids)

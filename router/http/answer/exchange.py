@@ -87,8 +87,7 @@ class Exchange:
         """Raise InvalidRequest for a client's x-request-id that cannot be echoed."""
         if self._label is not None and not _is_plain(self._label):
             raise InvalidRequest(
-                f"x-request-id must have at most {MAX_LABEL} characters, all printable ASCII",
-                param="x-request-id",
+                f"x-request-id must have at most {MAX_LABEL} characters, all printable ASCII", param="x-request-id"
             )
 
     async def send_whole(

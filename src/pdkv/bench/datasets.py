@@ -84,10 +84,7 @@ def random_requests(shape: Shape, make: Maker) -> Iterator[Session]:
     prefixes = [make.prompt(shape.prefix_len) for _ in range(shape.num_prefixes)]
     for _ in range(shape.num_prompts):
         own = make.prompt(make.around(shape.input_len, shape.range_ratio))
-        yield one_turn(
-            make.joined(make.rng.choice(prefixes), own),
-            make.around(output_len, shape.range_ratio),
-        )
+        yield one_turn(make.joined(make.rng.choice(prefixes), own), make.around(output_len, shape.range_ratio))
 
 
 def conversations(shape: Shape, make: Maker) -> Iterator[Session]:

@@ -202,10 +202,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 
 def _run_load(
-    arguments: argparse.Namespace,
-    sessions: "Sequence[Session]",
-    pace: "Pace",
-    trace: "Trace | None" = None,
+    arguments: argparse.Namespace, sessions: "Sequence[Session]", pace: "Pace", trace: "Trace | None" = None
 ) -> int:
     """Check options, send the sessions, and report; beside it stands what is recorded in `trace`."""
     from pdkv.bench.replay import recorded_report
@@ -293,10 +290,7 @@ def run_sweep(arguments: argparse.Namespace) -> int:
         return report
 
     reports = sweep.find_rate(
-        measure,
-        begin=arguments.begin_rate,
-        attainment=arguments.attainment,
-        refinements=arguments.refinements,
+        measure, begin=arguments.begin_rate, attainment=arguments.attainment, refinements=arguments.refinements
     )
     best = sweep.best_rate(reports, arguments.attainment)
     if not arguments.json:
@@ -542,9 +536,5 @@ def read_pace(arguments: argparse.Namespace) -> "Pace":
             "--trace-speed follows the data set's own times, as --trace does: no --request-rate was expected"
         )
     return Pace(
-        arguments.request_rate,
-        arguments.burstiness,
-        arguments.trace_speed,
-        arguments.max_concurrency,
-        arguments.seed,
+        arguments.request_rate, arguments.burstiness, arguments.trace_speed, arguments.max_concurrency, arguments.seed
     )

@@ -62,10 +62,7 @@ def _runs(llm: "LLM", arguments: argparse.Namespace, num_prompts: int, num_runs:
         prompts = [make.prompt(arguments.input_len) for _ in range(num_prompts)]
         start = MONOTONIC.now()
         outputs = llm.generate(prompts, params, use_tqdm=num_runs == 1 and sys.stderr.isatty())
-        yield (
-            MONOTONIC.now() - start,
-            sum(len(choice.token_ids) for output in outputs for choice in output.outputs),
-        )
+        yield (MONOTONIC.now() - start, sum(len(choice.token_ids) for output in outputs for choice in output.outputs))
 
 
 def run_latency(arguments: argparse.Namespace) -> int:

@@ -45,9 +45,7 @@ class LaunchConfig(Options):
         None, "file of lines NAME=tcp://ADDRESS:PORT, engines that come and go as it is replaced", metavar="FILE"
     )
     engines_dns: Names = option(
-        (),
-        "names in DNS whose addresses are engines: of SRV records, or with the engines' port",
-        metavar="NAME[:PORT]",
+        (), "names in DNS whose addresses are engines: of SRV records, or with the engines' port", metavar="NAME[:PORT]"
     )
     pool: Mapping[str, str] = option(
         {}, "pools of engines of other models, which join from other hosts, by name", metavar="NAME=MODEL"
@@ -112,8 +110,7 @@ class LaunchConfig(Options):
         30.0, "how long requests may keep running after a stop, or before an engine is stopped; 0: not at all"
     )
     router_fronts: Annotated[int, Meta(ge=0, le=64)] = option(
-        0,
-        "processes for HTTP, TLS and text in front of the router's own, which then only decides; 0: it does both",
+        0, "processes for HTTP, TLS and text in front of the router's own, which then only decides; 0: it does both"
     )
     start_method: Literal["fork", "spawn"] = option(
         "fork", "fork: fork engines from one process that has imported torch; spawn: each engine imports it"

@@ -280,10 +280,7 @@ class Tokenizer:
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
     """The tokenizer that options ask for; logs once which formats its chat templates accept. Raises ModelError."""
     tokenizer = Tokenizer.from_dir(
-        files.model,
-        chat_template=files.chat_template,
-        content_format=files.chat_template_content_format,
-        bounded=True,
+        files.model, chat_template=files.chat_template, content_format=files.chat_template_content_format, bounded=True
     )
     taken = {"default": tokenizer.chat_template, "of tools": tokenizer.tool_template}
     forms = {name: str(template.forms) for name, template in taken.items() if template is not None}

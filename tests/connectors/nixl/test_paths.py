@@ -61,8 +61,7 @@ def path_to(decode: Engine, engine: str = "p") -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "path"),
-    [("auto", "auto", "arena"), ("ucx", "auto", "ucx"), ("auto", "ucx", "ucx")],
+    ("prefill", "decode", "path"), [("auto", "auto", "arena"), ("ucx", "auto", "ucx"), ("auto", "ucx", "ucx")]
 )
 def test_the_first_path_that_both_sides_offer_is_taken(make: Any, prefill: str, decode: str, path: str) -> None:
     theirs, ours = make(Engine, "p", options={"path": prefill}), make(Engine, "d", options={"path": decode})

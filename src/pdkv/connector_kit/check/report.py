@@ -21,14 +21,7 @@ from pdkv.errors import ConfigError, PdkvError
 
 Status = Literal["passed", "failed", "refused", "skipped"]
 
-CASE_MODULES = (
-    "cases_content",
-    "cases_ownership",
-    "cases_failures",
-    "cases_groups",
-    "cases_tiers",
-    "cases_process",
-)
+CASE_MODULES = ("cases_content", "cases_ownership", "cases_failures", "cases_groups", "cases_tiers", "cases_process")
 
 
 class CaseReport(msgspec.Struct, frozen=True):
