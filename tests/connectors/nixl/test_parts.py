@@ -166,6 +166,7 @@ def test_a_peer_is_found_by_incarnation_and_by_agent_until_it_goes() -> None:
         (make_blob(host="there"), "another host .there, here .*set UCX_TLS"),
         (make_blob(host="there", paths=["arena"]), "another host .there, here .*path=ucx"),
         (make_blob(paths=[]), "reads by path arena or ucx, but engine p can be read by path none"),
+        (make_blob(paths=["cma"]), "reads by path arena or ucx, but engine p can be read by path cma"),
         (make_blob(generations=Memory(0, 8)), "bytes of its generations"),
     ],
 )
