@@ -7,6 +7,7 @@ Shapes are mid's (benchmarks/models.py). torch's own layers (oneDNN's packed one
 """
 
 import ctypes
+import math
 import shutil
 import subprocess
 import tempfile
@@ -71,6 +72,20 @@ class Limits:
     def compute(self, name: str, threads: int) -> None:
         """PEAK_ROUNDS of PEAKS[name], on each thread."""
         getattr(self._library, f"limit_{name}")(ctypes.c_int64(PEAK_ROUNDS), ctypes.c_int(threads))
+
+
+def peak_flops(threads: int) -> float:
+    """Operations a second of this processor's best vector instructions, in bfloat16 where it has those; infinite where
+    that is not known.
+    """
+    if shutil.which("cc") is None or isa() not in PEAK_OF:
+        return math.inf
+    name = PEAK_OF[isa()]
+    with tempfile.TemporaryDirectory() as folder:
+        limits = Limits(Path(folder))
+        took = times_in_turns({"": lambda: limits.compute(name, threads)}, 5)[""]
+    sums, lanes = PEAKS[name]
+    return PEAK_ROUNDS * sums * lanes * 2 * threads / took.low * 1e3
 
 
 def run(context: Context) -> list[Claim]:

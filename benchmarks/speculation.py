@@ -16,7 +16,9 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from benchmarks.linears import peak_flops
 from benchmarks.models import find_wide
 from benchmarks.peers import vllm
 from benchmarks.report import Claim, Context
@@ -35,6 +37,9 @@ RECITED = 7 * FACTS + 3
 """Tokens that name so many facts."""
 
 NUM_WORDS_SAID, _EOS = 96, 1
+NUM_STEPS = 72
+"""Tokens that steps of 1, 2, 3, 4, 6 and 9 rows of a request make without a rest."""
+
 WIDTH, TIMES = 7_680, 16
 """Neurons added to each layer, and what the hidden size is multiplied by: then a step reads as many bytes as one of the
 random model "mid", in layers of shapes that models have.
@@ -122,7 +127,8 @@ def run(context: Context) -> list[Claim]:
     claims.append(_proposing())
     if context.quick:
         return claims
-    steps = _Steps.of(wide)
+    claims.append(_allowed(claims[3], wide))
+    steps = _Steps.of(wide, 1)
     claims += _oracle(wide, steps)
     claims.append(_draft_model(context, steps))
     return claims
@@ -133,15 +139,17 @@ def _compare(
 ) -> Claim:
     without, with_guesses = _llm(None, path), _llm(config, path)
     ratios = _in_turns(without, with_guesses, lambda turn: make(without, turn), rounds)
-    figures = {**_counts(with_guesses), "prompts' share without": _prompts_share(without, make(without, 0))}
+    prompts, rest = _seconds(without, make(without, 0))
+    figures = {**_counts(with_guesses), "prompts' share without": prompts / (prompts + rest)}
     _end(without, with_guesses)
     return Claim.of(name, Spread.of(ratios), least, "higher", figures)
 
 
-def _prompts_share(llm: LLM, load: Load) -> float:
-    """The share of the time that the load takes: 1 / this is the most that guesses can bring."""
+def _seconds(llm: LLM, load: Load) -> tuple[float, float]:
+    """The time of the load's prompts, and of the steps behind them."""
     first = load._replace(params=_params(len(load.prompts), 1, temperature=0.0))
-    return min(_time(llm, first)[1] for _ in range(2)) / min(_time(llm, load)[1] for _ in range(2))
+    prompts, whole = (min(_time(llm, each)[1] for _ in range(2)) for each in (first, load))
+    return prompts, whole - prompts
 
 
 def _counts(llm: LLM) -> dict[str, float]:
@@ -188,27 +196,46 @@ def _proposing() -> Claim:
 
 
 class _Steps(NamedTuple):
-    """What the wide model says, and how long its steps take."""
+    """What the wide model says to some requests at once, and how long its steps take."""
 
     load: Load
-    said: Sequence[int]
-    seconds: float  # of a step of one row
-    with_guesses: Mapping[int, float]  # of a step of that many rows more
+    share: float  # of the prompts, without guesses
+    seconds: float  # of a step of one row of each request
+    with_guesses: Mapping[int, float]  # of a step of that many rows more of each
 
     @classmethod
-    def of(cls, path: Path) -> "_Steps":
-        load = Load.noise(1, 96, 0)._replace(params=_params(1, 96, temperature=0.0))
+    def of(cls, path: Path, at_once: int) -> "_Steps":
+        num = NUM_STEPS + 1  # the first token comes with the prompts
+        load = Load.noise(at_once, num, 0)._replace(params=_params(at_once, num, temperature=0.0))
         llm = _llm(None, path)
-        said = _time(llm, load)[0][0]
-        seconds = min(_time(llm, load)[1] for _ in range(2)) / 96
+        Oracle.known = dict(zip(map(tuple, load.prompts), _time(llm, load)[0], strict=True))
+        prompts, rest = _seconds(llm, load)
         _end(llm)
-        Oracle.known = {tuple(load.prompts[0]): said}
-        return cls(load, said, seconds, {k: _step_seconds(path, load, k) for k in (1, 2, 4, 8)})
+        with_guesses = {k: _step_seconds(path, load, k) for k in (1, 2, 3, 5, 8)}
+        return cls(load, prompts / (prompts + rest), rest / NUM_STEPS, with_guesses)
 
     def allowed(self, acceptance: float, guess_s: float = 0.0) -> float:
         """The best speedup at that acceptance a token, where each guess takes that long."""
         tokens = {k: sum(acceptance**i for i in range(k + 1)) for k in self.with_guesses}
-        return max(1.0, *(tokens[k] * self.seconds / (s + k * guess_s) for k, s in self.with_guesses.items()))
+        return self.of_all(max(tokens[k] * self.seconds / (s + k * guess_s) for k, s in self.with_guesses.items()))
+
+    def of_all(self, gain: float) -> float:
+        """The speedup of prompts and steps where that of steps is `gain`, or 1 at least."""
+        return 1 / (self.share + (1 - self.share) / max(gain, 1.0))
+
+
+def _allowed(recital: Claim, path: Path) -> Claim:
+    """A recital's gain over what its prompts and steps of such sizes allow, where every guess is right.
+
+    Beside that, what they would allow if a row took no longer than its products do at the processor's peak.
+    """
+    steps = _Steps.of(path, 8)._replace(share=recital.figures["prompts' share without"])
+    weights = (path / "model.safetensors").stat().st_size / 2
+    by_peak = steps.seconds * peak_flops(torch.get_num_threads()) / (8 * 2 * weights)
+    times = {f"{8 * (k + 1)} rows ms": s * 1e3 for k, s in ({0: steps.seconds} | dict(steps.with_guesses)).items()}
+    figures = {"allowed": steps.allowed(1.0), "allowed by arithmetic": steps.of_all(by_peak), **times}
+    name = "wide, recital, 8 at once, ngram / allowed"
+    return Claim(name, recital.ratio / figures["allowed"], 0.9, "higher", figures)
 
 
 def _oracle(path: Path, steps: _Steps) -> list[Claim]:
@@ -244,11 +271,11 @@ def _draft_model(context: Context, steps: _Steps) -> Claim:
 
 
 def _step_seconds(path: Path, load: Load, k: int) -> float:
-    """Seconds of a step of k + 1 rows, all of them right."""
+    """Seconds of a step of k + 1 rows of each request, all of them right."""
     llm = _llm({"method": f"{__name__}:Oracle", "num_speculative_tokens": k, "adaptive": False}, path)
-    seconds = min(_time(llm, load)[1] for _ in range(2)) / np.ceil(96 / (k + 1))
+    seconds = _seconds(llm, load)[1] / (NUM_STEPS / (k + 1))
     _end(llm)
-    return float(seconds)
+    return seconds
 
 
 def run_beside(context: Context) -> list[Claim]:

@@ -36,6 +36,12 @@ _MUCH = 0.1
 
 _TIME_WEIGHT, _FADE = 0.1, 0.016
 _FEW, _FADE_OF_FEW = 3, 0.3
+_LARGER = 1.2
+"""A step of so many times the usual rows is a try."""
+
+_TRIED, _TRIED_MORE = 2, 16
+"""A step has at most so many times the rows of the largest seen, and so many more."""
+
 _SIMILAR = 0.1
 """Steps whose sizes differ by this factor, less 1, take similar times."""
 
@@ -165,8 +171,9 @@ class DraftTally:
 
 
 class StepCosts:
-    """Seconds of a step by its number of rows, without its guessing. What is not known is hoped to cost nothing more,
-    so it is tried, and what has not been seen for long becomes cheaper.
+    """Seconds of a step by its number of rows, without its guessing. Rows beyond the largest step so far are expected
+    to cost what those below it did, and are tried little by little; a step smaller than all so far is hoped to take its
+    share. What is larger than usual becomes cheaper until it is tried again.
     """
 
     def __init__(self) -> None:
@@ -175,6 +182,9 @@ class StepCosts:
         self._counts = list[int]()
         self._curve: npt.NDArray[Any] | None = None
         self._age = 0  # steps since the curve was made
+        self._usual = 0.0  # rows lately
+        self._num_tries = 0  # steps larger than usual
+        self._hope = 1.0  # share of what they took more that is expected again
 
     def note(self, num_rows: int, seconds: float) -> None:
         """Record a step's time."""
@@ -190,23 +200,28 @@ class StepCosts:
         mean = self._means[at]
         self._means[at] += (min(seconds, 2 * mean) - mean) * max(1 / self._counts[at], _TIME_WEIGHT)
         self._age += 1
+        if self._usual and num_rows > _LARGER * self._usual:
+            self._num_tries += 1
+            self._hope, self._curve = 1.0, None
+        self._usual += (num_rows - self._usual) * (_TIME_WEIGHT if self._usual else 1.0)
         if self._age >= _CURVE_AGE:
-            self._fade(at)
+            self._hope *= 1.0 - (_FADE_OF_FEW if self._num_tries < _FEW else _FADE)
             self._curve, self._age = None, 0
 
-    def _fade(self, at: int) -> None:
-        """What is seen less than this size becomes cheaper where it takes longer."""
-        for i in range(at + 1, len(self._rows)):
-            share = _FADE_OF_FEW if self._counts[i] < _FEW else _FADE
-            self._means[i] -= max(self._means[i] - self._means[at], 0.0) * share
-
     def of(self, num_rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Expected seconds of steps with these numbers of rows; more rows take at least as long."""
+        """Expected seconds of steps with these numbers of rows, ascending; more rows take at least as long."""
         if not self._rows:
-            return np.ones(len(num_rows))
+            return np.where(num_rows <= _TRIED * num_rows[0] + _TRIED_MORE, 1.0, np.inf)
         if self._curve is None:
             self._curve = self._smooth()
+        last, usual = self._rows[-1], self._usual
         expected: npt.NDArray[Any] = np.interp(num_rows, self._rows, self._curve)
+        expected *= np.minimum(num_rows / self._rows[0], 1.0)
+        common = np.interp(usual, self._rows, self._curve)
+        if last > usual:
+            expected += np.maximum(num_rows - last, 0) * (self._curve[-1] - common) / (last - usual)
+        expected -= np.maximum(expected - common, 0.0) * (1.0 - self._hope)
+        expected[num_rows > _TRIED * max(last, num_rows[0]) + _TRIED_MORE] = np.inf
         return expected
 
     def _smooth(self) -> npt.NDArray[Any]:

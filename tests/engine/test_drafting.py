@@ -1,5 +1,7 @@
 """How many guesses are verified: what brings the most tokens a second, by acceptance and measured times."""
 
+import random
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -85,3 +87,19 @@ def test_new_requests_are_as_guessable_as_others_lately() -> None:
     for _ in range(200):
         made.learn(request(0.5), DraftResult(0, 0, True, 0))
     assert made.choose([new], [8], 1) == [0]
+
+
+@pytest.mark.parametrize("right", [0.1, 0.6, 0.8])
+def test_a_batch_whose_every_row_costs_the_same_loses_nothing_but_a_few_tries(right: float) -> None:
+    made, draw = Drafting(8, adapts=True, is_costly=False), random.Random(0).random
+    batch, seconds, tokens = [SimpleNamespace(draft_rate=None, num_in_flight=0) for _ in range(64)], 0, 0
+    for _ in range(300):
+        chosen = made.choose(batch, [8] * 64, 64)  # type: ignore[arg-type]
+        for each, count in zip(batch, chosen, strict=True):
+            num_right = next((i for i in range(count + 1) if draw() >= right), count + 1)
+            accepted = min(num_right, count)
+            made.learn(each, DraftResult(count, num_right, num_right <= count, 8))  # type: ignore[arg-type]
+            tokens += 1 + accepted
+        made.note_step(64 + sum(chosen), 64.0 + sum(chosen), 0.0)
+        seconds += 64 + sum(chosen)
+    assert tokens > 0.95 * seconds
