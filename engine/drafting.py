@@ -214,12 +214,11 @@ class StepCosts:
             return np.where(num_rows <= _TRIED * num_rows[0] + _TRIED_MORE, 1.0, np.inf)
         if self._curve is None:
             self._curve = self._smooth()
-        last, usual = self._rows[-1], self._usual
+        last = self._rows[-1]
         expected: npt.NDArray[Any] = np.interp(num_rows, self._rows, self._curve)
         expected *= np.minimum(num_rows / self._rows[0], 1.0)
-        common = np.interp(usual, self._rows, self._curve)
-        if last > usual:
-            expected += np.maximum(num_rows - last, 0) * (self._curve[-1] - common) / (last - usual)
+        common, below = np.interp((self._usual, last / _LARGER), self._rows, self._curve)
+        expected += np.maximum(num_rows - last, 0) * (self._curve[-1] - below) / (last - last / _LARGER)
         expected -= np.maximum(expected - common, 0.0) * (1.0 - self._hope)
         expected[num_rows > _TRIED * max(last, num_rows[0]) + _TRIED_MORE] = np.inf
         return expected
