@@ -34,6 +34,9 @@ _TRIES_COST = 0.01
 _MUCH = 0.1
 """Seconds of guessing that are much, as a share of those of a step."""
 
+_PLAIN, _PLAIN_AT = 256, (0, 8)
+"""Steps of so many that verify no guess, so that it is known how long that takes."""
+
 _TIME_WEIGHT, _FADE = 0.1, 0.016
 _FEW, _FADE_OF_FEW = 3, 0.3
 _LARGER = 1.2
@@ -62,6 +65,7 @@ class Drafting:
         self._adapts = adapts
         self._is_costly = is_costly
         self._num_idle = 0  # decode steps since one had guesses
+        self._num_steps = 0  # decode steps
         self._rate = _FIRST_RATE  # of new requests: as of all others lately
         self._times = StepCosts()
         self._guessing_s = self._step_s = 0.0  # of a step that guesses; of one without its guessing
@@ -95,7 +99,7 @@ class Drafting:
         depth = np.arange(1, max(counts) + 1)
         likely = rates[:, None] ** depth * found[:, None]
         gains = np.where(depth <= np.array(counts)[:, None], likely, 0.0).ravel()
-        if not self._may_pay(num_rows, float(gains.sum())):
+        if self._num_steps % _PLAIN in _PLAIN_AT or not self._may_pay(num_rows, float(gains.sum())):
             return [0] * len(requests)
         best = np.argsort(-gains, kind="stable")  # those of one request in their order
         tokens = num_rows + np.concatenate([[0.0], np.cumsum(gains[best])])
@@ -131,6 +135,7 @@ class Drafting:
     def note_step(self, num_rows: int, seconds: float, guessing_s: float) -> None:
         """Note how long a step of single tokens and their guesses took, the guessing included."""
         self._num_idle += 1
+        self._num_steps += 1
         step_s = max(seconds - guessing_s, 1e-9)
         self._times.note(num_rows, step_s)
         self._step_s += (step_s - self._step_s) * (_TIME_WEIGHT if self._step_s else 1.0)
@@ -198,7 +203,8 @@ class StepCosts:
             self._curve = None
         self._counts[at] += 1
         mean = self._means[at]
-        self._means[at] += (min(seconds, 2 * mean) - mean) * max(1 / self._counts[at], _TIME_WEIGHT)
+        weight = max(1 / max(self._counts[at] - 1, 1), _TIME_WEIGHT)  # the first may have been slow, and does not stay
+        self._means[at] += (min(seconds, 2 * mean) - mean) * weight
         self._age += 1
         if self._usual and num_rows > _LARGER * self._usual:
             self._num_tries += 1

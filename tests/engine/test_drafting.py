@@ -103,3 +103,12 @@ def test_a_batch_whose_every_row_costs_the_same_loses_nothing_but_a_few_tries(ri
         made.note_step(64 + sum(chosen), 64.0 + sum(chosen), 0.0)
         seconds += 64 + sum(chosen)
     assert tokens > 0.95 * seconds
+
+
+def test_some_steps_verify_none_so_that_their_time_is_known() -> None:
+    made, plain = drafting(FLAT), []
+    for step in range(32, 600):
+        if made.choose([request(0.9)], [8], 1) == [0]:
+            plain.append(step)
+        made.note_step(9, 1.0, 0.0)
+    assert plain == [256, 264, 512, 520]
