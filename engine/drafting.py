@@ -37,7 +37,7 @@ _MUCH = 0.1
 _PLAIN, _PLAIN_AT = 256, (0, 8)
 """Steps of so many that verify no guess, so that it is known how long that takes."""
 
-_TIME_WEIGHT, _FADE = 0.1, 0.016
+_TIME_WEIGHT, _FADE = 0.1, 0.1
 _FEW, _FADE_OF_FEW = 3, 0.3
 _LARGER = 1.2
 """A step of so many times the usual rows is a try."""
