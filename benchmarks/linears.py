@@ -75,9 +75,7 @@ class Limits:
 
 
 def peak_flops(threads: int) -> float:
-    """Operations a second of this processor's best vector instructions, in bfloat16 where it has those; infinite where
-    that is not known.
-    """
+    """Operations a second of this processor's best vector instructions; infinite: not known."""
     if shutil.which("cc") is None or isa() not in PEAK_OF:
         return math.inf
     name = PEAK_OF[isa()]
