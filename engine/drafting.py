@@ -35,10 +35,12 @@ _MUCH = 0.1
 """Seconds of guessing that are much, as a share of those of a step."""
 
 _PLAIN, _PLAIN_AT = 256, (0, 8)
-"""Steps of so many that verify no guess, so that it is known how long that takes."""
+"""Steps at these places of so many verify no guess, so that the time of a plain step stays known."""
 
-_TIME_WEIGHT, _FADE = 0.1, 0.1
-_FEW, _FADE_OF_FEW = 3, 0.3
+_TIME_WEIGHT = 0.1
+_FADE, _FEW, _FADE_OF_FEW = 0.1, 3, 0.3
+"""Share of the extra time of larger steps that is forgotten at a time; more of a few tries, which may be disturbed."""
+
 _LARGER = 1.2
 """A step of so many times the usual rows is a try."""
 
@@ -65,7 +67,7 @@ class Drafting:
         self._adapts = adapts
         self._is_costly = is_costly
         self._num_idle = 0  # decode steps since one had guesses
-        self._num_steps = 0  # decode steps
+        self._num_chosen = 0  # steps with guesses, which may have been left unverified
         self._rate = _FIRST_RATE  # of new requests: as of all others lately
         self._times = StepCosts()
         self._guessing_s = self._step_s = 0.0  # of a step that guesses; of one without its guessing
@@ -99,7 +101,8 @@ class Drafting:
         depth = np.arange(1, max(counts) + 1)
         likely = rates[:, None] ** depth * found[:, None]
         gains = np.where(depth <= np.array(counts)[:, None], likely, 0.0).ravel()
-        if self._num_steps % _PLAIN in _PLAIN_AT or not self._may_pay(num_rows, float(gains.sum())):
+        is_plain, self._num_chosen = self._num_chosen % _PLAIN in _PLAIN_AT, self._num_chosen + 1
+        if is_plain or not self._may_pay(num_rows, float(gains.sum())):
             return [0] * len(requests)
         best = np.argsort(-gains, kind="stable")  # those of one request in their order
         tokens = num_rows + np.concatenate([[0.0], np.cumsum(gains[best])])
@@ -135,7 +138,6 @@ class Drafting:
     def note_step(self, num_rows: int, seconds: float, guessing_s: float) -> None:
         """Note how long a step of single tokens and their guesses took, the guessing included."""
         self._num_idle += 1
-        self._num_steps += 1
         step_s = max(seconds - guessing_s, 1e-9)
         self._times.note(num_rows, step_s)
         self._step_s += (step_s - self._step_s) * (_TIME_WEIGHT if self._step_s else 1.0)
@@ -186,10 +188,10 @@ class StepCosts:
         self._means = list[float]()
         self._counts = list[int]()
         self._curve: npt.NDArray[Any] | None = None
-        self._age = 0  # steps since the curve was made
+        self._age = 0  # steps since hope faded
         self._usual = 0.0  # rows lately
         self._num_tries = 0  # steps larger than usual
-        self._hope = 1.0  # share of what they took more that is expected again
+        self._hope = 1.0  # share of their extra time that is still expected
 
     def note(self, num_rows: int, seconds: float) -> None:
         """Record a step's time."""
@@ -223,7 +225,8 @@ class StepCosts:
         last = self._rows[-1]
         expected: npt.NDArray[Any] = np.interp(num_rows, self._rows, self._curve)
         expected *= np.minimum(num_rows / self._rows[0], 1.0)
-        common, below = np.interp((self._usual, last / _LARGER), self._rows, self._curve)
+        # Steps hardly larger than usual are no tries: nothing would end the hope that they became cheap.
+        common, below = np.interp((int(_LARGER * self._usual), last / _LARGER), self._rows, self._curve)
         expected += np.maximum(num_rows - last, 0) * (self._curve[-1] - below) / (last - last / _LARGER)
         expected -= np.maximum(expected - common, 0.0) * (1.0 - self._hope)
         expected[num_rows > _TRIED * max(last, num_rows[0]) + _TRIED_MORE] = np.inf

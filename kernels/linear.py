@@ -35,6 +35,9 @@ _NUMBERS = {
 GROUP_MULTIPLE = 64
 """Groups of inputs with a scale of their own have multiples of so many."""
 
+_MOST_TO_LAY_OUT = 8
+"""CPUs that lay out weights at once, unless steps have more threads."""
+
 _FP8_FACTOR = 256.0
 """linear.c's floats of FP8 numbers are so many times too small."""
 
@@ -142,8 +145,8 @@ def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Lay out the rows of all parts (outputs, inputs) as (panels, chunks of 2 KiB): for each input (or pair of bfloat16
     inputs), a panel's outputs side by side.
 
-    Padded with zeros to whole panels and chunks. In huge pages shared with other weights, which take longest to come
-    from the system: on all of the process's CPUs, whatever threads its steps have.
+    Padded with zeros to whole panels and chunks, in huge pages shared with other weights. Getting these takes longest,
+    so several CPUs of the process take part, whatever threads its steps have.
     """
     library = _library()
     assert library is not None, "ask available() first"
@@ -153,7 +156,7 @@ def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     shape = -(-sum(map(len, parts)) // COLUMNS), -(-inputs // chunk) * chunk // together, COLUMNS, together
     memory = _weights.take(math.prod(shape) * dtype.itemsize)
     packed = torch.frombuffer(memory, dtype=dtype).view(shape)
-    first, num_threads = 0, len(os.sched_getaffinity(0))
+    first, num_threads = 0, max(torch.get_num_threads(), min(len(os.sched_getaffinity(0)), _MOST_TO_LAY_OUT))
     for part in parts:
         part = part if part.stride(1) == 1 else part.contiguous()
         library.pdkv_linear_pack(

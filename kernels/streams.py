@@ -67,9 +67,9 @@ class Stream:
 
 
 class Streams:
-    """The streams of one device; these, of the host."""
+    """The streams of one device. The methods are those of a host."""
 
-    is_host = True
+    is_host: bool
     """What was called has been done: streams and events are nothing."""
 
     def use(self) -> None:
@@ -94,7 +94,13 @@ class Streams:
         return None
 
 
-HOST = Streams()
+class HostStreams(Streams):
+    """The CPU's: calls return when their work is done."""
+
+    is_host = True
+
+
+HOST: Streams = HostStreams()
 
 
 def streams_of(device: "torch.device") -> Streams:

@@ -1,13 +1,12 @@
 """LMCache's own chunks of KV in its server, as its engines read and write them: without a marker or a checksum."""
 
-import contextlib
 import hashlib
 import re
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-from pdkv.errors import ConfigError, StoreUnavailable
+from pdkv.errors import ConfigError, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Arrived, Buffer
 from pdkv.kv_store.connections import Channel, Deadline
 from pdkv.kv_store.lmcache_store import (
@@ -85,8 +84,14 @@ class LMCacheChunks(LMCacheServerStore):
             self.contains(keys[:1])
             found[:] = [False] * len(keys)
             for index in range(len(keys)):
-                with contextlib.suppress(StoreUnavailable):
+                try:
                     self._read(keys, out, found, deadline, arrived, range(index, index + 1))
+                except StoreUnavailable:
+                    continue
+                except StoreTimeout:
+                    if not any(found):
+                        raise
+                    break
         return found
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:

@@ -44,7 +44,7 @@ class Fields:
     def positive(self, name: str, default: float | None = None) -> float:
         value = self.number(name, default)
         if value <= 0.0:
-            raise ModelError(f"{self.path}: field {name!r} must be above 0 and finite, got {value!r}")
+            raise ModelError(f"{self.path}: field {name!r} must be above 0, got {value!r}")
         return value
 
     def whole(self, name: str, default: int, most: int) -> int:

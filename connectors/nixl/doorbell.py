@@ -137,13 +137,13 @@ class Doorbell:
     def flush(self) -> bool:
         """Send waiting messages as far as there is room. Returns whether none wait any more. For one thread."""
         for address in list(self._full):
-            outbox = self._full.pop(address, None)  # `send` may have replaced it, and `forget` removed it
+            if (outbox := self._full.pop(address, None)) is None:  # `forget` has removed it
+                continue
             try:
-                if outbox is not None and not outbox.flush():
-                    self._full.setdefault(address, outbox)
+                if not outbox.flush():
+                    self._full.setdefault(address, outbox)  # unless `send` has replaced it
             except OSError as error:
                 logger.debug("process %d is gone: %s", address.pid, error)
-                assert outbox is not None
                 self._drop(address, outbox)
         return not self._full
 

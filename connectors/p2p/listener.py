@@ -113,14 +113,15 @@ class LinkListener:
     def close(self, timeout_s: float) -> None:
         """End all links and wait for their threads, for a limited time. Idempotent."""
         deadline = MONOTONIC.now() + timeout_s
-        self.auth_listener.close(timeout_s)  # from now on no link comes; the thread of each has begun, or never will
+        if not self.auth_listener.close(timeout_s):  # else no link comes from now on; each has its thread, or none
+            logger.error("the listener for links does not end")
         with self._changed:
             self._stopping = True
             links, threads = list(self._links), list(self._threads)
             self._changed.notify_all()
         for link in links:
             link.interrupt()
-        for thread in threads:
+        for thread in (thread for thread in threads if thread.ident is not None):
             thread.join(max(deadline - MONOTONIC.now(), 0.0))
             if thread.is_alive():
                 logger.error("thread %s does not end", thread.name)

@@ -166,6 +166,8 @@ class AuthListener:
         if self._strangers:
             self._refuse(next(iter(self._strangers.values())), "no file descriptors are left")
             return
+        if self._paused_until:  # another listener has just said so
+            return
         logger.warning("cannot accept connections: %s", error.strerror)
         for listener in self._listeners:
             self._selector.unregister(listener)

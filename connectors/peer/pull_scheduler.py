@@ -14,7 +14,6 @@ from pdkv.connectors.base import (
     NO_MATCH,
     OBSERVES_NOTHING,
     BlockTables,
-    ConfirmedRange,
     ConnectorConfig,
     FinishDecision,
     KVConnectorMetadata,
@@ -105,12 +104,13 @@ class PullScheduler(SchedulerConnector):
         self.peers = peers
         self._table = table
         self._found: dict[TransferKey, Match] = {}  # by content: from the last question, until blocks are allocated
-        self._named: dict[TransferKey, tuple[bytes, list[NamedGroup] | None]] = {}  # payloads, unpacked
+        self._named: dict[
+            TransferKey, tuple[bytes, list[NamedGroup] | None]
+        ] = {}  # unpacked payloads, as long as they are needed
         self._queued: list[BlockLoad] = []  # for the next metadata
         self._begun: dict[TransferKey, int] = {}  # loads that wait for a hand-off of the rest: where that begins
         self._loading: set[TransferKey] = set()  # queued or with the worker
         self._computing: list[DigestOrder] = []  # for the next metadata: of what the step of the last one computes
-        self._ordered: dict[TransferKey, range] = {}  # tokens with such orders
 
     # --- what a subclass may override -----------------------------------------------------------------------------
 
@@ -201,33 +201,29 @@ class PullScheduler(SchedulerConnector):
         return False  # the workers ignore it
 
     def build_connector_meta(self, view: SchedulerView) -> PullMetadata:
-        digests = self._digests(view)
-        for key in (*view.finished, *view.aborted, *view.preempted):
-            self._found.pop(key, None)
-            self._named.pop(key, None)
-            self._ordered.pop(key, None)
+        for keys in (view.finished, view.aborted, view.preempted):
+            for key in keys:
+                self._found.pop(key, None)
+                self._named.pop(key, None)
         for key in view.cancelled:
             self._begun.pop(key, None)  # nothing follows
         loads, self._queued = [_without_rest(load, view.cancelled) for load in self._queued], []
-        return PullMetadata(step_id=view.step_id, loads=loads, digests=digests)
+        return PullMetadata(step_id=view.step_id, loads=loads, digests=self._digests(view))
 
     def _digests(self, view: SchedulerView) -> Sequence[DigestOrder]:
-        """The digests to make before this step, of hand-offs' tokens that the step before it computes (where steps are
-        planned ahead, those are read before a plan knows that they are confirmed) and of what else is confirmed.
+        """The digests to make before this step, of what is confirmed, and of hand-offs' tokens that the step before it
+        computes: where steps are planned ahead, those are read before a plan knows that they are confirmed.
         """
+        computed = [order for order in self._computing if self._is_current(order)]
+        if not (view.confirmed or view.scheduled):
+            self._computing = []
+            return computed
         of = self._table, self.config.kv_checksum, self.block_size
-        orders = self._computing + digest_orders(map(self._rest, view.confirmed), *of)
         self._computing = digest_orders(view.scheduled, *of)
-        for tokens in view.scheduled:
-            before = self._ordered.get(tokens.request.transfer_key, range(0))
-            start = before.start if before.stop == tokens.start else tokens.start
-            self._ordered[tokens.request.transfer_key] = range(start, tokens.stop)
-        return orders
+        return computed + digest_orders(view.confirmed, *of)
 
-    def _rest(self, told: ConfirmedRange) -> ConfirmedRange:
-        """What follows the tokens whose digests are ordered already."""
-        ordered = self._ordered.get(told.request.transfer_key, range(0))
-        return msgspec.structs.replace(told, start=ordered.stop) if told.start in ordered else told
+    def _is_current(self, order: DigestOrder) -> bool:
+        return self._table.generations_of(order.block_ids).tobytes() == order.generations
 
     def request_finished(self, request: RequestView, block_tables: BlockTables) -> FinishDecision:
         self._found.pop(request.transfer_key, None)

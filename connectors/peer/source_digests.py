@@ -6,7 +6,7 @@ so nothing else waits for this thread, neither a step nor a hand-off.
 
 import logging
 import queue
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from threading import Event
 
 import msgspec
@@ -38,35 +38,33 @@ class DigestOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest_orders(
-    told: Iterable[ConfirmedRange | ScheduledRange], table: BlockTable, mode: ChecksumMode, block_size: int
+    told: Sequence[ConfirmedRange | ScheduledRange], table: BlockTable, mode: ChecksumMode, block_size: int
 ) -> list[DigestOrder]:
-    """The digests to make of whole hash blocks and of hand-offs' tails: all whole blocks are one order."""
-    size, whole, orders = unit_tokens(block_size), list[int](), list[DigestOrder]()
+    """The digests to make of tokens: for the ends of hand-offs with their tails, otherwise for whole hash blocks."""
+    size, orders = unit_tokens(block_size), []
     for tokens in told:
         request = tokens.request
         if mode != "on" and not (request.kv == "handoff" and is_checked(mode, request.transfer_id)):
             continue
         start, stop = tokens.start // size * size, tokens.stop
         stop = stop if isinstance(tokens, ConfirmedRange) and tokens.last else stop // size * size
-        for blocks, first, end in _of_tables(tokens.block_tables, start, stop, block_size) if start < stop else ():
-            if first or end % block_size:
-                orders.append(DigestOrder(blocks, table.generations_of(blocks).tobytes(), first, end))
-            else:
-                whole += blocks
-    if whole:
-        orders.append(DigestOrder(whole, table.generations_of(whole).tobytes(), 0, len(whole) * block_size))
+        if start < stop:
+            orders += _of_tables(tokens.block_tables, table, start, stop, block_size)
     return orders
 
 
-def _of_tables(tables: BlockTables, start: int, stop: int, size: int) -> Iterator[tuple[Sequence[int], int, int]]:
-    """By KV group, the blocks of tokens [start, stop) that no window has given up, and those tokens within them."""
+def _of_tables(tables: BlockTables, table: BlockTable, start: int, stop: int, size: int) -> list[DigestOrder]:
+    """One order for each KV group; blocks that a window has given up come first, and have none."""
+    orders = []
     for block_ids in tables:
         first, last = start // size, -(-stop // size)
-        blocks = block_ids[first:last]
+        blocks = list(block_ids[first:last])
         while blocks and blocks[0] < 0:
             first, blocks = first + 1, blocks[1:]
         if blocks:
-            yield blocks, max(start - first * size, 0), stop - first * size
+            generations = table.generations_of(blocks).tobytes()
+            orders.append(DigestOrder(blocks, generations, max(start - first * size, 0), stop - first * size))
+    return orders
 
 
 class SourceDigests:

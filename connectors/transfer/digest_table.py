@@ -53,9 +53,8 @@ class DigestTable:
         self._stamps[units] = _stamps(generations, counts)
 
     def counts(self, units: Ids, generations: Ids) -> Ids:
-        """Digested tokens of each unit: 0 if its digest is of an earlier generation, all if it is of a later one."""
-        stamps = self._stamps[units]
-        return np.where(stamps // _COUNTS > generations + 1, HASH_BLOCK_SIZE, _counts(stamps, generations))
+        """Number of digested tokens of each unit; 0 if its digest is of another generation."""
+        return _counts(self._stamps[units], generations)
 
     def read(self, units: Ids, generations: Ids) -> DigestRows:
         """The digests of units, given the generations of their blocks."""

@@ -65,7 +65,10 @@ class EventFollower:
                         reading.result()
                 finally:
                     cut.cancel()
-                    async with self._lock:  # what a thread has begun to read is told first: it is not asked for again
+                    try:
+                        async with self._lock:  # what a thread has begun to read is told: it is not asked for again
+                            pass
+                    finally:
                         reading.cancel()
             await MONOTONIC.pause(RECONNECT_S)
 
@@ -118,8 +121,8 @@ class EventFollower:
                 logger.warning("%s: %s does not repeat its KV events", self._name, self._source.replay)
 
     async def _take(self, number: int, payload: bytes) -> None:
-        self._next = number + 1
         async with self._lock:
+            self._next = number + 1  # from here on it is told, whatever happens to this task
             try:
                 if len(payload) <= INLINE_BYTES:
                     changes = self._cache.take(payload)

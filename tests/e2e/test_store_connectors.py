@@ -227,7 +227,7 @@ def failing(workload: Workload) -> Iterator[tuple[RedisServer, Running]]:
             yield server, deployment
 
 
-def test_a_store_that_is_down_at_the_start_is_said_at_once_until_it_is_up(failing: tuple[RedisServer, Running]) -> None:
+def test_a_store_that_is_down_at_the_start_is_named_until_it_is_up(failing: tuple[RedisServer, Running]) -> None:
     """In the log, /topology and /health without any request."""
     server, deployment = failing
     text = "until it can be reached, prompts are computed instead"

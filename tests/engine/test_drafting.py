@@ -17,6 +17,7 @@ def drafting(seconds: Any, **fields: Any) -> Drafting:
     """With steps of up to 32 rows measured."""
     made = Drafting(8, **{"adapts": True, "is_costly": False, **fields})
     for rows in range(1, 33):
+        made.choose([request(0.5)], [1], rows)
         made.note_step(rows, seconds(rows), 0.0)
     return made
 
@@ -89,20 +90,32 @@ def test_new_requests_are_as_guessable_as_others_lately() -> None:
     assert made.choose([new], [8], 1) == [0]
 
 
-@pytest.mark.parametrize("right", [0.1, 0.6, 0.8])
-def test_a_batch_whose_every_row_costs_the_same_loses_nothing_but_a_few_tries(right: float) -> None:
+@pytest.mark.parametrize(("num_rows", "guessing", "right"), [
+    (64, 64, 0.1), (64, 64, 0.6), (64, 64, 0.8), (8, 1, 0.9), (32, 2, 0.9)
+])  # fmt: skip
+def test_a_batch_whose_every_row_costs_the_same_loses_nothing_but_a_few_tries(
+    num_rows: int, guessing: int, right: float
+) -> None:
     made, draw = Drafting(8, adapts=True, is_costly=False), random.Random(0).random
-    batch, seconds, tokens = [SimpleNamespace(draft_rate=None, num_in_flight=0) for _ in range(64)], 0, 0
+    batch, seconds, tokens = [SimpleNamespace(draft_rate=None, num_in_flight=0) for _ in range(guessing)], 0, 0
     for _ in range(300):
-        chosen = made.choose(batch, [8] * 64, 64)  # type: ignore[arg-type]
+        chosen = made.choose(batch, [8] * guessing, num_rows)  # type: ignore[arg-type]
+        tokens += num_rows - guessing
         for each, count in zip(batch, chosen, strict=True):
             num_right = next((i for i in range(count + 1) if draw() >= right), count + 1)
             accepted = min(num_right, count)
             made.learn(each, DraftResult(count, num_right, num_right <= count, 8))  # type: ignore[arg-type]
             tokens += 1 + accepted
-        made.note_step(64 + sum(chosen), 64.0 + sum(chosen), 0.0)
-        seconds += 64 + sum(chosen)
+        made.note_step(num_rows + sum(chosen), float(num_rows + sum(chosen)), 0.0)
+        seconds += num_rows + sum(chosen)
     assert tokens > 0.95 * seconds
+
+
+def test_steps_beside_prompts_verify_guesses() -> None:
+    """Their times are not noted."""
+    made = Drafting(8, adapts=True, is_costly=False)
+    chosen = [made.choose([request(0.9)], [8], 1) for _ in range(20)]
+    assert [step for step, [count] in enumerate(chosen) if not count] == [0, 8]
 
 
 def test_some_steps_verify_none_so_that_their_time_is_known() -> None:

@@ -308,7 +308,7 @@ async def test_a_fork_server_that_is_stopped_when_it_has_imported_is_given_up_so
 
 
 async def test_a_fork_server_that_has_ended_unheard_is_given_up(lifeline: int) -> None:
-    """As one that memory ran out for together with its engine, which is to start again: nobody caught its EPIPE."""
+    """As one that memory ran out for together with its engine, which is to start again: it was not caught."""
     server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
     server._ready.set_result(b"ready")
     server.child.send_signal(signal.SIGKILL)

@@ -99,6 +99,3 @@ def test_a_template_of_a_file_stands_in_the_place_of_all_of_the_models(
     fixed = EngineConfig(model=tmp_path, chat_template=tmp_path / "own.jinja", chat_template_content_format="openai")
     with pytest.raises(ModelError, match="omits the user's message, as text parts"):
         load_tokenizer(fixed)
-    (tmp_path / "own.jinja").write_text(ENDLESS + SAID)
-    with pytest.raises(ModelError, match="the chat template took more than 2 s of a processor"):
-        load_tokenizer(fixed)

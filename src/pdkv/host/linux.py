@@ -27,5 +27,5 @@ def become_subreaper() -> None:
 
 
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
-    """Have this process get a signal when the thread that forked it ends. SIGCONT lets a stopped one notice it."""
+    """Have this process get a signal when the thread that forked it ends; SIGCONT lets a stopped one notice the end."""
     _prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(by))

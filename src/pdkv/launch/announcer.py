@@ -1,6 +1,7 @@
 """Announces an engine to a router on another host, for as long as it runs (`pd engine --join`, docs/membership.md)."""
 
 import asyncio
+import contextlib
 import logging
 import secrets
 from typing import cast
@@ -10,6 +11,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import recv_monitor_message
 
+from pdkv.base.clock import MONOTONIC
 from pdkv.base.log_limit import LogLimit
 from pdkv.errors import ConfigError, MalformedMessage
 from pdkv.wire.cluster_key import ClusterKey
@@ -27,6 +29,9 @@ _SAYS_NO = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _ENDS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_DISCONNECTED
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | _SAYS_NO | _ENDS
 
+AGAIN_S = 2.0
+"""Seconds until a router is looked for again where another program has answered."""
+
 _SAY_AGAIN_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -40,6 +45,7 @@ class Announcer:
         self._join = Join(name, endpoint, PROTOCOL, secrets.token_hex(8), pool=pool)
         self._key = key
         self._is_going = asyncio.Event()  # the router knows that it leaves
+        self._was_admitted = False
 
     async def run(self, stopped: asyncio.Event, hurried: asyncio.Event, drain_s: float) -> None:
         """Announce the engine until `stopped`, then have it drained; returns when no request needs it any more, or
@@ -51,7 +57,12 @@ class Announcer:
         context = zmq.asyncio.Context()
         socket: zmq.asyncio.Socket = context.socket(zmq.DEALER)
         monitor = socket.get_monitor_socket(_EVENTS)
-        works = self._hear(socket), self._watch(monitor), self._leave(socket, stopped, drain_s), _end(stopped, hurried)
+        works = (
+            self._hear(socket),
+            self._watch(monitor, socket),
+            self._leave(socket, stopped, drain_s),
+            _end(stopped, hurried),
+        )
         tasks = [asyncio.ensure_future(work) for work in works]
         try:
             self._connect(socket)
@@ -93,6 +104,7 @@ class Announcer:
                 case "asked":
                     await socket.send(encode(self._join))
                 case "admitted":
+                    self._was_admitted = True
                     logger.info("the router at %s has taken %s in", self._router, self._join.name)
                 case "refused":
                     raise ConfigError(f"the router at {self._router} refuses {self._join.name}: {verdict.text}")
@@ -101,18 +113,25 @@ class Announcer:
                 case "left":
                     return
 
-    async def _watch(self, monitor: zmq.asyncio.Socket) -> None:
-        """Raise ConfigError if what listens there refuses the key, or is no router. ZeroMQ connects again, later and
-        later, where a handshake just ends: the router may not be up behind its address, or have another key.
+    async def _watch(self, monitor: zmq.asyncio.Socket, socket: zmq.asyncio.Socket) -> None:
+        """Raise ConfigError if what listens there refuses the key, or is no router, before a router has admitted the
+        engine; later that is tried again. Where a handshake just ends, ZeroMQ connects again, later and later: the
+        router may not be up behind its address, or have another key.
         """
-        text = f"{self._router} does not let this engine in: is it a router's, with the same --cluster-key-file?"
+        text = f"{self._router} does not admit this engine: is it a router's address, with the same --cluster-key-file?"
         limit, before = LogLimit(_SAY_AGAIN_S), 0
         while True:
             event = (await recv_monitor_message(monitor))["event"]
-            if event & _SAYS_NO or (before, event) == (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED):
+            says_no = event & _SAYS_NO or (before, event) == (zmq.EVENT_CONNECTED, zmq.EVENT_DISCONNECTED)
+            if says_no and not self._was_admitted:
                 raise ConfigError(text)
-            if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and limit.passes():
-                logger.warning("%s It is tried again", text)
+            if (says_no or event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL) and limit.passes():
+                logger.warning("%s It tries again.", text)
+            if says_no:  # ZeroMQ does not come back after what it takes for an attack
+                with contextlib.suppress(zmq.ZMQError):
+                    socket.disconnect(self._router)
+                await MONOTONIC.pause(AGAIN_S)
+                socket.connect(self._router)
             before = event
 
     async def _leave(self, socket: zmq.asyncio.Socket, stopped: asyncio.Event, drain_s: float) -> None:

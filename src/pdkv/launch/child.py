@@ -1,5 +1,5 @@
-"""How the launcher's children begin. Their imports take seconds, in which none would notice that the launcher is
-killed: it takes them with it, and its port is free.
+"""How the launcher's children begin. Their imports take seconds, in which no child would notice that the launcher has
+been killed; so the kernel kills them then, and the launcher's port is free.
 """
 
 import os

@@ -11,7 +11,6 @@ from typing import Any
 import jinja2
 
 from pdkv.base.clock import unix_time
-from pdkv.errors import ModelError
 from pdkv.text import sandbox
 from pdkv.text.sandbox import Render
 
@@ -20,8 +19,7 @@ from pdkv.text.sandbox import Render
 def bounded_template(source: str) -> Iterator[Render]:
     """A template in its process, which ends by itself at its limits (`sandbox.main`).
 
-    This and the yielded function raise jinja2.TemplateError: it is broken, or refuses its variables; and ModelError: it
-    takes too long.
+    This and the yielded function raise jinja2.TemplateError: it is broken, refuses its variables, or takes too long.
     """
     environment = {name: os.environ[name] for name in ("PYTHONPATH", "TZ") if name in os.environ}
     process = subprocess.Popen(
@@ -46,7 +44,7 @@ def _ask(process: "subprocess.Popen[bytes]", value: Any) -> dict[str, str]:
         answer: dict[str, str] = json.loads(process.stdout.readline())
     except (OSError, ValueError):  # it has ended
         bounds = f"{sandbox.CPU_S} s of a processor or {sandbox.MEMORY_BYTES >> 20} MiB of memory"
-        raise ModelError(f"the chat template took more than {bounds}") from None
+        raise jinja2.TemplateError(f"it took more than {bounds}") from None
     if "error" in answer:
         raise jinja2.TemplateError(answer["error"])
     return answer

@@ -1,6 +1,5 @@
 """The tokenizer of a Hugging Face model directory."""
 
-import contextlib
 import functools
 import json
 import logging
@@ -71,22 +70,16 @@ class Tokenizer:
 
     @classmethod
     def from_dir(
-        cls,
-        path: Path,
-        *,
-        chat_template: Path | None = None,
-        content_format: ContentFormat = "auto",
-        bounded: bool = False,
+        cls, path: Path, *, chat_template: Path | None = None, content_format: ContentFormat = "auto"
     ) -> "Tokenizer":
         """Load tokenizer.json and the files next to it: tokenizer_config.json, special_tokens_map.json, templates.
 
         Args:
             chat_template: a file that replaces the model's templates.
             content_format: as in ChatTemplate.
-            bounded: try the model's templates out within limits of time and memory first.
 
         Raises:
-            ModelError: a file is missing or broken, or a template takes too long.
+            ModelError: a file is missing or broken.
         """
         directory = ModelDirectory(DEFAULT_MODEL if is_paced(path) else path)
         file = directory.path / "tokenizer.json"
@@ -104,10 +97,6 @@ class Tokenizer:
             raise ModelError(f"{file}: broken: {error}") from error
         given = {} if chat_template is None else {"default": read_text(chat_template)}
         templates = given or directory.chat_templates()
-        for name in templates.keys() & {"default", "tool_use"} if bounded and directory.path != DEFAULT_MODEL else ():
-            with contextlib.suppress(jinja2.TemplateError), bounded_template(templates[name]) as render:
-                tokens, tools = directory.special_tokens, name != "default"
-                ChatTemplate(templates[name], tokens, for_tools=tools, content_format=content_format, render=render)
         return cls(
             backend,
             special_tokens=directory.special_tokens,
@@ -137,7 +126,7 @@ class Tokenizer:
         offsets they take half the time.
 
         Raises:
-            InvalidRequest: it contains half of a surrogate pair, or the library gives it up.
+            InvalidRequest: it contains half of a surrogate pair, or the library gives up on it.
         """
         try:
             [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -146,7 +135,7 @@ class Tokenizer:
         except BaseException as error:
             if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
                 raise
-            raise InvalidRequest(f"the tokenizer gave the text up: {error}") from None  # a panic of the library
+            raise InvalidRequest(f"the tokenizer gave up on the text: {error}") from None  # a panic of the library
         ids: list[int] = encoding.ids
         return ids
 
@@ -280,7 +269,7 @@ class Tokenizer:
 def load_tokenizer(files: ModelFiles) -> Tokenizer:
     """The tokenizer that options ask for; logs once which formats its chat templates accept. Raises ModelError."""
     tokenizer = Tokenizer.from_dir(
-        files.model, chat_template=files.chat_template, content_format=files.chat_template_content_format, bounded=True
+        files.model, chat_template=files.chat_template, content_format=files.chat_template_content_format
     )
     taken = {"default": tokenizer.chat_template, "of tools": tokenizer.tool_template}
     forms = {name: str(template.forms) for name, template in taken.items() if template is not None}

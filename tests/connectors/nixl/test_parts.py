@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import hypothesis
@@ -416,7 +417,9 @@ def test_what_waits_in_a_bell_that_is_opened_anew_meanwhile_is_sent(monkeypatch:
         with monkeypatch.context() as patch:
             patch.setattr(Outbox, "flush", flush_late)
             assert not other.flush()
+        deadline = time.monotonic() + 60.0
         while not other.flush():
+            assert time.monotonic() < deadline, "something waits for room for ever"
             own.wait(0.0)
         own.wait(0.0)
         assert own.take()[-1].data == b"anew"

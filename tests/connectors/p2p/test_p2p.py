@@ -460,6 +460,7 @@ def test_a_link_that_gets_no_thread_does_not_keep_its_listener_from_closing(
         raw, _ = greeted(decode)
         with raw:
             closing.get(timeout=60.0).result(60.0)
+    assert (listener.num_links, listener.auth_listener._thread.is_alive) == (0, False)
 
 
 def test_a_peer_that_greets_and_then_talks_nonsense_is_dropped(make_engine: Engines) -> None:

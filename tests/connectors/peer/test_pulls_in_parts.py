@@ -77,20 +77,3 @@ def test_the_digests_of_a_chunk_are_made_before_the_step_behind_it_however_far_a
         assert of_type(engines.prefill.run(), HandedOff)
         engines.prefill.tell(Release("t-a", 0))
         engines.prefill.rest()
-
-
-@pytest.mark.parametrize("num_ahead", [1, 3])
-def test_each_digest_of_a_handed_off_prompt_is_ordered_once(num_ahead: int, tiny_model_dir: Path) -> None:
-    """Not for the step that computes it and then again, in the step thread's time, for its confirmation."""
-    with SideBySide.of_model(tiny_model_dir, "shared_memory", max_num_batched_tokens=64) as engines:
-        core, ordered = engines.prefill.core, list[int]()
-        core.handle("r", submit(PROMPT, until="first_token", kv="handoff"), 0.0)
-        while core.has_work:
-            plans = [core.plan_step(0.0) for _ in range(num_ahead)]
-            for plan in plans:
-                meta: Any = plan.kv_meta
-                ordered += [block_id for order in meta.digests for block_id in order.block_ids]
-                core.finish_step(core.executor.execute(plan), 0.0)
-        assert len(ordered) == len(set(ordered)) == 10  # blocks of 16 tokens, the last one with 6
-        engines.prefill.tell(Release("t-a", 0))
-        engines.prefill.rest()

@@ -14,7 +14,7 @@ from pdkv.connectors.store.pieces import Slot
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.errors import TransferCancelled, TransferError
-from pdkv.kernels.streams import Streams
+from pdkv.kernels.streams import HostStreams
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.host_segment import key_of
 from pdkv.kv_store.host_store import HostStore
@@ -187,7 +187,7 @@ def test_a_device_copies_whole_values_out_of_page_locked_memory_which_is_unlocke
         locked.append(memory.nbytes)
         return lambda: locked.append(-memory.nbytes)
 
-    monkeypatch.setattr(Streams, "lock_pages", lambda streams, memory: lock(memory))
+    monkeypatch.setattr(HostStreams, "lock_pages", lambda streams, memory: lock(memory))
     lent: list[bytes] = []
     lend = SealedValues.lend
 

@@ -26,7 +26,7 @@ from pdkv.engine.worker.ranks.masks import RankMasks, pack
 from pdkv.engine.worker.ranks.messages import MasksTaken
 from pdkv.engine.worker.runner import ModelRunner
 from pdkv.kernels import streams
-from pdkv.kernels.streams import Streams
+from pdkv.kernels.streams import HostStreams
 from pdkv.models.config import load_model_config
 from pdkv.models.loader import load_decoder
 from pdkv.sampling.shape import StructuredOutputs
@@ -169,7 +169,7 @@ PROMPT = list(range(20, 30))
 def in_turn(model: Path, run: Callable[[ModelRunner], list[StepOutput]]) -> list[StepOutput]:
     """What a runner gives that computes each step at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streams, "HOST", Streams())
+        patch.setattr(streams, "HOST", HostStreams())
         return run(make_runner(model))
 
 

@@ -54,7 +54,7 @@ class StandIn(Forward):
         for token_id in tokens:
             chain.append(chain_value(chain[-1] if chain else 0, token_id))
         for layer, (group, index) in enumerate(self.layout(block_size).places):
-            if not group:  # those of others are found with it, and told to nobody
+            if not group:  # those of others are found with it, and are not told
                 right = [-value if layer else value for value in chain[-block_size:]]
                 assert content[index].tolist() == right, f"a block of {tokens} holds other KV"
 

@@ -160,7 +160,7 @@ async def test_others_have_their_turn_between_two_repeated_batches(monkeypatch: 
 
 
 async def test_a_batch_that_a_thread_reads_when_the_connection_ends_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not asked for again: blocks would be known that are told to nobody, and gone ones never taken back."""
+    """It is not asked for again: new blocks would stay untold, and gone ones would never be taken back."""
     begun, goes_on, take = threading.Event(), threading.Event(), ForeignCache.take
 
     def take_late(cache: ForeignCache, payload: bytes) -> list[KVEvent]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -162,7 +163,7 @@ async def test_an_engine_that_is_not_let_in_yet_tries_again(caplog: pytest.LogCa
         async with routing(door) as router:
             await router.until({"decode-b": ("ready", endpoint, "join")})
             await starter.leave()
-    assert caplog.text.count("with the same --cluster-key-file? It is tried again") == 1
+    assert caplog.text.count("with the same --cluster-key-file? It tries again.") == 1
 
 
 @pytest.mark.parametrize("what", ["own key", "other program", "no key"])
@@ -180,9 +181,37 @@ async def test_what_never_lets_an_engine_in_ends_it_at_once(what: str) -> None:
         else:
             plain = context.socket(zmq.ROUTER)
             plain.bind(door := free_endpoint())
-        with pytest.raises(ConfigError, match=f"{door} does not let this engine in: .* --cluster-key-file"):
+        with pytest.raises(ConfigError, match=f"{door} does not admit this engine: .* --cluster-key-file"):
             await Starter(door, "decode-b", free_endpoint(), key).task
         context.destroy(linger=0)
+
+
+async def test_another_program_at_a_routers_address_ends_no_member(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a proxy that answers for a router which starts again: its successor gets the engine."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("pdkv.launch.announcer.AGAIN_S", 0.1)
+    host, _, port = (door := free_endpoint()).removeprefix("tcp://").partition(":")
+    times: list[int] = []
+
+    def answer(_: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        times.append(1)
+        to.write(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
+        to.close()
+
+    with standing("decode-b") as endpoint:
+        async with routing(door) as router:
+            starter = Starter(door, "decode-b", endpoint)
+            await router.until({"decode-b": ("ready", endpoint, "join")})
+            while "has taken decode-b in" not in caplog.text:
+                await asyncio.sleep(0.01)
+        async with await asyncio.start_server(answer, host, int(port)):
+            while len(times) < 3:
+                await asyncio.sleep(0.01)
+        async with routing(door) as router:
+            await router.until({"decode-b": ("ready", endpoint, "join")})
+            await starter.leave()
 
 
 async def test_unequal_protocols_are_refused_with_both_numbers() -> None:

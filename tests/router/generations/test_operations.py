@@ -227,8 +227,11 @@ async def test_a_restarted_router_knows_what_was_said(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
-async def test_a_file_of_marks_that_cannot_be_read_harms_nothing(tmp_path: Path) -> None:
+async def test_a_file_of_marks_that_cannot_be_read_harms_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "engines.json").write_text("{")
     async with live(System(2, 2)) as system:
         operations(system, tmp_path / "engines.json")
         await check_right(system, make_request())
+    assert "engines.json" in caplog.text
