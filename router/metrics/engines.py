@@ -190,7 +190,7 @@ def _judgement(dispatcher: "Dispatcher", engines: list[EngineState]) -> Iterator
 
 def _knows_pool(engine: EngineState) -> bool:
     """Whether the size of its pool is known: not that of a server of another engine."""
-    return engine.card is not None and not engine.card.backend
+    return engine.card is None or not engine.card.backend
 
 
 def _usage(load: LoadReport) -> float:
