@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from pdkv.errors import ConfigError, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import Arrived, Buffer
-from pdkv.kv_store.connections import Channel, Deadline
+from pdkv.kv_store.connections import Channel
 from pdkv.kv_store.lmcache_store import (
     EXIST,
     GET,
@@ -78,14 +78,29 @@ class LMCacheChunks(LMCacheServerStore):
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         found, deadline = [False] * len(keys), self._deadline()
+
+        def get(indices: range) -> None:
+            def receive(channel: Channel, number: int) -> None:
+                index = indices[number]
+                chunk = out[index][: len(out[index]) - self._trailer_bytes]
+                answer = self._read_answer(channel)
+                if answer == (SUCCESS, len(chunk), self._kind):
+                    channel.read_into(chunk, partial(arrived, index))
+                    found[index] = True
+                else:
+                    channel.skip(answer.length)
+
+            commands = [Command([self._request(GET, keys[index])], len(out[index])) for index in indices]
+            self._run(commands, receive, deadline)
+
         try:
-            self._read(keys, out, found, deadline, arrived, range(len(keys)))
+            get(range(len(keys)))
         except StoreUnavailable:  # also what a broken chunk looks like: the server ends the connection
             self.contains(keys[:1])
             found[:] = [False] * len(keys)
             for index in range(len(keys)):
                 try:
-                    self._read(keys, out, found, deadline, arrived, range(index, index + 1))
+                    get(range(index, index + 1))
                 except StoreUnavailable:
                     continue
                 except StoreTimeout:
@@ -106,28 +121,6 @@ class LMCacheChunks(LMCacheServerStore):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         pass
-
-    def _read(
-        self,
-        keys: Sequence[bytes],
-        out: Sequence[Buffer],
-        found: list[bool],
-        deadline: Deadline,
-        arrived: Arrived,
-        indices: range,
-    ) -> None:
-        def receive(channel: Channel, number: int) -> None:
-            index = indices[number]
-            chunk = out[index][: len(out[index]) - self._trailer_bytes]
-            answer = self._read_answer(channel)
-            if answer == (SUCCESS, len(chunk), self._kind):
-                channel.read_into(chunk, partial(arrived, index))
-                found[index] = True
-            else:
-                channel.skip(answer.length)
-
-        commands = [Command([self._request(GET, keys[index])], len(out[index])) for index in indices]
-        self._run(commands, receive, deadline)
 
     def _request(self, command: int, key: bytes, length: int = 0, kind: Kind | None = None) -> bytes:
         return encode_request(command, self._form.name(key), length, kind or Kind())
