@@ -26,29 +26,32 @@ def run(engine: InProcessEngine, salt: str, outputs: list[list[int]]) -> list[li
     return [output + output_of(messages, f"{salt}-{i}") for i, output in enumerate(outputs)]
 
 
+WEIGHTS = {"float32": {"dtype": "float32"}, "bfloat16": {"dtype": "bfloat16"}, "int8": {"quantization": "int8"}}
+
+
 @contextmanager
-def running(dtype: str, tokens_per_step: int = 2048) -> Iterator[InProcessEngine]:
-    fields = {"dtype": dtype, "max_num_batched_tokens": tokens_per_step, "max_num_seqs": 16}
+def running(weights: str, tokens_per_step: int = 2048) -> Iterator[InProcessEngine]:
+    fields = {**WEIGHTS[weights], "max_num_batched_tokens": tokens_per_step, "max_num_seqs": 16}
     with closing(InProcessEngine.of_model(DEFAULT_MODEL, kv_cache_memory=32 << 20, **fields)) as engine:
         yield engine
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.skipif(not available(), reason="oneDNN's products depend on how many rows there are")
-def test_prompts_cut_into_chunks_draw_the_tokens_of_whole_ones(dtype: str) -> None:
+def test_prompts_cut_into_chunks_draw_the_tokens_of_whole_ones(weights: str, isa: str) -> None:
     """Chunks of 17 tokens, less the decodes beside them: wherever it is cut, a token of a prompt gets the same bits."""
     outputs = []
     for tokens_per_step in (2048, 17):
-        with running(dtype, tokens_per_step) as engine:
+        with running(weights, tokens_per_step) as engine:
             outputs.append(run(engine, "chunks", [[] for _ in PROMPTS]))
     assert outputs[0] == outputs[1]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.skipif(not host.available(), reason="without the compiled kernel, attention depends on who shares a step")
-def test_a_stream_that_goes_on_elsewhere_draws_the_tokens_of_an_undisturbed_one(dtype: str) -> None:
+def test_a_stream_that_goes_on_elsewhere_draws_the_tokens_of_an_undisturbed_one(weights: str, isa: str) -> None:
     """In bfloat16 most sampled streams went on with another text when output tokens were computed again in tiles."""
-    with running(dtype) as engine:
+    with running(weights) as engine:
         whole = run(engine, "undisturbed", [[] for _ in PROMPTS])
         for cut in (1, 9, NUM_TOKENS - 1):
             assert run(engine, f"cut at {cut}", [output[:cut] for output in whole]) == whole

@@ -9,7 +9,7 @@ import pytest
 import torch
 from rank_threads import on_ranks
 from safetensors.torch import load_file, save_file
-from small_models import NEWER
+from small_models import FEATURES, NEWER
 
 from pdkv.errors import ModelError
 from pdkv.models.config import load_model_config
@@ -26,10 +26,10 @@ LENGTHS = [17, 130]
 NUM_OUTPUT = 4
 
 
-@pytest.mark.parametrize("family", NEWER)
+@pytest.mark.parametrize("family", [*NEWER, "phi3"])
 def test_tokens_and_logprobs_equal_transformers(hf_model: HFModel, family: str) -> None:
     """Prompts in chunks beside decodes, by compiled kernels and by torch."""
-    model_dir = hf_model(family)
+    model_dir = hf_model(family, **FEATURES.get(family, {}))
     drawn = draw_prompts(model_dir, LENGTHS, NUM_OUTPUT)
     for linears in ("auto", "torch"):
         driver = StepDriver(model_dir, linears=linears)

@@ -44,8 +44,10 @@ def test_greedy_tokens_equal_transformers(hf_model: HFModel, variant: str, chunk
     check(hf_model(family, **overrides), "auto" if chunk == 40 else "torch", chunk)
 
 
-def test_logprobs_equal_transformers(hf_model: HFModel) -> None:
-    path = hf_model("deepseek_v3", rope_parameters=YARN)
+@pytest.mark.parametrize("variant", ["v2 groups", "v3"])
+def test_logprobs_equal_transformers(hf_model: HFModel, variant: str) -> None:
+    family, overrides = VARIANTS[variant]
+    path = hf_model(family, **overrides)
     [(prompt, _)] = draw_prompts(path, [200], 1).values()
     driver = StepDriver(path)
     key = driver.add("a", prompt, prompt_logprobs=0)

@@ -31,6 +31,11 @@ def test_greedy_tokens_equal_transformers(hf_model: HFModel, family: str, budget
     check(hf_model(family), LENGTHS, budget=budget, chunk=chunk)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_tokens_at_every_level_of_compiled_kernels(hf_model: HFModel, family: str, isa: str) -> None:
+    check(hf_model(family), [1, 33, 130], budget=64, chunk=48)
+
+
 @pytest.mark.parametrize(
     "overrides",
     [

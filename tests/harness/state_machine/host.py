@@ -388,8 +388,11 @@ class World:
         """A client comes with this request."""
         expected = self.forward.expected(prompt, num_output)
         stop = next((i + 1 for i, t in enumerate(expected) if t in self.forward.eos), len(expected))
+        prediction, middle = list(expected), len(expected) // 2
+        prediction[middle] = (prediction[middle] + 1) % self.forward.vocab_size
         request = GenerateRequest(
             prompt_token_ids=prompt,
+            prediction_token_ids=prediction,
             params=SamplingParams(temperature=0.0, max_tokens=num_output, seed=1, grammar=grammar),
             timeout_s=60.0,
             priority=priority,

@@ -21,7 +21,7 @@ from state_machine.forward import MAX_OUTPUT, NUM_FAMILIES, NUM_LENGTHS, Forward
 PROMPT_LENGTHS = (1, 3, 15, 16, 17, 24, 31, 32, 33, 40, 48, 49, 62)
 assert len(PROMPT_LENGTHS) == NUM_LENGTHS
 
-METHODS = ("", "ngram", "suffix", "draft_model")
+METHODS = ("", "ngram", "suffix", "draft_model", "prediction")
 """Of proposers; "" is the one that knows the output, and is often wrong."""
 
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from isas import kernels_of
 
 from pdkv.engine.worker.sampling import draw as draw_module
 from pdkv.engine.worker.sampling.draw import DrawParams, draw, exp, minus_ln
 from pdkv.engine.worker.sampling.randomness import Draws
 from pdkv.kernels import host
+from pdkv.kernels.compiled import levels
 from tests.conftest import EXAMPLES
 
 needs_compiled_kernel = pytest.mark.skipif(not host.can_draw(), reason="no compiler when pdkv was installed")
@@ -100,7 +102,10 @@ def draw_on(num_threads: int, logits: torch.Tensor, params: DrawParams) -> list[
 @given(cases())
 def test_the_kernel_draws_what_torch_draws(case: tuple[torch.Tensor, DrawParams]) -> None:
     logits, params = case
-    assert draw_on(1, logits, params) == draw_on(3, logits, params) == draw_without_kernel(logits, params)
+    expected = draw_without_kernel(logits, params)
+    for isa in levels():
+        with kernels_of(isa):
+            assert draw_on(1, logits, params) == draw_on(3, logits, params) == expected, isa
 
 
 def same_for_all(count: int, **values: Any) -> DrawParams:
@@ -114,7 +119,7 @@ def same_for_all(count: int, **values: Any) -> DrawParams:
 @pytest.mark.parametrize(
     "values", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 50, "top_p": 0.8, "min_p": 0.001}], ids=str
 )
-def test_a_large_vocabulary(values: dict[str, Any], dtype: torch.dtype) -> None:
+def test_a_large_vocabulary(values: dict[str, Any], dtype: torch.dtype, isa: str) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = (torch.randn(40, 50_257, generator=generator) * 2).to(dtype)
     params = same_for_all(40, **values)._replace(seeds=np.arange(40, dtype=np.uint64))
