@@ -146,6 +146,8 @@ def main() -> int:
             worse |= is_low
             shares.append(f"{own.get(name, '')}{f' (was {before[isa][name]})' if is_low else ''}")
         print(f"| {name} | {' | '.join(shares)} |")
+    if not before:
+        print(f"nothing is stored for {instruction_set()}, so nothing was compared: --store keeps these")
     if options.store:
         STORED.write_text(json.dumps(stored | {instruction_set(): found}, indent=1) + "\n")
     return int(worse and not options.store)

@@ -65,6 +65,7 @@ BROKEN: Sequence[tuple[str, str]] = [
     ("shared:DropsTheLastLayer", "content_identity"),
     ("inside:VisibleBeforeComplete", "partial_writes"),
     ("shared:HeadSlicesSwapped", "unequal_ranks[2,4]"),
+    ("shared:DividesLatentRows", "latent_rows"),
     ("shared:TailOffByOne", "content_identity"),
     ("inside:IgnoresTheAttempt", "attempts"),
     ("inside:LooksForItsOwnAttempt", "later_attempts"),

@@ -40,7 +40,7 @@ RESULTS = "MATRIX_RESULTS"
 HOST_BYTES = 24 * (64 << 10)
 """Of each engine's host memory: pages for fewer blocks than its prompts have."""
 
-EVERY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", "phi3", *FAMILIES, "deepseek_v3")
+EVERY_FAMILY = ("llama", "mistral", "qwen2", "qwen3", *FAMILIES, "deepseek_v3")
 
 MOVE_AT = 200
 """The event, over all forty streams, from which on those of an engine go on elsewhere."""

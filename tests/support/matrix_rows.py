@@ -64,7 +64,7 @@ BACKENDS: dict[str, Callable[..., Choice]] = {
 }
 """name -> (directory) -> the flags that choose it, while its server runs."""
 
-FAMILIES = (*NEWER, "deepseek_v2")
+FAMILIES = (*NEWER, "deepseek_v2", "phi3")
 """Those with a row over each of FAMILY_BACKENDS; the others are the models of all rows and of the latent ones."""
 
 FAMILY_BACKENDS = ("shared_memory", "p2p", "nixl pull", "store redis")

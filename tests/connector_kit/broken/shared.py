@@ -98,6 +98,26 @@ class HeadSlicesSwapped(_Broken):
     worker_type = _SwappedHeads
 
 
+class _HalfRows(SharedMemoryWorker):
+    def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
+        layout, blocks = self.config.layout, as_ids(piece.load.block_ids)
+        if layout.sides == 2 or self.config.tp == 1:
+            return super().read(job, piece, scratch)
+        assert self._pool is not None
+        rows = self._pool.reshape(len(self._pool), -1, layout.head_size * layout.dtype_bytes)
+        others = slice(rows.shape[-1] // 2, None)
+        before = rows[blocks, :, others]
+        num_bytes = super().read(job, piece, scratch)
+        rows[blocks, :, others] = before
+        return num_bytes
+
+
+class DividesLatentRows(_Broken):
+    """Ranks get parts of latent rows, as they get parts of heads."""
+
+    worker_type = _HalfRows
+
+
 class _BlockingMatch(SharedMemoryScheduler):
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         threading.Event().wait(BLOCKED_S)
