@@ -13,6 +13,7 @@
 #define BLOCK_CHUNKS 4   /* that several tiles read one after another: they stay in the first cache */
 #define MANY_TILES 5     /* from there on twice as many: arithmetic decides, and sums are read and written less often */
 #define AHEAD_CHUNKS 4   /* how far ahead of a single tile weights are fetched */
+#define SHARED_AHEAD 8   /* and of several */
 #define MOST_BY_TABLE 10 /* rows whose sums leave registers for a table of FP8 */
 #define LINE_BYTES (CHUNK_BYTES / COLUMNS) /* of a row in a chunk */
 #define PACKED_CHUNKS 16 /* laid out at once: a KiB of each row */
@@ -43,9 +44,11 @@ typedef struct {
     const int64_t *x_rows; /* (rows,) of x, or NULL: as they lie */
 } linear;
 
-#define FETCH_AHEAD(k)                                                                                                \
-    if (((2 * (k)) & mask) == turn) __builtin_prefetch(weights + ahead + (k) * 128, 0, 3);                            \
-    if (((2 * (k) + 1) & mask) == turn) __builtin_prefetch(weights + ahead + (k) * 128 + 64, 0, 3);
+#define FETCH_AHEAD(k) /* the lines of a step, or one for several steps: what tiles share out lies together */          \
+    if (fetch && ((k) & every) == 0) {                                                                                \
+        __builtin_prefetch(fetch + ((k) * 128 >> share), 0, 3);                                                       \
+        if (share == 0) __builtin_prefetch(fetch + (k) * 128 + 64, 0, 3);                                             \
+    }
 
 #define EACH_ROW UNROLL for (int r = 0; r < R; r++)
 #define EACH_VECTOR UNROLL for (int c = 0; c < C; c++)
@@ -56,10 +59,10 @@ typedef struct {
 
 /* Up to MAX_ROWS rows by 32 columns. STEP(k) multiplies step k's weights by each row's inputs. */
 #define DEFINE_TILE(NAME, X_BYTES, HAS_SCALES, STEP)                                                                  \
-    INLINE void NAME##_part(const tile *t, const int R, const int C, const int from, const int64_t turn) {            \
+    INLINE void NAME##_part(const tile *t, const int R, const int C, const int from, const char *fetch) {             \
         vec sums[MAX_ROWS][MOST_VECTORS];                                                                             \
         const char *weights = t->weights, *x = t->x;                                                                  \
-        const int64_t ahead = t->ahead, mask = t->mask;                                                               \
+        const int64_t share = t->share, every = (1 << share >> 1) - (share > 0);                                      \
         const float *const scales = HAS_SCALES ? t->scales : NULL;                                                    \
         EACH_ROW EACH_VECTOR sums[r][c] =                                                                             \
             t->is_first || scales ? (vec){0} : load_float32(t->sums + r * COLUMNS + from + c * WIDTH);                \
@@ -69,6 +72,7 @@ typedef struct {
                 STEP(k)                                                                                               \
             }                                                                                                         \
             weights += CHUNK_BYTES, x += R * X_BYTES;                                                                 \
+            if (fetch) fetch += CHUNK_BYTES >> share;                                                                 \
         }                                                                                                             \
         EACH_ROW EACH_VECTOR {                                                                                        \
             float *const to = t->sums + r * COLUMNS + from + c * WIDTH;                                               \
@@ -79,9 +83,10 @@ typedef struct {
         }                                                                                                             \
     }                                                                                                                 \
     INLINE void NAME##_of(const tile *t, const int R, const int C) {                                                  \
-        NAME##_part(t, R, C, 0, t->turn);                                                                             \
-        if (C < MOST_VECTORS) NAME##_part(t, R, C, C * WIDTH, -1);                                                    \
-        if (C < MOST_VECTORS / 2) NAME##_part(t, R, C, 2 * C * WIDTH, -1), NAME##_part(t, R, C, 3 * C * WIDTH, -1);   \
+        NAME##_part(t, R, C, 0, t->fetch);                                                                            \
+        if (C < MOST_VECTORS) NAME##_part(t, R, C, C * WIDTH, NULL);                                                  \
+        if (C < MOST_VECTORS / 2)                                                                                     \
+            NAME##_part(t, R, C, 2 * C * WIDTH, NULL), NAME##_part(t, R, C, 3 * C * WIDTH, NULL);                     \
     }                                                                                                                 \
     static void NAME(const tile *t, int rows) {                                                                       \
         switch (rows) {                                                                                               \
@@ -330,21 +335,22 @@ static void run_panel(const layer *l, run_tile *run, const char *x, float *sums,
     const int64_t chunks = num_chunks(l), group = l->group_chunks;
     const int64_t block = group ? group : reads_once ? chunks : shared;
     const float *scales = group ? l->scales + panel * ((chunks + group - 1) / group) * COLUMNS : NULL;
-    int64_t sharing = 1; /* tiles that share the fetching of what comes next */
-    while (sharing * 2 <= by.tiles && sharing < 32) sharing *= 2;
+    int64_t share = 0; /* 2^share tiles share the fetching of what comes next */
+    while (2 << share <= by.tiles && share < 5) share++;
     for (int64_t chunk = 0; chunk < chunks; chunk += block)
         for (int64_t i = 0; i < by.tiles; i++) {
             const int64_t first = first_row(by, i), rows = first_row(by, i + 1) - first;
+            const char *const weights = (const char *)l->weights + (panel * chunks + chunk) * CHUNK_BYTES;
+            const int64_t some = chunks - chunk < block ? chunks - chunk : block;
             const tile of = {
-                .weights = (const char *)l->weights + (panel * chunks + chunk) * CHUNK_BYTES,
+                .weights = weights,
                 .x = x + (first * chunks + rows * chunk) * x_bytes(l),
                 .sums = sums + first * COLUMNS,
-                .chunks = chunks - chunk < block ? chunks - chunk : block,
+                .chunks = some,
                 .is_first = chunk == 0,
                 .scales = scales ? scales + chunk / group * COLUMNS : NULL,
-                .ahead = (reads_once ? AHEAD_CHUNKS : block) * CHUNK_BYTES,
-                .turn = i < sharing ? i : -1,
-                .mask = sharing - 1,
+                .fetch = i >> share ? NULL : weights + (reads_once ? AHEAD_CHUNKS : SHARED_AHEAD) * CHUNK_BYTES + (i * some * CHUNK_BYTES >> share),
+                .share = share,
             };
             run(&of, (int)rows);
         }

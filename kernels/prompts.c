@@ -354,7 +354,7 @@ INLINE void add_values(const prompts *a, const some_rows *s, const char *values,
     for (int64_t p = 0; p * COLUMNS < a->head_size; p++) {
         const tile product = {.weights = values + p * VALUE_CHUNKS * CHUNK_BYTES, .x = weights,
                               .sums = sums + p * s->rows * COLUMNS, .chunks = panels * COLUMNS / CHUNK_KEYS,
-                              .is_first = !s->has_begun, .turn = -1};
+                              .is_first = !s->has_begun};
         run(&product, (int)rows);
     }
 }
@@ -380,7 +380,7 @@ INLINE void attend_rows(const prompts *a, const piece *of, some_rows *s, const k
     if (stop <= 0 || keys_of(a, of, s, t, 0).from >= KEYS) return;
     for (int64_t p = 0; p < panels; p++) {
         const tile product = {.weights = t->keys + p * chunks * CHUNK_BYTES, .x = s->queries,
-                              .sums = t->scores + p * rows * COLUMNS, .chunks = chunks, .is_first = 1, .turn = -1};
+                              .sums = t->scores + p * rows * COLUMNS, .chunks = chunks, .is_first = 1};
         run(&product, (int)rows);
     }
     if (a->softcap > 0.0) cap_scores(a, t->scores, panels * rows * COLUMNS);

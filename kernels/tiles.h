@@ -13,8 +13,8 @@ typedef struct {
     int64_t chunks;
     int is_first;      /* sums begin at 0 */
     const float *scales; /* of 8 bits: (32,), by which what these chunks add is multiplied; NULL: 1 */
-    int64_t ahead;     /* bytes from here to weights that will be needed soon */
-    int64_t turn, mask; /* lines whose number & mask == turn are fetched from there; turn -1: none */
+    const char *fetch; /* weights that will be needed soon, as many bytes as these chunks have >> share; NULL: none */
+    int64_t share;
 } tile;
 
 typedef void run_tile(const tile *, int rows);
