@@ -25,13 +25,15 @@ from pdkv.kernels.linear import PackedWeight, available
 from pdkv.models.linear import linear_kind, make_linear
 
 SHAPES = {"qkv": (2048, 1024), "output": (1024, 1024), "gate_up": (5632, 1024), "down": (1024, 2816)}  # (out, in)
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 512)
 KINDS = {  # of inputs, of weights
     "float32": (torch.float32, torch.float32),
     "float32, weights of bfloat16": (torch.float32, torch.bfloat16),
     "bfloat16": (torch.bfloat16, torch.bfloat16),
 }
-ALLOWED = 1.6
+ALLOWED = {512: 1.12}
+"""By rows, over the bound; fewer than a prompt's: 1.6."""
+
 COLD_BYTES = 96 << 20
 """Weights that are read by turns, and the bytes that the bandwidth is measured with: more than a cache holds."""
 
@@ -64,9 +66,9 @@ class Limits:
         self._library = ctypes.CDLL(str(library))
         self._numbers = torch.zeros(COLD_BYTES // 4)
 
-    def read(self, threads: int) -> None:
-        """Read COLD_BYTES."""
-        address, count = ctypes.c_void_p(self._numbers.data_ptr()), ctypes.c_int64(self._numbers.numel())
+    def read(self, threads: int, num_bytes: int = COLD_BYTES) -> None:
+        """Read so many bytes, COLD_BYTES at most."""
+        address, count = ctypes.c_void_p(self._numbers.data_ptr()), ctypes.c_int64(num_bytes // 4)
         self._library.limit_read(address, count, ctypes.c_int(threads))
 
     def compute(self, name: str, threads: int) -> None:
@@ -108,7 +110,7 @@ def run(context: Context) -> list[Claim]:
 
 
 def _claims(case: Case, limits: Limits, *, quick: bool) -> list[Claim]:
-    all_rows = ROWS[1::3] if quick else ROWS
+    all_rows = ROWS[1:7:3] if quick else ROWS
     worst, figures = dict.fromkeys(all_rows, 0.0), {rows: dict[str, float]() for rows in all_rows}
     for shape in ("output",) if quick else SHAPES:
         for rows, (ratio, found) in _shape(case, limits, shape, all_rows).items():
@@ -118,7 +120,7 @@ def _claims(case: Case, limits: Limits, *, quick: bool) -> list[Claim]:
     return [
         Claim(
             f"{case.kind}, {rows} rows, {used}, {case.threads} threads: the worst layer / its bound",
-            worst[rows], ALLOWED, "lower", figures[rows],
+            worst[rows], ALLOWED.get(rows, 1.6), "lower", figures[rows],
         )
         for rows in all_rows
     ]  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 from benchmarks import (
     behind,
     connectors,
+    engine_bound,
     experts,
     fleet,
     front,
@@ -82,6 +83,7 @@ BENCHMARKS: dict[str, Benchmark] = {
     "sampler": sampler.run,
     "linears": linears.run,
     "experts": experts.run,
+    "engine_bound": engine_bound.run,
     "speculation": speculation.run,
     "speculation_vllm": speculation.run_beside,
 }

@@ -12,6 +12,7 @@ from nixl_rig import needs_nixl
 
 from benchmarks import (
     connectors,
+    engine_bound,
     experts,
     fleet,
     front,
@@ -57,6 +58,12 @@ def test_experts_are_measured_and_latent_kv_is_handed_off_to_the_byte(tmp_path: 
     claims = experts.run(Context(tmp_path, None, quick=True))
     check(claims)
     assert claims[-1].ratio == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not available() or which("cc") is None, reason="no compiler, or a processor without avx2")
+def test_steps_of_an_engine_are_compared_with_the_machines_limits(tmp_path: Path) -> None:
+    check(engine_bound.run(Context(tmp_path, None, quick=True)))
 
 
 def test_decisions_starts_and_deaths_in_a_fleet_are_measured(tmp_path: Path) -> None:
