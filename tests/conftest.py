@@ -43,6 +43,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
+@pytest.fixture(params=[*(pytest.param(level, marks=pytest.mark.slow) for level in levels()[:-1]), *levels()[-1:]])
+def engine_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same for tests that run an engine: lower levels than the best are slow."""
+    with kernels_of(request.param):
+        yield request.param
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--check",

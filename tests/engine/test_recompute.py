@@ -38,7 +38,7 @@ def running(weights: str, tokens_per_step: int = 2048) -> Iterator[InProcessEngi
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.skipif(not available(), reason="oneDNN's products depend on how many rows there are")
-def test_prompts_cut_into_chunks_draw_the_tokens_of_whole_ones(weights: str, isa: str) -> None:
+def test_prompts_cut_into_chunks_draw_the_tokens_of_whole_ones(weights: str, engine_isa: str) -> None:
     """Chunks of 17 tokens, less the decodes beside them: wherever it is cut, a token of a prompt gets the same bits."""
     outputs = []
     for tokens_per_step in (2048, 17):
@@ -49,7 +49,7 @@ def test_prompts_cut_into_chunks_draw_the_tokens_of_whole_ones(weights: str, isa
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.skipif(not host.available(), reason="without the compiled kernel, attention depends on who shares a step")
-def test_a_stream_that_goes_on_elsewhere_draws_the_tokens_of_an_undisturbed_one(weights: str, isa: str) -> None:
+def test_a_stream_that_goes_on_elsewhere_draws_the_tokens_of_an_undisturbed_one(weights: str, engine_isa: str) -> None:
     """In bfloat16 most sampled streams went on with another text when output tokens were computed again in tiles."""
     with running(weights) as engine:
         whole = run(engine, "undisturbed", [[] for _ in PROMPTS])

@@ -52,7 +52,7 @@ def launches(directory: Path, num_requests: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("in_triton", "as_on_a_gpu")
-@pytest.mark.parametrize(("family", "num_posts"), [("qwen3", 0), ("gemma2", 2)])
+@pytest.mark.parametrize(("family", "num_posts"), [("qwen3", 0), pytest.param("gemma2", 2, marks=pytest.mark.slow)])
 def test_a_layer_launches_few_kernels(
     family: str, num_posts: int, device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -146,7 +146,7 @@ def test_a_replay_is_its_step_to_the_bit(model_dir: Path, eager: Eager) -> None:
 PROMPTS = Padding(40, 0, 3, 3), Padding(40, 6, 3, 9)
 
 
-@pytest.mark.parametrize("prompts", [(), PROMPTS], ids=["decodes", "prompts"])
+@pytest.mark.parametrize("prompts", [pytest.param((), marks=pytest.mark.slow), PROMPTS], ids=["decodes", "prompts"])
 def test_a_replay_behind_steps_that_nobody_has_read_yet_is_that_step(
     prompts: Sequence[Padding], model_dir: Path, eager: Eager, monkeypatch: pytest.MonkeyPatch
 ) -> None:

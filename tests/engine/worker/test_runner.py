@@ -32,7 +32,7 @@ def test_greedy_tokens_equal_transformers(hf_model: HFModel, family: str, budget
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
-def test_tokens_at_every_level_of_compiled_kernels(hf_model: HFModel, family: str, isa: str) -> None:
+def test_tokens_at_every_level_of_compiled_kernels(hf_model: HFModel, family: str, engine_isa: str) -> None:
     check(hf_model(family), [1, 33, 130], budget=64, chunk=48)
 
 
