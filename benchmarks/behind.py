@@ -10,7 +10,6 @@ import os
 import random
 import re
 import signal
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
@@ -21,9 +20,9 @@ import openai
 
 from benchmarks.load import random_prompt
 from benchmarks.models import find_model
-from benchmarks.peers import NIXL, pair_side, vllm
+from benchmarks.peers import NIXL, pair_side, router, vllm
 from benchmarks.report import Claim, Context
-from benchmarks.servers import Server, free_port, get, metric, running
+from benchmarks.servers import Server, free_port, get, metric
 
 STREAMS, TOKENS, CONVERSATIONS, TURNS = 100, 96, 25, 4
 _KEPT = re.compile(r"POST .* request_id=(\w+) .*local_hit=(\d+)")
@@ -53,7 +52,8 @@ def run(context: Context) -> list[Claim]:
         servers = [stack.enter_context(serve(number, wait=number == 1)) for number in range(2)]
         words = [f"vllm=http://127.0.0.1:{port}" for port in ports]
         sources = [f"vllm-{i}=tcp://127.0.0.1:{at}/{again}" for i, (at, again) in enumerate(events)]
-        url = stack.enter_context(_router(model, log, ["--backend", *words, "--backend-kv-events", *sources]))
+        options = ["--explain-share", "1", "--backend", *words, "--backend-kv-events", *sources]
+        url = stack.enter_context(router(model, options, log)).url
         cases = [(f"one vLLM {name}", 0, act) for name, act in _FAILURES.items()]
         return [_hits(url, log), *_fail_in_turn(url, servers, cases, lambda i: stack.enter_context(serve(i)))]
 
@@ -74,9 +74,7 @@ def run_pair(context: Context, connector: str) -> list[Claim]:
 
         servers = [serve(number, wait=number == 1) for number in range(2)]
         words = [f"vllm-{role}={server.url}" for role, server in zip(("prefill", "decode"), servers, strict=True)]
-        url = stack.enter_context(
-            _router(model, Path(files, "router.log"), ["--local-turns", "never", "--backend", *words])
-        )
+        url = stack.enter_context(router(model, ["--local-turns", "never", "--backend", *words])).url
         cases = [
             (f"{role} server {name}", i, _FAILURES[name])
             for i, role in enumerate(("prefill", "decode"))
@@ -92,15 +90,6 @@ def _transfer_by_store(url: str) -> dict[str, Any]:
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connector": "store", "config": {"url": url}},
     }
-
-
-@contextlib.contextmanager
-def _router(model: Path, log: Path, options: Sequence[str]) -> Iterator[str]:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-P", "-m", "pdkv.cli", "launch", str(model.resolve()), "--port", str(port)]
-    with running([*command, "--served-model-name", "m", "--explain-share", "1", *options], url, log=log):
-        yield url
 
 
 @contextlib.asynccontextmanager

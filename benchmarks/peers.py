@@ -1,14 +1,13 @@
-"""vLLM's CPU build as a peer: installed into a virtual environment of its own, served aggregated or as 1P1D over NIXL.
+"""vLLM's CPU build as a peer: installed into a virtual environment of its own, served aggregated or as 1P1D over NIXL
+behind pdkv's router.
 
 python -m benchmarks.peers install VENV          about 2 minutes and 4 GB
 python -m benchmarks.peers install-pdkv VENV     this pdkv beside it
-python -m benchmarks.peers serve VENV MODEL      until Ctrl-C; also: pd VENV MODEL
 """
 
 import argparse
 import contextlib
 import json
-import signal
 import subprocess
 import sys
 import sysconfig
@@ -33,7 +32,6 @@ _UNUSED = ("torch", "torchvision", "torchaudio", "torchcodec")
 _MODEL = "m"
 _ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1"}
 NIXL = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
-_PROXY = Path(__file__).parent / "peer_proxy.py"
 
 _LIST_REQUIREMENTS = """
 from importlib.metadata import requires
@@ -109,21 +107,22 @@ def pair_side(
 
 
 @contextlib.contextmanager
-def vllm_pair(folder: Path, model: Path) -> Iterator[list[Server]]:
-    """One prefill and one decode server, one core each, over NIXL."""
-    with pair_side(folder, model, 0, wait=False) as prefill, pair_side(folder, model, 1) as decode:
-        yield [prefill, decode]
+def router(model: Path, options: Sequence[str], log: Path | None = None) -> Iterator[Server]:
+    """pdkv's router in front of the servers that the options name. `log`: kept there."""
+    port, began = free_port(), time.monotonic()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-P", "-m", "pdkv.cli", "launch", str(model.resolve()), "--port", str(port)]
+    with running([*command, "--served-model-name", _MODEL, *options], url, log=log) as process:
+        yield Server(url, _MODEL, process.pid, time.monotonic() - began)
 
 
 @contextlib.contextmanager
 def vllm_pd(folder: Path, model: Path) -> Iterator[Server]:
-    """vLLM's prefill and decode servers behind its proxy."""
-    port, began = free_port(), time.monotonic()
-    url = f"http://127.0.0.1:{port}"
-    with vllm_pair(folder, model) as (prefill, decode):
-        proxy = [sys.executable, "-P", str(_PROXY), "--port", str(port)]
-        with running([*proxy, "--prefill", prefill.url, "--decode", decode.url], url) as process:
-            yield Server(url, _MODEL, process.pid, time.monotonic() - began)
+    """One prefill and one decode server, one core each, over NIXL, behind pdkv's router."""
+    with pair_side(folder, model, 0, wait=False) as prefill, pair_side(folder, model, 1) as decode:
+        backends = [f"vllm-prefill={prefill.url}", f"vllm-decode={decode.url}"]
+        with router(model, ["--local-turns", "never", "--backend", *backends]) as server:
+            yield server
 
 
 def _pip(folder: Path, *arguments: str) -> None:
@@ -147,21 +146,10 @@ def _serve(folder: Path, model: Path, port: int) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("verb", choices=["install", "install-pdkv", "serve", "pd"])
+    parser.add_argument("verb", choices=["install", "install-pdkv"])
     parser.add_argument("venv", type=Path)
-    parser.add_argument("model", type=Path, nargs="?")
     options = parser.parse_args(arguments)
-    if options.verb in ("install", "install-pdkv"):
-        (install if options.verb == "install" else install_pdkv)(options.venv)
-        return 0
-    if options.model is None:
-        parser.error("a model directory is needed")
-    check(options.venv)
-    with (vllm if options.verb == "serve" else vllm_pd)(options.venv, options.model) as server:
-        print(f"ready after {server.start_s:.1f} s: {server.url}, model {server.model}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.signal(signal.SIGTERM, signal.default_int_handler)
-            signal.pause()
+    (install if options.verb == "install" else install_pdkv)(options.venv)
     return 0
 
 
