@@ -10,7 +10,7 @@ import os
 import re
 import secrets
 import tomllib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -90,15 +90,12 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class KeyRing:
     """The keys of one file, or the one in the environment, and their tenants."""
 
-    def __init__(
-        self, path: Path | None, clock: Callable[[], float] = MONOTONIC.now, *, models: Collection[str] = ()
-    ) -> None:
+    def __init__(self, path: Path | None, *, models: Collection[str] = ()) -> None:
         """Read the keys. `models`: names that keys may have; a warning says which others they name. Raises ConfigError
         if the file cannot be read or is invalid.
         """
         self._models = models
         self._path = path
-        self._clock = clock
         self._tenants: dict[str, Tenant] = {}
         self._by_digest: dict[bytes, Tenant] = {}
         self._blinding = secrets.token_bytes(32)
@@ -153,7 +150,7 @@ class KeyRing:
             if self._models and (unknown := sorted({*key.grant.models}.difference(self._models))):
                 known = ", ".join(self._models)
                 logger.warning("the API key %s may use %s, which is not served; known: %s", key.name, unknown, known)
-            tenant = self._tenants.get(key.name) or Tenant(key.name, key.grant, self._clock)
+            tenant = self._tenants.get(key.name) or Tenant(key.name, key.grant, MONOTONIC.now)
             tenant.change(key.grant)
             tenants[key.name] = by_digest[self._blind(key.digest)] = tenant
         self._tenants, self._by_digest = tenants, by_digest

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC
 from pdkv.base.limits import clip
 from pdkv.base.log_limit import LogLimit
 from pdkv.errors import ConfigError
@@ -39,7 +39,7 @@ Propose = Callable[[Mapping[str, str]], None]
 logger = logging.getLogger(__name__)
 
 
-async def watch_file(path: Path, propose: Propose, clock: Clock = MONOTONIC) -> None:
+async def watch_file(path: Path, propose: Propose) -> None:
     """Propose what the file has, and each new version of it. A broken one is logged, and changes nothing; one that is
     refused, since there would be too many, is proposed again and again.
     """
@@ -56,7 +56,7 @@ async def watch_file(path: Path, propose: Propose, clock: Clock = MONOTONIC) -> 
             except ConfigError as error:
                 if is_new:
                     logger.error("engines stay as they were: %s", error)
-        await clock.pause(LOOK_S)
+        await MONOTONIC.pause(LOOK_S)
 
 
 def _stamp(path: Path) -> object:
@@ -119,7 +119,7 @@ def make_resolver() -> "Resolver":
         raise ConfigError(f"--engines-dns: this host has no resolver: {error}") from None
 
 
-async def watch_dns(text: str, propose: Propose, resolver: "Resolver | None" = None, clock: Clock = MONOTONIC) -> None:
+async def watch_dns(text: str, propose: Propose, resolver: "Resolver | None" = None) -> None:
     """Propose each answer for a name (`split_dns_name`); the next question follows when its TTL is over.
 
     The last good answer stays while servers fail, and for EMPTY_S of empty answers.
@@ -128,22 +128,22 @@ async def watch_dns(text: str, propose: Propose, resolver: "Resolver | None" = N
 
     resolver = resolver or make_resolver()
     name, port = split_dns_name(text)
-    log_limit, good_at, has_any = LogLimit(), clock.now(), False
+    log_limit, good_at, has_any = LogLimit(), MONOTONIC.now(), False
     while True:
         try:
             found, ttl_s = await _look_up(resolver, name, port)
         except (dns.exception.DNSException, OSError) as error:
             if log_limit.passes():
                 logger.warning("--engines-dns %s: engines stay as they were: %s", text, error)
-            await clock.pause(RETRY_S)
+            await MONOTONIC.pause(RETRY_S)
             continue
-        if found or not has_any or clock.now() - good_at >= EMPTY_S:
-            good_at, has_any = clock.now(), bool(found)
+        if found or not has_any or MONOTONIC.now() - good_at >= EMPTY_S:
+            good_at, has_any = MONOTONIC.now(), bool(found)
             try:
                 propose(dict.fromkeys(found, f"@{pool}" if (pool := split_pool(text)[1]) else ""))
             except ConfigError as error:
                 logger.error("--engines-dns %s: engines stay as they were: %s", text, error)
-        await clock.pause(min(max(ttl_s, MIN_TTL_S), MAX_TTL_S))
+        await MONOTONIC.pause(min(max(ttl_s, MIN_TTL_S), MAX_TTL_S))
 
 
 async def _look_up(resolver: "Resolver", name: str, port: int | None) -> tuple[list[str], float]:

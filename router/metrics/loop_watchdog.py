@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from types import FrameType
 
-from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC
 from pdkv.base.log_limit import LogLimit
 from pdkv.base.service_thread import ServiceThread
 from pdkv.router.generations.timeline import SHORT_S
@@ -36,7 +36,7 @@ class LoopWatchdog:
     "waiting": a callback waited for something other than the loop, or the process got no processor.
     """
 
-    def __init__(self, threshold_s: float, clock: Clock = MONOTONIC) -> None:
+    def __init__(self, threshold_s: float) -> None:
         self.threshold_s = threshold_s
         self.stalls: Counter[tuple[str, str]] = Counter()
         self.lag = Histogram(SHORT_S)
@@ -46,7 +46,6 @@ class LoopWatchdog:
         self._cpu = self._process_cpu = 0.0
         self._samples: list[tuple[str, object]] = []  # since the last beat: place, and the callback's frame
         self._loop_thread = 0
-        self._clock = clock
         self._thread = ServiceThread(self._watch, lambda: None, "pdkv-loop-watchdog")
         self._handle: asyncio.TimerHandle | None = None
         self._log_limit = LogLimit()
@@ -67,11 +66,11 @@ class LoopWatchdog:
     def _beat_again(self) -> None:
         self._samples.clear()
         self._cpu, self._process_cpu = time.thread_time(), time.process_time()
-        self._due = self._clock.now() + self._period_s
+        self._due = MONOTONIC.now() + self._period_s
         self._handle = self._loop.call_later(self._period_s, self._beat)
 
     def _beat(self) -> None:
-        late_s = self._clock.now() - self._due
+        late_s = MONOTONIC.now() - self._due
         self.lag.observe(max(late_s, 0.0))
         if late_s >= self.threshold_s:
             cpu_s = time.thread_time() - self._cpu
@@ -104,8 +103,8 @@ class LoopWatchdog:
         return next(filter(None, places), "unknown")
 
     def _watch(self, stopping: threading.Event) -> None:
-        while not self._clock.wait(stopping, self._clock.now() + self._period_s):
-            if self._clock.now() - self._due > self._period_s:
+        while not MONOTONIC.wait(stopping, MONOTONIC.now() + self._period_s):
+            if MONOTONIC.now() - self._due > self._period_s:
                 frame = sys._current_frames().get(self._loop_thread)
                 sample = _place_of(frame) if frame is not None else None
                 if sample is not None:

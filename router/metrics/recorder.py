@@ -18,7 +18,7 @@ import msgspec
 from prometheus_client.core import Metric
 
 from pdkv.base.block_keys import extend_keys, root_key
-from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC
 from pdkv.base.service_thread import ServiceThread
 from pdkv.base.trace_format import BLOCK_SIZE, VERSION, Head, TraceRequest
 from pdkv.config import ObservabilityConfig
@@ -58,18 +58,17 @@ class Ended(NamedTuple):
 class Recorder:
     """Writes one recording, on a thread of its own; a disk that is full or does not answer costs lines, no request."""
 
-    def __init__(self, path: Path, max_bytes: int, model: str, clock: Clock = MONOTONIC) -> None:
+    def __init__(self, path: Path, max_bytes: int, model: str) -> None:
         """Begin the file `path` or, if there is one, `path`.1 and so on; only its owner may read it.
 
         Raises:
             ConfigError: no file can be created there.
         """
-        self.began = clock.now()
+        self.began = MONOTONIC.now()
         self.counts = {"written": 0, "dropped": 0}
         self.is_on = True
         self.path, self._file = _create(path)
         self._size, self._max_bytes = 0, max_bytes
-        self._clock = clock
         self._waiting: deque[Ended] = deque()
         self._tokens_in = self._tokens_out = 0  # changed on the event loop alone, and on the thread alone
         self._secret = secrets.token_bytes(32)
@@ -106,8 +105,8 @@ class Recorder:
 
     def _run(self, stopping: threading.Event) -> None:
         while not stopping.is_set():
-            self._clock.wait(self._has_news)
-            self._clock.wait(stopping, self._clock.now() + SLICE_S)
+            MONOTONIC.wait(self._has_news)
+            MONOTONIC.wait(stopping, MONOTONIC.now() + SLICE_S)
             self._has_news.clear()
             self._flush()
         self._flush()

@@ -4,7 +4,7 @@ import logging
 import os
 from typing import Protocol
 
-from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC
 from pdkv.router.generations.changes import Changes
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,7 @@ class Connections:
     Ending connections do not count: there is some room above the limit for clients to read their last answers.
     """
 
-    def __init__(self, limit: int, clock: Clock = MONOTONIC) -> None:
-        self._clock = clock
+    def __init__(self, limit: int) -> None:
         self._limit = limit
         self._spare = max(4, limit // 16)
         self._idle: dict[Connection, float] = {}  # without a request in progress, and since when; oldest first
@@ -85,7 +84,7 @@ class Connections:
         """Whether the newest connection may stay; may evict an idle one."""
         if self.num_open - len(self._ending) <= self._limit:
             return True
-        now = self._clock.now()
+        now = MONOTONIC.now()
         oldest = _older(self._idle, now - _EVICTABLE_S) or _older(self._receiving, now - _SLOW_BODY_S)
         if oldest is None:
             return False
@@ -95,12 +94,12 @@ class Connections:
 
     def idle(self, connection: Connection) -> None:
         """Note that the connection waits for a request."""
-        self._idle.setdefault(connection, self._clock.now())
+        self._idle.setdefault(connection, MONOTONIC.now())
 
     def receiving(self, connection: Connection) -> None:
         """Note that the connection's next request has begun, and a body may follow."""
         self.leave(connection)
-        self._receiving[connection] = self._clock.now()
+        self._receiving[connection] = MONOTONIC.now()
 
     def ending(self, connection: Connection) -> None:
         """Note that the connection has sent its last answer and stays open only until the client has read it; may evict

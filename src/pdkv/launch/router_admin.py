@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from pdkv.base.clock import MONOTONIC, Clock
+from pdkv.base.clock import MONOTONIC
 from pdkv.base.limits import clip
 from pdkv.errors import ConfigError, MalformedMessage, StartupError
 from pdkv.launch.run_dir import ADMIN_SOCKET
@@ -36,10 +36,9 @@ class Refused(ConfigError):
 class RouterAdmin:
     """Calls to the router. Every call may be repeated, and is, if a router dies before answering it."""
 
-    def __init__(self, run_dir: Path, *, patience_s: float = PATIENCE_S, clock: Clock = MONOTONIC) -> None:
+    def __init__(self, run_dir: Path, *, patience_s: float = PATIENCE_S) -> None:
         self._path = run_dir / ADMIN_SOCKET
         self._patience_s = patience_s
-        self._clock = clock
 
     async def engines(self, *, fresh: bool = False) -> list[dict[str, Any]]:
         """All engines, as in `/topology`. `fresh`: ask them for a report first."""
@@ -115,15 +114,15 @@ class RouterAdmin:
             StartupError: there was no answer in time, the router has a defect, or the answer is invalid.
         """
         pause_s = _FIRST_PAUSE_S
-        deadline = self._clock.now() + (wait_s or 0.0)
+        deadline = MONOTONIC.now() + (wait_s or 0.0)
         try:
             async with asyncio.timeout((wait_s or 0.0) + busy_s + self._patience_s):
                 while True:
-                    wait = f"&wait_s={max(deadline - self._clock.now(), 0.0):g}" if wait_s is not None else ""
+                    wait = f"&wait_s={max(deadline - MONOTONIC.now(), 0.0):g}" if wait_s is not None else ""
                     try:
                         return _checked(*await self._ask(method, path + wait, body))
                     except (OSError, EOFError):  # there is no listener, or it died before answering
-                        await self._clock.pause(pause_s)
+                        await MONOTONIC.pause(pause_s)
                         pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         except TimeoutError:
             raise StartupError(f"the router does not answer at {self._path}") from None

@@ -69,7 +69,6 @@ class Simulation:
         topology: Topology,
         *,
         seed: int = 0,
-        timeout_s: float = 600.0,
         on_event: Callable[[float, str, str], None] = lambda time, name, what: None,
     ) -> None:
         """Raises ConfigError: a policy or an engine to be killed is unknown."""
@@ -77,7 +76,7 @@ class Simulation:
             others = {name: options._replace(beats=True) for name, options in topology.others.items()}
             topology = topology._replace(engine=topology.engine._replace(beats=True), others=others)
         self._loop = loop = VirtualTime()  # type: ignore[abstract]  # what else a loop has is not for simulations
-        self._timeout_s, self._on_event, self._failures = timeout_s, on_event, topology.failures
+        self._on_event, self._failures = on_event, topology.failures
         self._stamps: dict[str, array[float]] = {}  # of each generation's tokens, by request_id
         self._hop_s = topology.engine.hop_s
         # Measured from outside, what a request takes has the four messages on the way to its first token in it.
@@ -159,9 +158,7 @@ class Simulation:
         name = f"request of {len(prompt)}"
         self._on_event(loop.clock.now(), name, "arrives")
         params = SamplingParams(temperature=0.0, max_tokens=turn.max_tokens, seed=0, ignore_eos=True)
-        request = GenerateRequest(
-            prompt_token_ids=prompt, params=params, timeout_s=self._timeout_s, priority=turn.priority
-        )
+        request = GenerateRequest(prompt_token_ids=prompt, params=params, timeout_s=_TIMEOUT_S, priority=turn.priority)
         await loop.clock.pause(self._arrival_s)
         try:
             generation = await self._answer(request, reply)
@@ -203,6 +200,9 @@ class Simulation:
 
 
 _WHAT = {"kill": "killed", "stop": "stopped", "slow": "slow"}
+
+_TIMEOUT_S = 600.0
+"""Deadline of each request."""
 
 WARM_S = 1.0
 """Seconds before the first request, in which engines are told of each other."""
