@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -55,16 +55,12 @@ class PoolNews(NamedTuple):
     down: tuple[str, ...] = ()  # pools without engines that serve
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One choice of one client request, tokenized; `params.seed` is set."""
+class Common(msgspec.Struct, frozen=True, kw_only=True):
+    """What all choices of one client request have in common."""
 
-    prompt_token_ids: list[int]
-    params: SamplingParams
-    seed_drawn: bool = False  # its client gave none
-    choice: int = 0
-    prediction_token_ids: list[int] = []  # the output that the client expects
+    prediction_token_ids: list[int] = []  # of the output that the client expects
     cache_salt: str = ""
-    kv_terms: KVTerms | None = None  # terms of what engines store of its KV
+    kv_terms: KVTerms | None = None  # terms of what engines store of its KV: its tenant's, no client can ask for terms
     tenant: str = ""  # a digest of its tenant; empty: clients need no key
     pool: str = ""  # that runs it; "": the launch's own engines
     split: Split | None = None  # why that one; None: it was asked for
@@ -73,12 +69,25 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     slo_ttft_s: float = 0.0  # within which its first token should come; 0: as soon as possible
     slo_tpot_s: float = 0.0  # that each further token should take; 0: as little as possible
     affinity: str = ""  # requests with the same key prefer the same engine; empty: none
+    explain: bool = False  # why its engines are chosen is recorded, and said by its answer
+
+    def common(self) -> dict[str, Any]:
+        """These fields, to make another one with them."""
+        return {name: getattr(self, name) for name in Common.__struct_fields__}
+
+
+class GenerateRequest(Common, frozen=True, kw_only=True):
+    """One choice of one client request, tokenized; `params.seed` is set."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed_drawn: bool = False  # its client gave none
+    choice: int = 0
     timeout_s: float  # until its last token; infinite: no total limit
     stall_timeout_s: float = math.inf  # for its turn, for its first token and for each further one; not both infinite
     probe: bool = False  # a probe of the router's own, which runs on this engine and nowhere else
     label: str = ""  # the client's name of the request, for logs only
     traceparent: str = ""  # W3C trace context of the span above it; for logs only
-    explain: bool = False  # why its engines are chosen is recorded
     near: str = ""  # the engine that ran this prompt for an earlier choice, and so has it in its cache
     keys: PromptKeys = msgspec.field(default_factory=PromptKeys)
 

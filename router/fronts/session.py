@@ -305,9 +305,8 @@ class Session:
             return None
         firsts = (self._requests.get(index * asked.n) for index in range(len(asked.prompt_lengths)))
         prompts = [Prompt(request.prompt_token_ids if request is not None else [], None) for request in firsts]
-        same = "params", "cache_salt", "priority", "slo_ttft_s", "slo_tpot_s", "affinity", "pool"
-        fields: dict[str, Any] = {name: getattr(first, name) for name in same}
-        return Job(chat=False, prompts=prompts, n=asked.n, stream=asked.stream, include_usage=False, **fields)
+        form: dict[str, Any] = {"chat": False, "stream": asked.stream, "include_usage": False}
+        return Job(prompts=prompts, params=first.params, n=asked.n, **form, **first.common())
 
 
 def answer(

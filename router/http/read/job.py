@@ -28,12 +28,11 @@ from pdkv.router.http.read.prompts import Prompt, check_length, encode, longest,
 from pdkv.router.http.read.served_model import Cancelled, ServedModel
 from pdkv.router.http.read.shapes import read_shape
 from pdkv.router.http.read.tools import answer_format, call_rules, check_tools
-from pdkv.router.request import Split
+from pdkv.router.request import Common
 from pdkv.sampling.logits_processors import check_known
 from pdkv.sampling.params import PARAMS_IN_BODIES, SamplingParams
 from pdkv.sampling.shape import Grammar
 from pdkv.text import StopAutomaton, with_bad_word_ids
-from pdkv.wire.kv import KVTerms
 from pdkv.wire.messages import PROBE_SALT
 
 _SAMPLING_FIELDS = ("n", *PARAMS_IN_BODIES)
@@ -51,7 +50,7 @@ class PooledForm(NamedTuple):
     shows_documents: bool = True
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class Job(Common, frozen=True, kw_only=True):
     """A checked request: choice j of prompt i is number i * n + j of the reply."""
 
     chat: bool
@@ -70,19 +69,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool = False
     return_tokens_as_ids: bool = False  # logprobs name tokens by their ids
     num_prompt_logprobs: int | None = None  # requested by name; echo has its own way to show them
-    prediction_token_ids: list[int] = []  # of the expected answer
-    cache_salt: str = ""
-    tenant: str = ""  # the key's digest; "": clients need no key
-    may_leave: bool = False  # another deployment may have it
     served: ServedModel | None = None  # by whose text it is read and answered
-    pool: str = ""  # that runs it
-    split: Split | None = None  # why that one
-    kv_terms: KVTerms | None = None  # from its tenant; no client can ask for terms
-    priority: int = 0
-    slo_ttft_s: float = 0.0  # see Wishes
-    slo_tpot_s: float = 0.0
-    explain: bool = False  # its answer says why its engines were chosen
-    affinity: str = ""  # requests with the same key prefer the same engine
     answer: AnswerFormat | None = None  # how its calls and reasoning are told apart from its text; None: it is all text
     own_tools: Mapping[str, Any] = {}  # of /v1/responses: the client's names of its functions
     # of /v1/responses: keeps a response by its id, and the items of its output
