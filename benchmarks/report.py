@@ -24,6 +24,7 @@ class Context(NamedTuple):
 
     models: Path  # folder of random models, made when they are missing
     vllm: Path | None  # virtual environment of the peer; None: what needs it is skipped
+    routers: Path | None = None  # folder with a virtual environment of each other router; None: as for `vllm`
     quick: bool = False  # a few seconds each: shows that it works, measures nothing
     clock: Callable[[], float] = time.perf_counter  # around what runs on this thread
 

@@ -125,13 +125,12 @@ def plot(folder: Path = RESULTS) -> str:
 def _command(row: Row) -> str:
     if row.benchmark.startswith("smoke_"):
         return "make gpu smoke"
-    if row.benchmark.startswith("routers_"):
-        return f"python -m benchmarks.routers DIR {row.benchmark.removeprefix('routers_')}"
     if row.machine.startswith("NVIDIA"):
         return f'make gpu PARTS="{row.benchmark.replace("smoke", "launch")}"'
     if row.benchmark in COMMANDS:
         return COMMANDS[row.benchmark]
-    return f"python -m benchmarks.run {row.benchmark}" + (" --vllm VENV" if row.benchmark in NEEDED_BY else "")
+    beside = " --vllm VENV" if row.benchmark in NEEDED_BY else " --routers DIR" if "routers_" in row.benchmark else ""
+    return f"python -m benchmarks.run {row.benchmark}{beside}"
 
 
 def _notes(folder: Path) -> dict[str, str]:

@@ -2,13 +2,12 @@
 over shared prefixes, and requests that fail when a server does.
 
     python -m venv DIR/NAME && DIR/NAME/bin/pip install NAME==VERSION     for each of sglang-router, smg, vllm-router
-    python -m benchmarks.routers DIR [prefixes failures]
+    python -m benchmarks.run routers_prefixes routers_failures --routers DIR
 
 Each router gets the protocol of the servers that it is made for: pdkv and vllm-router vLLM's, prefill before decode,
 the others SGLang's, both at once. Options are the defaults, but for the policy `cache_aware` of the others.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -24,7 +23,7 @@ from typing import NamedTuple
 import aiohttp
 import numpy as np
 
-from benchmarks.report import Claim, Outcome, load_average, save, show
+from benchmarks.report import Claim, Context
 from benchmarks.servers import free_port, get, post, running
 from pdkv.config import DEFAULT_MODEL
 
@@ -60,6 +59,13 @@ class Router(NamedTuple):
 
     url: str
     pid: int
+
+
+def _others(context: Context) -> tuple[Path, list[str]]:
+    """The folder of other routers, and which of them are there."""
+    assert context.routers is not None
+    folder = context.routers.resolve()
+    return folder, [name for name in OTHERS if (folder / name / "bin").is_dir()]
 
 
 @contextlib.contextmanager
@@ -173,12 +179,12 @@ def _words(rng: random.Random, num: int) -> str:
 # --- hits -------------------------------------------------------------------------------------------------------------
 
 
-async def _arrive(url: str, rng: random.Random) -> list[Sent]:
+async def _arrive(url: str, rng: random.Random, num: int) -> list[Sent]:
     beginnings = [_words(rng, SHARED) for _ in range(BEGINNINGS)]
     weights = [1 / (i + 1) for i in range(BEGINNINGS)]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         tasks, due = [], time.perf_counter()
-        for _ in range(PROMPTS):
+        for _ in range(num):
             due += rng.expovariate(RATE)
             await asyncio.sleep(due - time.perf_counter())
             prompt = f"{rng.choices(beginnings, weights)[0]} {_words(rng, OWN)}"
@@ -186,9 +192,11 @@ async def _arrive(url: str, rng: random.Random) -> list[Sent]:
         return await asyncio.gather(*tasks)
 
 
-def prefixes(folder: Path, names: Sequence[str]) -> list[Claim]:
+def prefixes(context: Context) -> list[Claim]:
     """The share of prompt tokens that servers had, and times to the first token, each beside pdkv's."""
-    found = {name: _prefixes_of(folder, name) for name in ("pdkv", "pdkv without events", *names)}
+    folder, names = _others(context)
+    num = 40 if context.quick else PROMPTS
+    found = {name: _prefixes_of(folder, name, num) for name in ("pdkv", "pdkv without events", *names)}
     ours = found.pop("pdkv")
     claims = []
     for name, theirs in found.items():
@@ -198,10 +206,10 @@ def prefixes(folder: Path, names: Sequence[str]) -> list[Claim]:
     return claims
 
 
-def _prefixes_of(folder: Path, name: str) -> dict[str, float]:
+def _prefixes_of(folder: Path, name: str, num: int) -> dict[str, float]:
     options = ("--rate", str(TOKENS_A_S), "--cache", str(CACHE))
     with _fakes(name, ["any"] * ENGINES, *options) as fakes, _router(folder, name, fakes) as router:
-        sent = asyncio.run(_arrive(router.url, random.Random(1)))
+        sent = asyncio.run(_arrive(router.url, random.Random(1), num))
         counts = [fake.counts() for fake in fakes]
     ttfts = [one.ttft_s for one in sent if one.ok] or [np.nan]
     hits = sum(count["cached"] for count in counts) / sum(count["prompt"] for count in counts)
@@ -236,13 +244,14 @@ _FAILURES: dict[str, tuple[str, Callable[[Fake], None]]] = {
 }
 
 
-def failures(folder: Path, names: Sequence[str]) -> list[Claim]:
+def failures(context: Context) -> list[Claim]:
     """Failed of 12 requests one after the other, the mean of three times, over two prefill and two decode servers."""
-    claims = []
+    folder, names = _others(context)
+    claims, turns = [], range(1 if context.quick else 3)
     for title, (role, act) in _FAILURES.items():
         found = {}
         for name in ("pdkv", *names):
-            found[name] = float(np.mean([_failed(folder, name, role, act, turn) for turn in range(3)]))
+            found[name] = float(np.mean([_failed(folder, name, role, act, turn) for turn in turns]))
             print(title, name, found[name], flush=True)
         ours = found.pop("pdkv")
         beside = ", ".join(f"{name} {num:.1f}" for name, num in found.items())
@@ -260,25 +269,3 @@ def _failed(folder: Path, name: str, role: str, act: Callable[[Fake], None], tur
         act(next(fake for fake in fakes if fake.role == role))
         sent = _sent(router.url, [_words(rng, 200) for _ in range(_TIMES)], patience_s=PATIENCE_S)
     return sum(not one.ok for one in sent)
-
-
-PARTS = {"prefixes": prefixes, "failures": failures}
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="with a virtual environment for each other router")
-    parser.add_argument("parts", nargs="*", default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    options = parser.parse_args(arguments)
-    names = [name for name in OTHERS if (options.folder / name / "bin").is_dir()]
-    for part in options.parts:
-        load, begin, at = load_average(), time.perf_counter(), time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-        claims = PARTS[part](options.folder.resolve(), names)
-        print(show(f"routers_{part}", claims), flush=True)
-        save({f"routers_{part}": Outcome(claims, round(time.perf_counter() - begin, 1), load, at)})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -30,6 +30,7 @@ from benchmarks import (
     pd_balance,
     peers,
     policies,
+    routers,
     sampler,
     speculation,
     startup,
@@ -72,6 +73,8 @@ BENCHMARKS: dict[str, Benchmark] = {
     "fleet": fleet.run,
     "fleet_10000": fleet.run_large,
     "policies": policies.run,
+    "routers_prefixes": routers.prefixes,
+    "routers_failures": routers.failures,
     "interference_tiny": _of(interference.run, "tiny"),
     "interference_mid": _of(interference.run, "mid"),
     "connector_shared_memory": connectors.run_shared_memory,
@@ -95,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; {', '.join(BENCHMARKS)}")
     parser.add_argument("--models", type=Path, default=WORK / "models", help="where random models are, or are made")
     parser.add_argument("--vllm", type=Path, default=WORK / "vllm", help="virtual environment with vLLM's CPU build")
+    parser.add_argument("--routers", type=Path, help="folder with other routers, for `routers_...`; default: not run")
     parser.add_argument("--threads", type=int, help="of torch in this process, for `linears`")
     parser.add_argument("--cpu-time", action="store_true", help="of this thread, for the same: with --threads 1 only")
     parser.add_argument("--out", type=Path, help="folder of the results")
@@ -109,11 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, end_by_signal)  # so that servers are ended
     names = options.names or list(BENCHMARKS)
     clock = time.thread_time if options.cpu_time else time.perf_counter
-    context = Context(options.models, _find_peer(options.vllm, names), options.quick, clock)
+    context = Context(options.models, _find_peer(options.vllm, names), options.routers, options.quick, clock)
     failed = False
     for name in names:
         if name in NEEDED_BY and context.vllm is None:
             print(f"{name}: skipped, it needs vLLM: python -m benchmarks.peers install {options.vllm}", flush=True)
+            continue
+        if name.startswith("routers_") and context.routers is None:
+            print(f"{name}: skipped, it needs --routers (benchmarks/routers.py)", flush=True)
             continue
         try:
             outcome = _run(name, context)
