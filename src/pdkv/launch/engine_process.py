@@ -28,7 +28,7 @@ from pdkv.host.linux import set_process_name
 from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, sweep_if_orphaned, watch_lifeline
 from pdkv.launch.logs import configure_logging
-from pdkv.launch.specs import EngineSpec, decode_engine_spec, take_spec
+from pdkv.launch.specs import EngineSpec, decode, take_spec
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 from pdkv.wire.messages import RouterToEngine
@@ -345,4 +345,4 @@ def _turn(core: EngineCore, server: EngineServer, notifier: Notifier, intake: In
 def main(*fds: str) -> int:
     """The start without a fork server."""
     ack_fd, lifeline_fd, *rank_fds = map(int, fds)
-    return run_engine(decode_engine_spec(take_spec()), ack_fd, lifeline_fd, rank_fds)
+    return run_engine(decode(take_spec(), EngineSpec), ack_fd, lifeline_fd, rank_fds)

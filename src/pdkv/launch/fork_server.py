@@ -15,7 +15,7 @@ import sys
 import traceback
 
 from pdkv.host.linux import set_process_name
-from pdkv.launch.specs import decode_engine_spec
+from pdkv.launch.specs import EngineSpec, decode
 
 PRELOADED = ("torch", "pdkv.assemble.engine", "pdkv.launch.engine_process")
 MAX_SPEC_BYTES = 64 * 1024
@@ -97,7 +97,7 @@ def _engine(spec: bytes, fds: list[int], lifeline_fd: int) -> None:
 
         os.setpgid(0, 0)
         ack_fd, *rank_fds = fds
-        code = run_engine(decode_engine_spec(spec), ack_fd, lifeline_fd, rank_fds)
+        code = run_engine(decode(spec, EngineSpec), ack_fd, lifeline_fd, rank_fds)
     except BaseException:  # the process ends here: no caller could report it
         traceback.print_exc()
     finally:

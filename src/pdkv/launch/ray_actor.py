@@ -22,7 +22,7 @@ from pdkv.launch.kv_tiers import plan_with_tiers
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.plan import check_memory, place_on_hardware
 from pdkv.launch.run_dir import RunDirectory, sweep_leftovers
-from pdkv.launch.specs import EngineSpec, Identified, Progress, Started, StartFailed, decode_path, encode
+from pdkv.launch.specs import EngineSpec, Identified, Progress, Started, StartFailed, decode, encode
 from pdkv.launch.starter import Children, LocalStarter
 
 KEY_FILE = "cluster.key"
@@ -87,7 +87,7 @@ class EngineActor:
     async def _live(self, order: bytes, events: "asyncio.Queue[Event]") -> None:
         status = 1
         try:
-            status = await self._serve(msgspec.json.decode(order, type=Order, dec_hook=decode_path), events)
+            status = await self._serve(decode(order, Order), events)
         except Exception as error:
             message = str(error) if isinstance(error, PdkvError) else f"{type(error).__name__}: {error}"
             events.put_nowait(StartFailed(message, config=isinstance(error, ConfigError)))

@@ -8,9 +8,10 @@ from pdkv.launch.acks import Acknowledger, StartGivenUp
 from pdkv.launch.lifeline import sweep_if_orphaned, watch_lifeline
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.run_dir import ADMIN_SOCKET, FRONTS_SOCKET, MARKS_FILE
-from pdkv.launch.specs import decode_router_spec, take_spec
+from pdkv.launch.specs import decode, take_spec
 from pdkv.router.front_process import run_front
 from pdkv.router.process import run_router
+from pdkv.router.spec import RouterSpec
 
 _LIFELINE_GRACE_S = 3.0  # more than connections get to end after a stop
 
@@ -23,7 +24,7 @@ def main(name: str, *fds: str) -> int:
     """Run the router in this process, or the front of this name; returns its exit status. A router is ready when every
     engine has answered.
     """
-    spec = decode_router_spec(take_spec())
+    spec = decode(take_spec(), RouterSpec)
     listen_fd, ack_fd, lifeline_fd = map(int, fds)
     seen = spec.config.observability
     configure_logging(name, spec.log_level, seen.log_format, access_log=seen.access_log)

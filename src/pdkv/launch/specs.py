@@ -3,15 +3,16 @@
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.router.engines.address import Role
-from pdkv.router.spec import RouterSpec
 from pdkv.wire.decoding import decode_total
+
+T = TypeVar("T")
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +80,7 @@ _ack_decoder: msgspec.json.Decoder[Ack] = msgspec.json.Decoder(Ack)
 
 def encode(value: object) -> bytes:
     """JSON of a spec or an ack, without a newline."""
-    return msgspec.json.encode(value, enc_hook=_encode_path)
+    return msgspec.json.encode(value, enc_hook=os.fspath)
 
 
 def take_spec() -> bytes:
@@ -94,29 +95,11 @@ def take_spec() -> bytes:
     return data
 
 
-def decode_engine_spec(data: bytes) -> EngineSpec:
-    """Decode an engine spec. Raises msgspec.DecodeError."""
-    return msgspec.json.decode(data, type=EngineSpec, dec_hook=decode_path)
-
-
-def decode_router_spec(data: bytes) -> RouterSpec:
-    """Decode a router spec. Raises msgspec.DecodeError."""
-    return msgspec.json.decode(data, type=RouterSpec, dec_hook=decode_path)
+def decode(data: bytes, kind: type[T]) -> T:
+    """Decode a spec, of which JSON has every type but paths. Raises msgspec.DecodeError."""
+    return msgspec.json.decode(data, type=kind, dec_hook=lambda path_type, value: path_type(value))
 
 
 def decode_ack(data: bytes) -> Ack:
     """Decode an ack. Raises MalformedMessage."""
     return decode_total(_ack_decoder, data)
-
-
-def _encode_path(value: Any) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise NotImplementedError(f"{type(value)} has no JSON form")
-
-
-def decode_path(kind: type, value: Any) -> Path:
-    """The hook with which msgspec decodes paths."""
-    if kind is Path:
-        return Path(value)
-    raise NotImplementedError(f"{kind} has no JSON form")
