@@ -1,7 +1,6 @@
 """Server-sent events of a streamed reply. Constant parts are encoded once per request and choice."""
 
 from collections.abc import Sequence
-from json import JSONEncoder
 from json.encoder import encode_basestring_ascii
 from typing import Any
 
@@ -13,13 +12,13 @@ from pdkv.router.http.answer.choice import ChoiceDelta, TokenCounts, usage
 from pdkv.router.http.answer.completions import reply_frame
 from pdkv.router.http.answer.logprobs import chat_logprobs, completion_logprobs
 from pdkv.router.http.answer.replies import Asked
+from pdkv.router.http.read.ascii_json import ascii_json
 from pdkv.router.http.server.errors import describe_error
 
 DONE = b"data: [DONE]\n\n"
 _END = b"}\n\n"
 
 _json = msgspec.json.encode
-_ascii_json = JSONEncoder(separators=(",", ":")).encode
 
 
 def _encode_text(text: str) -> bytes:
@@ -104,7 +103,7 @@ class ChunkEncoder:
                 fields |= self._of_tokens(delta, first=first)
             if number == len(deltas) - 1 and delta.finish_reason is not None:
                 fields |= {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
-            chunks += self._head, _ascii_json(fields).encode("ascii"), self._tail
+            chunks += self._head, ascii_json(fields), self._tail
         return b"".join(chunks)
 
     def _of_tokens(self, delta: ChoiceDelta, *, first: bool) -> dict[str, Any]:

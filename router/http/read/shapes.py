@@ -17,12 +17,9 @@ def read_shape(body: CompletionBody | ChatBody) -> AskedShape | None:
         InvalidRequest: two fields ask for a shape; or the one that does specifies none, or several, or lacks a required
             part.
     """
-    asked = []
-    if body.response_format is not None and body.response_format.type != "text":
-        asked.append("response_format")
-    if body.structured_outputs is not None:
-        asked.append("structured_outputs")
-    asked += [name for name in _GUIDED if getattr(body, name) is not None]
+    given = {name: getattr(body, name) for name in ("response_format", "structured_outputs", *_GUIDED)}
+    is_text = body.response_format is not None and body.response_format.type == "text"
+    asked = [name for name in given if given[name] is not None and not (is_text and name == "response_format")]
     if len(asked) > 1:
         raise InvalidRequest(
             f"{asked[0]} and {asked[1]} both give the answer a shape: send at most one of them", param=asked[1]
@@ -31,14 +28,14 @@ def read_shape(body: CompletionBody | ChatBody) -> AskedShape | None:
         _check_fields(body.response_format)
     if not asked:
         return None
-    if asked == ["response_format"]:
-        assert body.response_format is not None
-        return _of_response_format(body.response_format)
-    if asked == ["structured_outputs"]:
-        assert body.structured_outputs is not None
-        return _of_structured_outputs(body.structured_outputs)
     [name] = asked
-    return AskedShape(msgspec.convert({_GUIDED[name]: getattr(body, name)}, StructuredOutputs), name)
+    match given[name]:
+        case ResponseFormat() as format:
+            return _of_response_format(format)
+        case ShapeBody() as outputs:
+            return _of_structured_outputs(outputs)
+        case value:
+            return AskedShape(msgspec.convert({_GUIDED[name]: value}, StructuredOutputs), name)
 
 
 def _check_fields(given: ResponseFormat) -> None:
