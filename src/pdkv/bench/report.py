@@ -1,5 +1,6 @@
 """What a load came to: vLLM's metrics under vLLM's names, goodput, and how far the client itself is to be trusted."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, NamedTuple, TextIO
@@ -89,12 +90,10 @@ class Slo(NamedTuple):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """A percentile by linear interpolation, as numpy's default (and vLLM's) is."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    """A percentile by linear interpolation, as vLLM's are."""
+    import numpy as np  # once there are figures: the client does without
+
+    return float(np.percentile(values, percent))
 
 
 def summarize(run: Run, percents: Sequence[float], slo: Slo) -> dict[str, Any]:
@@ -127,7 +126,7 @@ def summarize(run: Run, percents: Sequence[float], slo: Slo) -> dict[str, Any]:
     for name, values in series(run).items():
         report |= _spread(name, [1e3 * value for value in values], percents)
     if failed:
-        report["errors"] = _counted([str(sent.reply.error) for sent in failed])
+        report["errors"] = dict(Counter(str(sent.reply.error) for sent in failed).most_common(10))
     report |= {
         "client_cpu_us_per_token": 1e6 * run.cpu_s / max(output, 1),
         "client_busy": run.cpu_s / wall,
@@ -152,14 +151,6 @@ def _spread(name: str, values: Sequence[float], percents: Sequence[float]) -> di
         return {}
     found = {f"mean_{name}_ms": fmean(values), f"median_{name}_ms": median(values)}
     return found | {f"p{percent:g}_{name}_ms": percentile(values, percent) for percent in percents}
-
-
-def _counted(errors: Sequence[str]) -> dict[str, int]:
-    """The ten most frequent errors."""
-    counts: dict[str, int] = {}
-    for error in errors:
-        counts[error] = counts.get(error, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1])[:10])
 
 
 def doubts(report: Mapping[str, Any], *, is_open_loop: bool) -> list[str]:
