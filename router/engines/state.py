@@ -148,18 +148,12 @@ class EngineState:
         """
         load, reason = self.load, self.reason
         return {
-            "name": self.name,
-            "role": self.role,
-            "endpoint": self.endpoint,
-            "source": self.source,
-            "pid": self.pid,
+            **_fields(self, "name", "role", "endpoint", "source", "pid", "serves", "draining", "connector_problem"),
             "ranks": list(self.card.rank_pids) if self.card is not None and self.life == "ready" else [],
             "state": self.life if reason is None else "refused",
             "reason": reason,
-            "serves": self.serves,
             "suspect": bool(self.suspicion),
             "suspicion": self.suspicion or None,
-            "draining": self.draining,
             "drained": self.draining and not num_requests,
             "requests": num_requests,
             "ejected": self.score.is_ejected,
@@ -170,7 +164,6 @@ class EngineState:
             "waiting": load.waiting if load is not None else 0,
             "running": load.running if load is not None else 0,
             "blocks": msgspec.to_builtins(self.blocks),
-            "connector_problem": self.connector_problem,
             **_describe_card(self.card, load),
         }
 
@@ -191,6 +184,10 @@ class EngineState:
         return EngineView(self.name, load, self.pace if side == self.role else 1.0)
 
 
+def _fields(of: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
+
+
 def _describe_card(card: EngineCard | None, load: LoadReport | None) -> dict[str, Any]:
     """The card of the latest incarnation, JSON-ready, without what only its peers can use; empty before the first.
 
@@ -200,23 +197,14 @@ def _describe_card(card: EngineCard | None, load: LoadReport | None) -> dict[str
     if card is None:
         return {}
     if card.backend:  # nothing is known of its KV
-        names = "epoch", "backend", "lacks", "max_model_len", "max_num_seqs"
-        return {name: getattr(card, name) for name in names}
+        return _fields(card, "epoch", "backend", "lacks", "max_model_len", "max_num_seqs")
     layout = card.layout
     parts = {} if load is None else load.connectors
     return {
-        "version": card.version,
-        "platform": card.platform,
-        "epoch": card.epoch,
-        "model": card.model,
-        "max_model_len": card.max_model_len,
-        "max_num_seqs": card.max_num_seqs,
-        "tp": card.tp,
-        "connector": card.connector,
+        **_fields(card, "version", "platform", "epoch", "model", "max_model_len", "max_num_seqs", "tp", "connector"),
         "connector_parts": sorted(parts),
         "kv_paths": {part: stats.paths for part, stats in sorted(parts.items()) if stats.paths},
-        "kind": card.kind,
-        "content_addressed": card.content_addressed,
+        **_fields(card, "kind", "content_addressed"),
         "orders": list(card.orders),
         "kv_layout": {
             "layers": layout.num_layers,

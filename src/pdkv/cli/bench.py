@@ -474,16 +474,11 @@ def _shape(arguments: argparse.Namespace) -> "Shape":
         if length > MAX_TOTAL_PROMPT_TOKENS:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag}: at most {MAX_TOTAL_PROMPT_TOKENS} tokens were expected, got {length}")
+    same = "num_prompts", "input_len", "range_ratio", "prefix_len", "num_prefixes", "turns", "max_context"
     return Shape(
-        num_prompts=arguments.num_prompts,
-        input_len=arguments.input_len,
+        **{name: getattr(arguments, name) for name in same},
         output_len=arguments.output_len or 0,
-        range_ratio=arguments.range_ratio,
-        prefix_len=arguments.prefix_len,
-        num_prefixes=arguments.num_prefixes,
-        turns=arguments.turns,
         pause_s=arguments.pause,
-        max_context=arguments.max_context,
         vocabulary=arguments.vocabulary or LAST_ID,
     )
 
