@@ -25,9 +25,9 @@ import numpy as np
 from pdkv.base.clock import MONOTONIC, Clock, unix_time, unix_time_ns
 from pdkv.base.log_limit import LogLimit
 from pdkv.errors import ConfigError, StoreUnavailable, StoreUnsupported
+from pdkv.host.held_file import HeldFile
 from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
-from pdkv.host.process_info import process_start_time
 from pdkv.kv_store.base import (
     Arrived,
     Buffer,
@@ -55,26 +55,8 @@ _ASK_AGAIN_S = 1.0  # between looks whether a segment that another process wrote
 _SEGMENT, _ADDRESS = ".segment", ".memfd"
 
 
-class SegmentAddress(msgspec.Struct, frozen=True):
+class SegmentAddress(HeldFile, frozen=True):
     """A memfd that another process holds open."""
-
-    pid: int
-    start_time: int  # of the process: tells a pid that is used again
-    fd: int
-    inode: int
-
-    def open(self, flags: int) -> int:
-        """A descriptor of it. Raises OSError if it is gone."""
-        if process_start_time(self.pid) != self.start_time:
-            raise FileNotFoundError(f"process {self.pid} is gone")
-        path = f"/proc/{self.pid}/fd/{self.fd}"
-        if not os.readlink(path).startswith("/memfd:"):  # never open what may be a pipe or a device
-            raise FileNotFoundError(f"{path} is not a memfd")
-        fd = os.open(path, flags | os.O_CLOEXEC)
-        if os.fstat(fd).st_ino != self.inode:
-            os.close(fd)
-            raise FileNotFoundError(f"{path} is a different file")
-        return fd
 
 
 def write_address(directory: Path, name: str, address: SegmentAddress) -> Path:

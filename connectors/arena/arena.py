@@ -25,8 +25,9 @@ from pdkv.connectors.arena.device_pool import DevicePoolAddress, ExportedPool, P
 from pdkv.connectors.transfer.digest_table import DigestTable, table_bytes
 from pdkv.connectors.transfer.planning import Bytes
 from pdkv.errors import ConfigError, IncompatiblePeers, MalformedMessage, PeerGone, StaleEpoch, TransferError
+from pdkv.host.fence import fence
+from pdkv.host.held_file import HeldFile, held_here
 from pdkv.host.host_id import host_id
-from pdkv.host.process_info import process_start_time
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.kv import EngineCard, KVLayout
 
@@ -65,16 +66,12 @@ class ArenaHeader(msgspec.Struct, frozen=True):
 _headers = msgspec.msgpack.Decoder(ArenaHeader)
 
 
-class ArenaAddress(msgspec.Struct, frozen=True):
+class ArenaAddress(HeldFile, frozen=True):
     """How a peer reaches an arena; part of the engine's card. `host` is the boot id: only processes on this host can
     reach the arena.
     """
 
     host: str
-    pid: int
-    start_time: int
-    fd: int
-    inode: int
     size: int
     pool: DevicePoolAddress | None = None  # if the pool is not in the arena
 
@@ -152,14 +149,10 @@ class Arena:
         except BaseException:
             os.close(self._fd)
             raise
-        pid = os.getpid()
-        start_time = process_start_time(pid)
-        assert start_time is not None
-        header = ArenaHeader(engine, epoch, pid, start_time, layout, num_blocks, HASH_BLOCK_SIZE, reserves)
+        self.address = ArenaAddress(*held_here(self._fd), host_id(), self.shape.size)
+        process = self.address.pid, self.address.start_time
+        header = ArenaHeader(engine, epoch, *process, layout, num_blocks, HASH_BLOCK_SIZE, reserves)
         _write_header(self._memory, header)
-        self.address = ArenaAddress(
-            host_id(), pid, header.start_time, self._fd, os.fstat(self._fd).st_ino, self.shape.size
-        )
         view = memoryview(self._memory)
         self.table_arrays = TableArrays.over(view[HEADER_BYTES : self.shape.data_offset], self.shape.table)
         self.words = _words(view, self.shape)
@@ -252,8 +245,7 @@ class PeerArena:
         self.words = _words(view, self.shape)
         self.digests = self.shape.digests(view)
         self.data = _data(view, self.shape)  # (num_blocks, block_bytes), read-only; no rows if the pool is on a device
-        # whether it is a source of hand-offs, so that all of the pool will be read sooner or later
-        self.is_source = False
+        self.is_source = False  # of hand-offs: all of the pool will be read sooner or later
         self.num_mapped_bytes = 0  # bytes of the pool mapped by `map_ahead`
         self.pool: torch.Tensor | None = None  # if it is on a device, once it is mapped
 
@@ -274,13 +266,20 @@ class PeerArena:
         if inode != address.inode:
             raise PeerGone(f"engine {self.header.engine}: process {address.pid} has closed its arena")
 
+    def word(self, number: int) -> int:
+        """The current value of one of the owner's words, read after all earlier copies. Raises TransferError."""
+        if not 0 <= number < self.words.size:
+            raise TransferError(f"word {number} does not exist: there are {self.words.size}")
+        fence()
+        return int(self.words[number])
+
     def map_ahead(self) -> bool:
-        """Map the pool's next pages, so that the first read of a block runs at full speed, and resident memory does not
-        creep up with the blocks read.
+        """Map the next pages of a source's pool, so that the first read of a block runs at full speed, and resident
+        memory does not creep up with the blocks read.
 
         False: no pages are left, or they get memory only when they are used.
         """
-        if self.num_mapped_bytes >= self.data.nbytes or not self.header.reserved:
+        if not self.is_source or self.num_mapped_bytes >= self.data.nbytes or not self.header.reserved:
             return False
         done = _advise(self.data, self.num_mapped_bytes, _TOUCH_BYTES, _MADV_POPULATE_READ)
         self.num_mapped_bytes = self.num_mapped_bytes + _TOUCH_BYTES if done else self.data.nbytes
@@ -302,15 +301,12 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
             f"engine {engine}: shared memory works within one host only; this host is {host_id()}, the engine's "
             f"{address.host}"
         )
-    path = f"/proc/{address.pid}/fd/{address.fd}"
     try:
-        if not os.readlink(path).startswith(_LINK_PREFIX):  # never open what may be a pipe or a device
-            raise PeerGone(f"engine {engine}: descriptor {address.fd} of process {address.pid} is not an arena")
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = address.open(os.O_RDONLY, _LINK_PREFIX)
     except OSError as error:
         raise _open_error(f"engine {engine}: process {address.pid} cannot be reached", error) from error
     try:
-        _check_identity(fd, address, engine)
+        _check_sealed(fd, address, engine)
         memory = mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     except OSError as error:
         raise _open_error(f"engine {engine}: its arena cannot be mapped", error) from error
@@ -338,17 +334,11 @@ def _open_error(what: str, error: OSError) -> TransferError:
     return kind(f"{what}: {error.strerror}")
 
 
-def _check_identity(fd: int, address: ArenaAddress, engine: str) -> None:
-    """Check that the open file is the memfd on the card: it cannot shrink under the mapping, and only its owner writes
-    it.
-    """
-    status = os.fstat(fd)
-    start_time = process_start_time(address.pid)
-    if start_time is None:
-        raise PeerGone(f"engine {engine}: process {address.pid} is gone")
-    found = (status.st_ino, status.st_size, start_time)
-    if found != (address.inode, address.size, address.start_time):
-        raise PeerGone(f"engine {engine}: process {address.pid} is another one now (inode, size, start time: {found})")
+def _check_sealed(fd: int, address: ArenaAddress, engine: str) -> None:
+    """Check that the open file cannot shrink under the mapping, and only its owner writes it."""
+    size = os.fstat(fd).st_size
+    if size != address.size:
+        raise PeerGone(f"engine {engine}: its arena has {size} bytes, its card says {address.size}")
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise IncompatiblePeers(f"engine {engine}: its arena is not sealed")
 

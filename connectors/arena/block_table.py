@@ -191,7 +191,8 @@ class BlockTableReader:
         return any(entry >> 32 == tag for entry in self._entries[first : first + WAYS].tolist())
 
     def generations(self, block_ids: Ids) -> Ids:
-        """The blocks' current generations."""
+        """The blocks' current generations, read after all earlier copies."""
+        fence()
         return self._arrays.generations[block_ids]
 
     def find(self, keys: Words) -> Found:

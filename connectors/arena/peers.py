@@ -87,7 +87,7 @@ class PeerArenas(PeerCards):
     def map_ahead(self) -> bool:
         """Map some more of a source's pool; False: nothing is left to do."""
         with self._lock:
-            arenas = [arena for ranks in self._open.values() for arena in ranks.values() if arena.is_source]
+            arenas = [arena for ranks in self._open.values() for arena in ranks.values()]
         return any(arena.map_ahead() for arena in arenas)
 
     def _accept(self, peer: Incarnation, card: EngineCard) -> None:

@@ -1,8 +1,9 @@
-"""Posts of whole blocks over NIXL between engines of equal layout."""
+"""Posts of whole blocks over NIXL between engines of equal layout: which go directly, and in what pieces."""
 
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from pdkv.connectors.transfer.planning import Ids
 
@@ -17,6 +18,14 @@ PIECE_BYTES = 24 * 1024
 
 Post = tuple[Ids, Ids, Ids]
 """Byte offsets at the source and at the destination, and sizes, of the pieces posted at once."""
+
+
+def are_gathered(sizes: Ids, below: int, at_least: int) -> npt.NDArray[np.bool_]:
+    """Which pieces of these sizes in bytes are gathered: those of less than `below`, if there are `at_least` of them,
+    since each piece that is sent directly is an operation of its own.
+    """
+    small = sizes < below
+    return small if np.count_nonzero(small) >= at_least else np.zeros_like(small)
 
 
 def cut_pieces(table: Ids, limit: int = POST_BYTES) -> list[Post]:

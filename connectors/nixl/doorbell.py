@@ -17,12 +17,10 @@ import threading
 from collections import OrderedDict
 from typing import NamedTuple
 
-import msgspec
-
 from pdkv.connectors.nixl.agent import MAX_AGENT_NAME, MAX_MESSAGE_BYTES, Message
 from pdkv.connectors.nixl.outbox import Content, Outbox
 from pdkv.errors import PeerGone, TransferCancelled
-from pdkv.host.process_info import process_start_time
+from pdkv.host.held_file import HeldFile, held_here
 
 logger = logging.getLogger(__name__)
 
@@ -44,13 +42,8 @@ _READS = 256
 """Packets read before the thread does something else, however fast a peer writes."""
 
 
-class DoorbellAddress(msgspec.Struct, frozen=True, array_like=True):
+class DoorbellAddress(HeldFile, frozen=True, array_like=True):
     """How a peer on the same host reaches a bell; part of the engine's card."""
-
-    pid: int
-    start_time: int  # start time of the process: reveals a recycled pid
-    fd: int
-    inode: int
 
 
 class Doorbell:
@@ -70,10 +63,7 @@ class Doorbell:
         if size < _PIPE_BYTES:
             logger.warning("a pipe has %d bytes instead of %d: see fs.pipe-user-pages-soft", size, _PIPE_BYTES)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        pid = os.getpid()
-        start_time = process_start_time(pid)
-        assert start_time is not None
-        self.address = DoorbellAddress(pid, start_time, self._write_fd, os.fstat(self._write_fd).st_ino)
+        self.address = DoorbellAddress(*held_here(self._write_fd))
         self._poll = select.poll()
         for fd in (self._read_fd, self._wake_fd):
             self._poll.register(fd, select.POLLIN)
@@ -186,10 +176,7 @@ class Doorbell:
                 raise TransferCancelled("this engine's doorbell is closed")
             outbox = self._open.get(address)
             if outbox is None:
-                fd = _open_pipe(address)
-                if fd is None:
-                    raise PeerGone(f"process {address.pid} is gone, or has no doorbell here")
-                outbox = self._open[address] = Outbox(fd, self._pack)
+                outbox = self._open[address] = Outbox(_open_pipe(address), self._pack)
             self._open.move_to_end(address)
             evicted = self._open.pop(self._to_evict(address)) if len(self._open) > MAX_OPEN else None
         if evicted is not None:
@@ -264,21 +251,15 @@ class _Assembly:
         return True
 
 
-def _open_pipe(address: DoorbellAddress) -> int | None:
-    """The pipe of an address, opened for writing packets; None: it does not exist (any more), or belongs to another
-    user.
+def _open_pipe(address: DoorbellAddress) -> int:
+    """The pipe of an address, opened for writing packets.
+
+    Raises:
+        PeerGone: it does not exist (any more), or belongs to another user.
     """
-    path = f"/proc/{address.pid}/fd/{address.fd}"
-    link = f"pipe:[{address.inode}]"
     try:
-        if address.fd < 0 or os.readlink(path) != link or process_start_time(address.pid) != address.start_time:
-            return None  # never open what may be something else
-        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = address.open(os.O_WRONLY | os.O_NONBLOCK, f"pipe:[{address.inode}]")
     except OSError as error:
-        logger.debug("no doorbell at %s: %s", path, error)
-        return None
-    if os.fstat(fd).st_ino == address.inode:
-        fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT)  # each write is one packet
-        return fd
-    os.close(fd)
-    return None
+        raise PeerGone(f"process {address.pid} is gone, or has no doorbell here: {error}") from None
+    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT)  # each write is one packet
+    return fd

@@ -8,7 +8,6 @@ from msgspec import Meta
 from pdkv.base.options import Bytes, Natural, Options, Positive, Seconds, Threads, option
 from pdkv.connectors.nixl.wire import PATHS, Mode, Path
 from pdkv.connectors.transfer.lanes import LaneConfig
-from pdkv.connectors.transfer.small_pieces import Gate
 
 
 class NixlOptions(Options):
@@ -44,11 +43,6 @@ class NixlOptions(Options):
     def paths(self) -> Sequence[Path]:
         """The paths that may be used, the best one first."""
         return PATHS if self.path == "auto" else (self.path,)
-
-    @property
-    def gate(self) -> Gate:
-        """Decides what is sent over UCX directly, and what is gathered."""
-        return Gate(self.gather_below, self.gather_min_pieces)
 
     @property
     def lanes(self) -> LaneConfig:

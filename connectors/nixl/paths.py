@@ -8,8 +8,7 @@ import logging
 import threading
 from collections.abc import Iterable, Sequence
 
-from pdkv.connectors.arena.arena import open_peer_arena
-from pdkv.connectors.arena.sources import MappedSource
+from pdkv.connectors.arena.arena import PeerArena, open_peer_arena
 from pdkv.connectors.nixl.peers import NixlPeers
 from pdkv.connectors.nixl.wire import Path, RankBlob
 from pdkv.errors import IncompatiblePeers, PdkvError, PeerGone, StaleEpoch
@@ -26,10 +25,10 @@ class PeerPaths:
         self._peers = peers
         self._offered = offered
         self._lock = threading.Lock()  # guards the following
-        self._found: dict[str, tuple[RankBlob, MappedSource | PdkvError | None]] = {}  # by agent; None: UCX
+        self._found: dict[str, tuple[RankBlob, PeerArena | PdkvError | None]] = {}  # by agent; None: UCX
 
-    def source(self, blob: RankBlob) -> MappedSource | None:
-        """The source of a peer's memory; None: it is read by NIXL.
+    def source(self, blob: RankBlob) -> PeerArena | None:
+        """A peer's memory, mapped; None: it is read by NIXL.
 
         Raises:
             PeerGone: the peer is not known (any more).
@@ -53,8 +52,8 @@ class PeerPaths:
     def map_ahead(self) -> bool:
         """Do a little work that makes later copies faster; False: nothing is left to do."""
         with self._lock:
-            sources = [source for _, source in self._found.values() if isinstance(source, MappedSource)]
-        return any(source.map_ahead() for source in sources)
+            arenas = [found for _, found in self._found.values() if isinstance(found, PeerArena)]
+        return any(arena.map_ahead() for arena in arenas)
 
     def forget(self, blobs: Iterable[RankBlob]) -> None:
         """Forget these peers. A running copy keeps its source."""
@@ -70,11 +69,11 @@ class PeerPaths:
 
     # --- under the lock -------------------------------------------------------------------------------------------
 
-    def _find(self, blob: RankBlob) -> MappedSource | PdkvError | None:
+    def _find(self, blob: RankBlob) -> PeerArena | PdkvError | None:
         """Find the path, for as long as the peer is known. Raises temporary errors as `source`."""
         if self._peers.agent(blob.agent) != blob:
             raise PeerGone(f"agent {blob.agent} is not known")
-        found: MappedSource | PdkvError | None
+        found: PeerArena | PdkvError | None
         try:
             found = self._open(blob)
         except (PeerGone, IncompatiblePeers) as error:
@@ -85,13 +84,15 @@ class PeerPaths:
         self._found[blob.agent] = (blob, found)
         return found
 
-    def _open(self, blob: RankBlob) -> MappedSource | None:
-        """Open a source by the first path that works. Raises PeerGone, IncompatiblePeers or a TransferError."""
+    def _open(self, blob: RankBlob) -> PeerArena | None:
+        """As `source`, by the first path that works."""
         here, reason = blob.host == host_id(), ""
         paths = [path for path in self._offered if path in blob.paths and (here or path == "ucx")]
         if "arena" in paths:
             try:
-                return self._map(blob)
+                if blob.arena is None:
+                    raise IncompatiblePeers(f"agent {blob.agent} names no arena")
+                return open_peer_arena(blob.arena, self._peers.card_of(blob))
             except (PeerGone, StaleEpoch, IncompatiblePeers, PermissionError) as error:  # that will not change
                 logger.debug("agent %s by path arena: %s", blob.agent, error)
                 if isinstance(error, PeerGone) and "ucx" not in paths:
@@ -105,13 +106,8 @@ class PeerPaths:
             f"{reason}: set their option path to one that works"
         )
 
-    def _map(self, blob: RankBlob) -> MappedSource:
-        if blob.arena is None:
-            raise IncompatiblePeers(f"agent {blob.agent} names no arena")
-        return MappedSource(open_peer_arena(blob.arena, self._peers.card_of(blob)))
 
-
-def _name(found: MappedSource | PdkvError | None) -> str:
+def _name(found: PeerArena | PdkvError | None) -> str:
     if found is None:
         return "ucx"
-    return "arena" if isinstance(found, MappedSource) else "none"
+    return "arena" if isinstance(found, PeerArena) else "none"

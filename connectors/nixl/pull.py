@@ -71,8 +71,8 @@ class NixlPullWorker(NixlWorker, PullWorker):
         source = self.endpoint.sources.source(self._ranks.rank(*piece.peer_rank))
         if source is None:
             return super().read_digested(job, piece, scratch, tokens)
-        source.will_read()
-        return self.copy_digested(job, piece, source.pool, tokens)
+        source.is_source = True
+        return self.copy_digested(job, piece, source.data, tokens)
 
     def read_digests(self, job: Job, piece: PullPiece, scratch: Any, units: Ids, generations: Ids) -> DigestRows:
         blob = self._ranks.rank(*piece.peer_rank)

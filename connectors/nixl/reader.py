@@ -6,16 +6,16 @@ from contextlib import nullcontext
 
 import numpy as np
 
-from pdkv.connectors.arena.sources import MappedSource
-from pdkv.connectors.nixl.blocks import DEVICE_POST_BYTES, POST_BYTES, cut_pieces, expand_blocks
+from pdkv.connectors.arena.arena import PeerArena
+from pdkv.connectors.nixl.blocks import DEVICE_POST_BYTES, POST_BYTES, are_gathered, cut_pieces, expand_blocks
 from pdkv.connectors.nixl.endpoint import NixlEndpoint, Waiting
 from pdkv.connectors.nixl.fetch import GatherReader, Guard, Wanted
+from pdkv.connectors.nixl.options import NixlOptions
 from pdkv.connectors.nixl.wire import RankBlob
 from pdkv.connectors.transfer.digest import PoolDigests, Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows, rows_of
 from pdkv.connectors.transfer.planning import Ids, run_starts
-from pdkv.connectors.transfer.pool_copy import COPY_BYTES, Pieces, block_pieces, unit_pieces
-from pdkv.connectors.transfer.small_pieces import Gate
+from pdkv.connectors.transfer.pool_copy import COPY_BYTES, Pieces, block_pieces, copy_pieces, unit_pieces
 from pdkv.connectors.transfer.units import UnitPool
 from pdkv.errors import KVNotFound
 from pdkv.kernels.digest import Digests
@@ -24,11 +24,11 @@ from pdkv.kernels.digest import Digests
 class PoolReader:
     """The reader of one rank. Thread-safe."""
 
-    def __init__(self, endpoint: NixlEndpoint, units: UnitPool, gate: Gate) -> None:
+    def __init__(self, endpoint: NixlEndpoint, units: UnitPool, options: NixlOptions) -> None:
         self.gathered = GatherReader(endpoint, units)
         self._endpoint = endpoint
         self._units = units
-        self._gate = gate
+        self._options = options
 
     def read_blocks(
         self,
@@ -84,16 +84,16 @@ class PoolReader:
         source = self._endpoint.sources.source(blob)
         if source is None or own.flat is None or tokens.skipped.any():
             return None
-        layout, peer, pool = self._endpoint.config.layout, self._endpoint.peers.card_of(blob).layout, source.pool
+        layout, peer = self._endpoint.config.layout, self._endpoint.peers.card_of(blob).layout
         pieces = unit_pieces(layout, peer, wanted.theirs, wanted.head_start, wanted.ours, wanted.part)
-        source.will_read()
-        return own.copy(tokens, wanted.part, pool.reshape(-1), pieces, job.check, wanted.guard)
+        source.is_source = True
+        return own.copy(tokens, wanted.part, source.data.reshape(-1), pieces, job.check, wanted.guard)
 
     def generations(self, job: Waiting, blob: RankBlob, blocks: Ids) -> Ids:
         """The current generations of a peer's blocks; `blob` is its rank 0's. Raises the same as `read_blocks`."""
         source = self._endpoint.sources.source(blob)
         if source is not None:
-            return source.generations(blocks)
+            return source.table.generations(blocks)
         if blob.generations is None:
             raise KVNotFound(f"agent {blob.agent} publishes no generations")
         first, stop = int(blocks.min()), int(blocks.max()) + 1
@@ -104,7 +104,7 @@ class PoolReader:
         """The digests in a peer's table for its hash blocks in these generations. Raises the same as `read_blocks`."""
         source = self._endpoint.sources.source(blob)
         if source is not None:
-            return rows_of(source.digest_rows(units), generations)
+            return source.digests.read(units, generations)
         if blob.digests is None:
             raise KVNotFound(f"agent {blob.agent} publishes no digests")
         width = 1 + self._endpoint.peers.card_of(blob).layout.num_kv_heads
@@ -135,7 +135,8 @@ class PoolReader:
         counts = np.diff(starts, append=theirs.size)
         first, sizes = layers.start * layer_bytes, (counts - 1) * block_bytes + len(layers) * layer_bytes
         table = np.stack([theirs[starts] * block_bytes + first, ours[starts] * block_bytes + first, sizes], axis=1)
-        small = np.ones_like(starts, dtype=np.bool_) if endpoint.may_land_late else self._gate.choose(sizes)
+        small = are_gathered(sizes, self._options.gather_below, self._options.gather_min_pieces)
+        small |= endpoint.may_land_late
         pool = endpoint.pool
         assert pool is not None
         limit = POST_BYTES if pool.kind == "DRAM" else DEVICE_POST_BYTES
@@ -150,11 +151,12 @@ class PoolReader:
             self.gathered.fetch(job, blob, Wanted(ids[0], 0, ids[1], part, offer, guard))
         return int(theirs.size) * len(layers) * layer_bytes
 
-    def _copy(self, job: Waiting, source: MappedSource, pieces: Pieces, guard: Guard) -> int:
+    def _copy(self, job: Waiting, source: PeerArena, pieces: Pieces, guard: Guard) -> int:
         pool = self._units.flat
         assert pool is not None, "pools on a device must be read by NIXL"
+        source.is_source = True
         for part in pieces.cut(COPY_BYTES):
             job.check()
             with guard():
-                source.copy(pool, part)
+                copy_pieces(pool, source.data.reshape(-1), part)
         return pieces.num_bytes

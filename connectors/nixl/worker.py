@@ -59,7 +59,7 @@ class NixlWorker(PeerWorker):
         self.units = UnitPool(kv_cache)
         self.units.compile_kernels()
         self.source = GatherSource(self.endpoint, self.units, guard)
-        self.reader = PoolReader(self.endpoint, self.units, self._options.gate)
+        self.reader = PoolReader(self.endpoint, self.units, self._options)
         self.endpoint.add_work(self.endpoint.sources.map_ahead)
         self.endpoint.add_tick(self.wake_if_late)
 

@@ -24,7 +24,6 @@ from pdkv.connectors.transfer.pool_copy import Pieces, block_pieces, unit_pieces
 from pdkv.connectors.transfer.units import UnitPart, await_copy
 from pdkv.connectors.transfer.worker import Job
 from pdkv.errors import ConfigError
-from pdkv.host.fence import fence
 from pdkv.kernels.streams import Event, Stream, streams_of
 
 if TYPE_CHECKING:
@@ -98,7 +97,6 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
         for part in parts:
             job.check()
             queued = self._copy(part, pool, scratch, make if part is parts[-1] else None)
-        fence()  # the generations are read after the data
         peer.check_owner()
         return Landed(pieces.num_bytes, None if queued is None else queued.read())
 

@@ -19,8 +19,7 @@ from pdkv.connectors.transfer.lanes import SHARED_LANE, Lane, LaneConfig
 from pdkv.connectors.transfer.planning import Bytes, Ids
 from pdkv.connectors.transfer.pool_copy import COPY_BYTES, copy_pieces
 from pdkv.connectors.transfer.worker import Job
-from pdkv.errors import ConfigError, KVNotFound
-from pdkv.host.fence import fence
+from pdkv.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -112,13 +111,10 @@ class SharedMemoryWorker(PullWorker):
         for part in pieces.cut(COPY_BYTES):
             job.check()
             copy_pieces(pool.reshape(-1), peer.data.reshape(-1), part)
-        fence()  # the generations are read after the data
         return pieces.num_bytes
 
     def read_digested(self, job: Job, piece: PullPiece, scratch: Scratch, tokens: Tokens) -> Landed:
-        landed = self.copy_digested(job, piece, self._begin(job, piece, scratch).data, tokens)
-        fence()  # generations and digests are read after the data
-        return landed
+        return self.copy_digested(job, piece, self._begin(job, piece, scratch).data, tokens)
 
     def _begin(self, job: Job, piece: PullPiece, scratch: Scratch) -> PeerArena:
         """The arena of a piece's source. Raises StaleGeneration if a copy would be in vain."""
@@ -133,7 +129,4 @@ class SharedMemoryWorker(PullWorker):
         return scratch.table.generations(blocks)
 
     def read_digests(self, job: Job, piece: PullPiece, scratch: Scratch, units: Ids, generations: Ids) -> DigestRows:
-        peer = self._arenas.get(*piece.peer_rank)
-        if units.size and not 0 <= units.min() <= units.max() < peer.shape.table.num_units:
-            raise KVNotFound(f"engine {piece.load.engine} has no such blocks")
-        return peer.digests.read(units, generations)
+        return self._arenas.get(*piece.peer_rank).digests.read(units, generations)

@@ -38,12 +38,6 @@ class DigestTable:
         self._stamps: Ids = table[:, 0].view(np.int64)
         self._digests: Digests = table[:, 1:]
 
-    def rows(self, units: Ids) -> Ids:
-        """Raw stamps and digests of units, for `rows_of`. Raises KVNotFound."""
-        if units.size and not 0 <= units.min() <= units.max() < len(self._stamps):
-            raise KVNotFound(f"hash blocks {units.min()} to {units.max()} do not exist: there are {len(self._stamps)}")
-        return self.words.reshape(len(self._stamps), -1)[units].view(np.int64)
-
     def write(self, units: Ids, generations: Ids, counts: Ids, digests: Digests) -> None:
         """Write the digests of units, each with its block's current generation."""
         self._stamps[units] = 0
@@ -57,7 +51,9 @@ class DigestTable:
         return _counts(self._stamps[units], generations)
 
     def read(self, units: Ids, generations: Ids) -> DigestRows:
-        """The digests of units, given the generations of their blocks."""
+        """The digests of units, given the generations of their blocks. Raises KVNotFound."""
+        if units.size and not 0 <= units.min() <= units.max() < len(self._stamps):
+            raise KVNotFound(f"hash blocks {units.min()} to {units.max()} do not exist: there are {len(self._stamps)}")
         before = self._stamps[units].copy()
         fence()
         digests = self._digests[units]

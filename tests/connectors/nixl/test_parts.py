@@ -25,7 +25,7 @@ from pdkv.connectors.base import ConnectorConfig
 from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.nixl import memory
 from pdkv.connectors.nixl.agent import MAX_MESSAGE_BYTES, Memory, Message, may_land_late
-from pdkv.connectors.nixl.blocks import POST_BYTES, cut_pieces
+from pdkv.connectors.nixl.blocks import POST_BYTES, are_gathered, cut_pieces
 from pdkv.connectors.nixl.doorbell import Doorbell, _open_pipe
 from pdkv.connectors.nixl.gather import MAX_UNITS, plan_chunks
 from pdkv.connectors.nixl.memory import WORD_BYTES, LandingBuffers, Slots, generation_offset, memory_of
@@ -45,6 +45,7 @@ from pdkv.connectors.nixl.wire import (
 )
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
+from pdkv.connectors.transfer.planning import as_ids
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.errors import IncompatiblePeers, MalformedMessage, PeerGone, TransferTimeout
 from pdkv.host.host_id import host_id
@@ -532,3 +533,12 @@ def test_slots_and_landing_buffers_are_pinned_for_a_device(monkeypatch: pytest.M
     LandingBuffers(1, 4096, lambda region: None, may_land_late=False, streams=device)
     StagingBuffers(1, 512, device)
     assert made == [2 * (4096 + WORD_BYTES), 4096, 512]
+
+
+def test_small_pieces_are_gathered_if_there_are_enough_of_them() -> None:
+    """F18."""
+    sizes = as_ids([4096, 100, 8192, 4095, 0])
+    assert are_gathered(sizes, 4096, 3).tolist() == [False, True, False, True, True]
+    assert are_gathered(sizes[:4], 4096, 3).tolist() == [False] * 4
+    assert are_gathered(as_ids([]), 4096, 3).tolist() == []
+    assert not are_gathered(as_ids([0, 1, 2]), 0, 1).any()

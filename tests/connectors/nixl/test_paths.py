@@ -18,6 +18,7 @@ from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.connectors.registry import build_connector, plan_connector
 from pdkv.connectors.stats import sum_stats
 from pdkv.connectors.transfer.block_runs import MAX_BLOCK_ID, pack_blocks
+from pdkv.connectors.transfer.pool_copy import copy_pieces
 from pdkv.errors import ConfigError, KVNotFound, StaleGeneration, TransferError
 from pdkv.wire.kv import EngineCard
 from pdkv.wire.reports import ConnectorStats
@@ -139,16 +140,14 @@ def test_a_withdrawn_offer_is_refused_behind_the_data(make: Any, monkeypatch: py
     prefill, decode = make(Engine, "p", options=options), make(Engine, "d", options=options)
     prefill.meet(decode.card)
     decode.meet(prefill.card)
-    source = decode.workers[0].endpoint.sources.source(blob_of(prefill.card))
     reached, go_on = threading.Event(), threading.Event()
-    real = source.copy
 
     def copy(*arguments: Any) -> None:
-        real(*arguments)
+        copy_pieces(*arguments)
         reached.set()
         assert go_on.wait(20.0)
 
-    monkeypatch.setattr(source, "copy", copy)
+    monkeypatch.setattr("pdkv.connectors.nixl.reader.copy_pieces", copy)
     ticket = decode.load(view("t", kv="await_peer", num_tokens=TOKENS + 1), [9, 2, 4, 6])
     prefill.fill_seeded(BLOCKS, TOKENS, 1)
     prefill.push("t", ticket, BLOCKS, 0, TOKENS, last=True)

@@ -224,10 +224,10 @@ def test_a_successor_is_used_and_its_predecessor_is_not(make_peer: Callable[...,
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"start_time": 1}, PeerGone, "is another one now"),  # a recycled pid
-        ({"inode": 1}, PeerGone, "is another one now"),
-        ({"size": 4096}, PeerGone, "is another one now"),
-        ({"fd": 1}, PeerGone, "is not an arena"),  # a pipe
+        ({"start_time": 1}, PeerGone, "is another process or another file"),  # a recycled pid
+        ({"inode": 1}, PeerGone, "is another process or another file"),
+        ({"size": 4096}, PeerGone, "its card says 4096"),
+        ({"fd": 1}, PeerGone, "is not /memfd:pdkv:"),  # a pipe
         ({"fd": 9999}, PeerGone, "cannot be reached"),
         ({"pid": 2**22 + 1}, PeerGone, "cannot be reached"),
         ({"host": "elsewhere"}, IncompatiblePeers, "one host"),
@@ -264,7 +264,7 @@ def test_a_memfd_that_is_no_arena_is_refused(held_peer: Peer, sealed: bool) -> N
         if sealed:
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, 0x10 | fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         start_time = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        address = ArenaAddress(template.host, os.getpid(), start_time, fd, os.fstat(fd).st_ino, 1 << 20)
+        address = ArenaAddress(os.getpid(), start_time, fd, os.fstat(fd).st_ino, template.host, 1 << 20)
         with pytest.raises(IncompatiblePeers, match="magic" if sealed else "not sealed"):
             open_peer_arena(address, msgspec.structs.replace(held_peer.card, epoch="1"))
     finally:
@@ -292,6 +292,8 @@ def test_a_pool_is_mapped_ahead_to_its_end(held_peer: Peer) -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
     view = held_peer.open()
+    assert not view.map_ahead()  # nothing was read there
+    view.is_source = True
     before = resident_bytes()
     while view.map_ahead():
         pass
