@@ -2,12 +2,13 @@
 
 from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from pdkv.base.options import Options, Seconds, option
-from pdkv.connectors.p2p.wire import Address, read_address
-from pdkv.connectors.peer.cards import Incarnation, PeerCards
-from pdkv.errors import IncompatiblePeers, MalformedMessage, TransferError
+from pdkv.connectors.p2p.wire import Address
+from pdkv.connectors.peer.cards import Incarnation, PeerCards, decode_ranks
+from pdkv.errors import TransferError
 from pdkv.wire.kv import EngineCard
 
 
@@ -37,24 +38,16 @@ class P2POptions(Options):
         return peer.unix_name if is_here and self.sockets != "tcp" else ""
 
 
+_ADDRESSES = msgspec.msgpack.Decoder(Address)
+
+
 class P2PPeers(PeerCards):
     """Peers with the addresses of their ranks."""
 
     def address(self, card: EngineCard, rank: int) -> Address:
-        """The address of one rank.
-
-        Raises:
-            IncompatiblePeers: the card has none, or the rank speaks another version of the frames.
-        """
-        who = f"engine {card.engine} (connector {card.connector})"
-        try:
-            return read_address(card.rank_blobs[rank])
-        except IncompatiblePeers as error:
-            raise IncompatiblePeers(f"{who}: {error}") from None
-        except (IndexError, MalformedMessage) as error:
-            raise IncompatiblePeers(f"{who}: its card names no address of rank {rank}: {error}") from error
+        """The address of one rank. Raises IncompatiblePeers if the card does not name those of all ranks."""
+        return decode_ranks(card, _ADDRESSES, "address")[rank]
 
     def _accept(self, peer: Incarnation, card: EngineCard) -> None:
         super()._accept(peer, card)
-        for rank in range(card.tp):
-            self.address(card, rank)
+        decode_ranks(card, _ADDRESSES, "address")

@@ -14,7 +14,6 @@ from pdkv.connectors.p2p.sockets import Connection
 from pdkv.connectors.peer.auth import HEADER_BYTES, Party, Session, dial, digest_of
 from pdkv.connectors.peer.push_worker import PieceRange
 from pdkv.errors import (
-    IncompatiblePeers,
     KVCorrupted,
     KVNotFound,
     MalformedMessage,
@@ -56,7 +55,7 @@ _REASONS: dict[str, type[TransferError]] = {
 class Address(msgspec.Struct, frozen=True, array_like=True):
     """How a rank is reached: part of the engine's card. `secret` is known only to holders of the card."""
 
-    frames: int  # FRAMES_VERSION; stays the first field
+    frames: int  # FRAMES_VERSION
     host_id: str  # the host, within which alone the abstract unix socket can be reached
     unix_name: str
     host: str
@@ -76,25 +75,6 @@ def why_not_nccl(own: Address, peer: Address) -> str:
     if own.gpu == peer.gpu:
         return f"both keep KV on GPU {own.gpu}, but NCCL refuses two ranks on one GPU"
     return ""
-
-
-class _Version(msgspec.Struct, array_like=True):
-    frames: int
-
-
-_versions = msgspec.msgpack.Decoder(_Version)
-_addresses = msgspec.msgpack.Decoder(Address)
-
-
-def read_address(blob: bytes) -> Address:
-    """Decode an address. Raises IncompatiblePeers for frames of another version, and MalformedMessage."""
-    version = decode_total(_versions, blob).frames
-    if version != FRAMES_VERSION:
-        raise IncompatiblePeers(
-            f"it speaks version {version} of p2p's frames, but this engine version {FRAMES_VERSION}: run the same "
-            "pdkv on both"
-        )
-    return decode_total(_addresses, blob)
 
 
 class _Frame(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):

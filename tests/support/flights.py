@@ -21,7 +21,7 @@ from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.world import Setting, Shape, World
 from pdkv.connectors.base import TransferOutcome
-from pdkv.connectors.p2p.wire import Address, read_address
+from pdkv.connectors.p2p.wire import Address
 from pdkv.wire.kv import EngineCard
 
 MAX_TOKENS = 130
@@ -123,7 +123,7 @@ class RelayedWorld(World):
         """The card with addresses of relays."""
         blobs = []
         for blob in card.rank_blobs:
-            address = read_address(blob)
+            address = msgspec.msgpack.decode(blob, type=Address)
             relay = Relay(f"\0{address.unix_name}" if self._uses_unix else (address.host, address.port))
             relay.__enter__()
             self.relays.append(relay)

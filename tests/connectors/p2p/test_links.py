@@ -398,8 +398,8 @@ def test_a_second_socket_belongs_to_the_peer_whose_link_it_is(make_engine: Engin
 
 def test_engines_that_speak_other_versions_of_the_frames_say_so(make_engine: Engines) -> None:
     prefill, decode = pair(make_engine)
-    meet_at(prefill, decode, msgspec.structs.replace(address_of(decode), frames=FRAMES_VERSION + 1))
-    with pytest.raises(IncompatiblePeers, match=f"version {FRAMES_VERSION + 1} of p2p's frames"):
+    prefill.meet(msgspec.structs.replace(decode.card, wire_versions={decode.card.connector: FRAMES_VERSION + 1}))
+    with pytest.raises(IncompatiblePeers, match=f"but version {FRAMES_VERSION + 1} in engine d"):
         prefill.workers[0].peers.card("d", "1")
     begin(prefill, decode, "t", BLOCKS)
     assert prefill.outcome("sending", TransferKey("t", 1)).code == "incompatible_peers"
