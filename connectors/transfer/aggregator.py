@@ -1,54 +1,34 @@
 """Joins the transfer results of an engine's ranks: a transfer has ended when every rank has released its blocks."""
 
-from collections.abc import Iterable
-from sys import maxsize
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
 
 from pdkv.connectors.base import NO_TRANSFERS, TransferKey, TransferOutcome, TransferResults
 from pdkv.errors import KVCorrupted
 
 
-class _Pending:
-    """A transfer that some ranks have ended and others have not."""
+class _Ended(NamedTuple):
+    """One rank's end of a transfer."""
 
-    def __init__(self) -> None:
-        self.ranks: set[int] = set()
-        self.failed = False
-        self.code = ""
-        self.num_bytes = 0
-        self.seconds = 0.0
-        self.num_tokens = maxsize  # if no rank failed
-        self.num_damaged = 0
-        self.num_expired = 0
-        self.ends_at = 0
-        self.notes: tuple[bytes, ...] = ()
+    outcome: TransferOutcome
+    failed: bool
 
-    def add(self, rank: int, outcome: TransferOutcome, *, failed: bool) -> None:
-        self.ranks.add(rank)
-        if failed and (not self.failed or outcome.code == KVCorrupted.code):
-            self.failed, self.code = True, outcome.code
-        if failed:
-            self.num_tokens = min(self.num_tokens, outcome.num_tokens)
-        self.num_bytes += outcome.num_bytes
-        self.seconds = max(self.seconds, outcome.seconds)
-        self.num_damaged += outcome.num_damaged
-        self.num_expired += outcome.num_expired
-        self.ends_at = min(filter(None, (self.ends_at, outcome.ends_at)), default=0)
-        self.notes += outcome.notes
 
-    @property
-    def outcome(self) -> TransferOutcome:
-        """The outcome of all ranks together."""
-        num_tokens = self.num_tokens if self.failed else 0
-        return TransferOutcome(
-            self.code,
-            self.num_bytes,
-            self.seconds,
-            num_tokens,
-            self.num_damaged,
-            self.notes,
-            self.num_expired,
-            self.ends_at,
-        )
+def _merged(ends: Collection[_Ended]) -> TransferOutcome:
+    """The outcome of all ranks together, from their ends in order."""
+    outcomes = [end.outcome for end in ends]
+    failed = [end.outcome for end in ends if end.failed]
+    codes = [outcome.code for outcome in failed]
+    return TransferOutcome(
+        code=KVCorrupted.code if KVCorrupted.code in codes else next(iter(codes), ""),
+        num_bytes=sum(outcome.num_bytes for outcome in outcomes),
+        seconds=max(outcome.seconds for outcome in outcomes),
+        num_tokens=min((outcome.num_tokens for outcome in failed), default=0),
+        num_damaged=sum(outcome.num_damaged for outcome in outcomes),
+        notes=tuple(note for outcome in outcomes for note in outcome.notes),
+        num_expired=sum(outcome.num_expired for outcome in outcomes),
+        ends_at=min((outcome.ends_at for outcome in outcomes if outcome.ends_at), default=0),
+    )
 
 
 class TransferAggregator:
@@ -62,7 +42,7 @@ class TransferAggregator:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._pending: tuple[dict[TransferKey, _Pending], ...] = ({}, {})  # sent, received
+        self._pending: tuple[dict[TransferKey, dict[int, _Ended]], ...] = ({}, {})  # by rank; sent, received
         self.num_repeated = 0  # repeated reports of transfers that other ranks have not ended
 
     @property
@@ -76,17 +56,17 @@ class TransferAggregator:
         for rank, results in enumerate(by_rank):
             for which, outcomes in enumerate(results if results else ()):
                 for key, outcome in outcomes.items():
-                    entry = self._add(rank, which, key, outcome)
-                    if entry is not None:
-                        ended[which // 2 * 2 + entry.failed][key] = entry.outcome
+                    ends = self._add(rank, which, key, _Ended(outcome, which % 2 == 1))
+                    if ends:
+                        ended[which // 2 * 2 + any(end.failed for end in ends)][key] = _merged(ends)
         return TransferResults(*ended) if any(ended) else NO_TRANSFERS
 
-    def _add(self, rank: int, which: int, key: TransferKey, outcome: TransferOutcome) -> _Pending | None:
-        """The reports of all ranks, if this one was the last. `which`: which map of TransferResults."""
+    def _add(self, rank: int, which: int, key: TransferKey, end: _Ended) -> Collection[_Ended]:
+        """The ends of all ranks, if this one was the last. `which`: which map of TransferResults."""
         pending = self._pending[which // 2]
-        entry = pending.setdefault(key, _Pending())
-        if rank in entry.ranks:
+        ends = pending.setdefault(key, {})
+        if rank in ends:
             self.num_repeated += 1
-            return None
-        entry.add(rank, outcome, failed=which % 2 == 1)
-        return pending.pop(key) if len(entry.ranks) == self._num_ranks else None
+            return ()
+        ends[rank] = end
+        return pending.pop(key).values() if len(ends) == self._num_ranks else ()
