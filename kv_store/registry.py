@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
@@ -141,22 +142,10 @@ def _scheme_of(url: str) -> _Scheme:
     raise ConfigError(f"no store {without_secrets(url)!r}; known: {known}")
 
 
-def _open_memory(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
-    from pdkv.kv_store.memory_store import MemoryStore
-
-    return MemoryStore(parts.netloc + parts.path, options.capacity)
-
-
-def _open_file(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
-    from pdkv.kv_store.file_store import FileStore
-
-    return FileStore(_path_of(parts), options, clock)
-
-
-def _open_host(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
-    from pdkv.kv_store.host_store import HostStore
-
-    return HostStore(_path_of(parts), options, clock=clock)
+def _make(target: str, *args: Any, **kwargs: Any) -> KVStore:
+    """A store of a class of this package, "module:Class", which is imported now."""
+    store: KVStore = resolve_name(f"pdkv.kv_store.{target}")(*args, **kwargs)
+    return store
 
 
 def _path_of(parts: SplitResult) -> str:
@@ -166,34 +155,20 @@ def _path_of(parts: SplitResult) -> str:
     return unquote(parts.path)
 
 
+def _server_of(parts: SplitResult) -> tuple[str, int]:
+    if not parts.hostname or parts.port is None or parts.path.strip("/"):
+        raise ConfigError(f"{parts.scheme}://{parts.netloc}{parts.path}: {parts.scheme}://host:port was expected")
+    return parts.hostname, parts.port
+
+
 def _open_redis(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
-    from pdkv.kv_store.redis_store import RedisStore
-
-    if not re.fullmatch(r"/?|/\d+", parts.path):  # redis-py would take database 0
+    if parts.scheme.endswith("unix"):
+        url = f"unix://{parts.netloc}{parts.path}"
+    elif re.fullmatch(r"/?|/\d+", parts.path):
+        url = parts._replace(query="").geturl()
+    else:  # redis-py would take database 0
         raise ConfigError(f"{without_secrets(parts.geturl())}: {parts.scheme}://host:port/db was expected, db a number")
-    return RedisStore(parts._replace(query="").geturl(), options, clock=clock)
-
-
-def _open_redis_socket(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
-    from pdkv.kv_store.redis_store import RedisStore
-
-    return RedisStore(f"unix://{parts.netloc}{parts.path}", options, clock=clock)
-
-
-def _open_lmcache(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
-    from pdkv.kv_store.lmcache_store import LMCacheStore
-
-    if not parts.hostname or parts.port is None or parts.path.strip("/"):
-        raise ConfigError(f"lmcache://{parts.netloc}{parts.path}: lmcache://host:port was expected")
-    return LMCacheStore(parts.hostname, parts.port, options, clock)
-
-
-def _open_mooncake(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
-    from pdkv.kv_store.mooncake_store import MooncakeStore
-
-    if not parts.hostname or parts.port is None or parts.path.strip("/"):
-        raise ConfigError(f"mooncake://{parts.netloc}{parts.path}: mooncake://host:port was expected")
-    return MooncakeStore(parts.hostname, parts.port, options, clock)
+    return _make("redis_store:RedisStore", url, options, clock=clock)
 
 
 def _open_objects(parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
@@ -202,9 +177,7 @@ def _open_objects(parts: SplitResult, options: StoreOptions, clock: Clock) -> KV
             f"{without_secrets(parts.geturl())}: {parts.scheme}://bucket/prefix was expected; credentials come from "
             "the environment, such as AWS_ACCESS_KEY_ID"
         )
-    from pdkv.kv_store.object_store import ObjectStore
-
-    return ObjectStore(parts._replace(query="").geturl(), options)
+    return _make("object_store:ObjectStore", parts._replace(query="").geturl(), options)
 
 
 def _open_other(name: str, parts: SplitResult, options: StoreOptions, clock: Clock) -> KVStore:
@@ -213,15 +186,30 @@ def _open_other(name: str, parts: SplitResult, options: StoreOptions, clock: Clo
 
 
 _SCHEMES: Mapping[str, _Scheme] = {
-    "memory": _Scheme(_open_memory, frozenset({"capacity"})),
-    "host": _Scheme(_open_host, frozenset({"capacity", "segment"})),
-    "file": _Scheme(_open_file, frozenset({"capacity", "operation_timeout_s"})),
+    "memory": _Scheme(
+        lambda parts, options, clock: _make("memory_store:MemoryStore", parts.netloc + parts.path, options.capacity),
+        frozenset({"capacity"}),
+    ),
+    "host": _Scheme(
+        lambda parts, options, clock: _make("host_store:HostStore", _path_of(parts), options, clock=clock),
+        frozenset({"capacity", "segment"}),
+    ),
+    "file": _Scheme(
+        lambda parts, options, clock: _make("file_store:FileStore", _path_of(parts), options, clock=clock),
+        frozenset({"capacity", "operation_timeout_s"}),
+    ),
     "redis": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"}),
     "rediss": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"} | _TLS_OPTIONS),
-    "redis+unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
-    "unix": _Scheme(_open_redis_socket, _SERVER_OPTIONS | {"ttl_s"}),
-    "lmcache": _Scheme(_open_lmcache, _SERVER_OPTIONS),
-    "mooncake": _Scheme(_open_mooncake, (_SERVER_OPTIONS - {"pipeline"}) | {"metadata_server"}),
+    "redis+unix": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"}),
+    "unix": _Scheme(_open_redis, _SERVER_OPTIONS | {"ttl_s"}),
+    "lmcache": _Scheme(
+        lambda parts, options, clock: _make("lmcache_store:LMCacheStore", *_server_of(parts), options, clock),
+        _SERVER_OPTIONS,
+    ),
+    "mooncake": _Scheme(
+        lambda parts, options, clock: _make("mooncake_store:MooncakeStore", *_server_of(parts), options, clock),
+        (_SERVER_OPTIONS - {"pipeline"}) | {"metadata_server"},
+    ),
     "s3": _Scheme(_open_objects, _SERVER_OPTIONS | {"endpoint", "region"}),
     "gs": _Scheme(_open_objects, _SERVER_OPTIONS),
     "az": _Scheme(_open_objects, _SERVER_OPTIONS | {"endpoint"}),
