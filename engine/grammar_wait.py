@@ -1,42 +1,15 @@
 """Requests that wait for their grammar, outside the scheduler's queues, and requests that wait for a late mask."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from pdkv.engine.plan import StepPlan
 from pdkv.engine.request import Request
 from pdkv.errors import InvalidRequest, PdkvError
-from pdkv.sampling.shape import Grammar
+from pdkv.grammar.matching.host import GrammarHost
+from pdkv.grammar.matching.state import Known
 from pdkv.wire.types import RequestKey
-
-
-class Ticket(Protocol):
-    """One request's use of its grammar; see `Known`."""
-
-    @property
-    def done(self) -> bool: ...
-
-    @property
-    def error(self) -> PdkvError | None: ...
-
-    @property
-    def number(self) -> int: ...
-
-
-class GrammarStore(Protocol):
-    """Prepares grammars, and knows which answers are late or have failed; see `GrammarHost`."""
-
-    @property
-    def has_failed(self) -> bool: ...
-
-    def ask(self, grammar: Grammar, tenant: str) -> Ticket: ...
-
-    def leave(self, ticket: Any) -> None: ...
-
-    def take_failed(self) -> dict[RequestKey, PdkvError]: ...
-
-    def is_in(self, key: RequestKey) -> bool: ...
 
 
 class Answered(NamedTuple):
@@ -53,10 +26,10 @@ class GrammarWait:
         store: None: this engine cannot enforce grammars. The caller owns it.
     """
 
-    def __init__(self, store: GrammarStore | None) -> None:
+    def __init__(self, store: GrammarHost | None) -> None:
         self._store = store
-        self._tickets: dict[RequestKey, tuple[Request, Ticket]] = {}
-        self._waiting: dict[RequestKey, Ticket] = {}  # requests whose grammar is not ready yet
+        self._tickets: dict[RequestKey, tuple[Request, Known]] = {}
+        self._waiting: dict[RequestKey, Known] = {}  # requests whose grammar is not ready yet
         self._late: dict[RequestKey, Request] = {}  # the other requests, those that a step has left out
         self._resumed: list[RequestKey] = []
 

@@ -2,26 +2,21 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
 
 from pdkv.connectors.base import SchedulerConnector
 from pdkv.engine.reports import Counters
+from pdkv.engine.worker.executor import Executor
+from pdkv.engine.worker.step_queue import StepQueue
 from pdkv.wire.kv import EngineCard
 
 logger = logging.getLogger(__name__)
-
-
-class Workers(Protocol):
-    """The receiver of peer changes: the executor, or a relay to the executor's thread."""
-
-    def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None: ...
 
 
 class PeerTable:
     """The known engines: both sides of the connector are told of every change."""
 
     def __init__(
-        self, card: EngineCard, connector: SchedulerConnector | None, workers: Workers, counters: Counters
+        self, card: EngineCard, connector: SchedulerConnector | None, workers: Executor | StepQueue, counters: Counters
     ) -> None:
         self.workers = workers
         self.counters = counters

@@ -142,7 +142,8 @@ class AuthListener:
                 self.num_refused += 1
                 connection.close()
                 continue
-            if (crowd := who_makes_room(self._strangers, source)) is not None:
+            sources = {fd: stranger.source for fd, stranger in self._strangers.items()}
+            if (crowd := who_makes_room(sources, source)) is not None:
                 self._refuse(self._strangers[crowd[0]], crowd[1])
             connection.setblocking(False)
             stranger = _Stranger(

@@ -15,20 +15,8 @@ from pdkv.engine.plan import NewRequest
 from pdkv.engine.worker.batch import IntArray, PersistentBatch
 from pdkv.engine.worker.drafts import DrawRows
 from pdkv.engine.worker.sampling.logit_processors import TokenMasks
-from pdkv.grammar.matching.host import Words
+from pdkv.grammar.matching.host import GrammarHost, Words
 from pdkv.wire.types import RequestKey
-
-
-class MaskMaker(Protocol):
-    """Follows answers and makes their masks; see `GrammarHost`."""
-
-    def open(self, key: RequestKey, number: int, token_ids: Sequence[int], own_stops: Sequence[int]) -> None: ...
-
-    def go_on(self, steps: Sequence[tuple[RequestKey, list[int], list[int]]]) -> None: ...
-
-    def masks(self, keys: Sequence[RequestKey]) -> list[Words | None]: ...
-
-    def end(self, key: RequestKey) -> None: ...
 
 
 class StepMasks(NamedTuple):
@@ -83,7 +71,10 @@ class GrammarMasks:
     """
 
     def __init__(
-        self, maker: MaskMaker | None, eos_token_ids: Collection[int], share: Callable[[StepMasks], None] | None = None
+        self,
+        maker: GrammarHost | None,
+        eos_token_ids: Collection[int],
+        share: Callable[[StepMasks], None] | None = None,
     ) -> None:
         self._maker = maker
         self._eos_token_ids = eos_token_ids

@@ -9,7 +9,7 @@ from pdkv.connectors.block_table import BlockTable
 from pdkv.decode.role import DecodeRole
 from pdkv.engine.core import EngineCore
 from pdkv.engine.drafting import Drafting
-from pdkv.engine.grammar_wait import GrammarStore, GrammarWait
+from pdkv.engine.grammar_wait import GrammarWait
 from pdkv.engine.kv.block_pool import BlockPool
 from pdkv.engine.kv.kv_cache_manager import KVCacheManager
 from pdkv.engine.outbox import Outbox
@@ -18,6 +18,7 @@ from pdkv.engine.outside.swap import SwapRule
 from pdkv.engine.scheduler import Scheduler, SchedulerLimits
 from pdkv.engine.stopping import StopRules
 from pdkv.engine.worker.executor import Executor
+from pdkv.grammar.matching.host import GrammarHost
 from pdkv.prefill.leases import LeaseTable
 from pdkv.prefill.role import PrefillRole
 from pdkv.sampling.logits_processors import NO_PROCESSORS, ProcessorSet
@@ -41,7 +42,7 @@ def build_core(
     shutdown: Callable[[], None],
     hit_tokens: int = 0,
     local_prefill_tokens: int = LOCAL_PREFILL_TOKENS,
-    grammars: GrammarStore | None = None,
+    grammars: GrammarHost | None = None,
     processors: ProcessorSet = NO_PROCESSORS,
     drafting: Drafting | None = None,
     preemption: Preemption = "swap",

@@ -3,7 +3,7 @@ connect.
 """
 
 from collections.abc import Mapping
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 MAX_STRANGERS = 128
 MAX_STRANGERS_PER_SOURCE = 96
@@ -12,27 +12,19 @@ have links may come at once.
 """
 
 
-class Stranger(Protocol):
-    """A connection that is not authenticated."""
-
-    @property
-    def source(self) -> str:
-        """The host or the user that it comes from."""
-
-
 Key = TypeVar("Key")
 
 
-def who_makes_room(strangers: Mapping[Key, Stranger], source: str) -> tuple[Key, str] | None:
+def who_makes_room(sources: Mapping[Key, str], source: str) -> tuple[Key, str] | None:
     """The connection to close before one more of a source is admitted, and why: the source's oldest, or the oldest of
     all.
 
     Args:
-        strangers: oldest first.
+        sources: the host or user that each unauthenticated connection comes from, oldest first.
     """
-    same = [key for key, stranger in strangers.items() if stranger.source == source]
+    same = [key for key, of in sources.items() if of == source]
     if len(same) >= MAX_STRANGERS_PER_SOURCE:
         return same[0], "too many connections from its address"
-    if len(strangers) >= MAX_STRANGERS:
-        return next(iter(strangers)), "too many connections"
+    if len(sources) >= MAX_STRANGERS:
+        return next(iter(sources)), "too many connections"
     return None

@@ -164,7 +164,8 @@ class Doorkeeper:
                 return  # it is gone, and its descriptor may belong to another connection
             source = _source_of(connection)
             inode = os.fstat(connection.fileno()).st_ino
-        if (crowd := who_makes_room(self._unproven, source)) is not None:
+        sources = {known: unproven.source for known, unproven in self._unproven.items()}
+        if (crowd := who_makes_room(sources, source)) is not None:
             self._look_at(*crowd)
         self._unproven[inode] = _Unproven(fd, source)
 

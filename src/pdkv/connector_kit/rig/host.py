@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pkgutil import resolve_name
-from typing import Protocol
+from typing import Any
 
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.rank import HostedRank, resource_usage
@@ -20,20 +20,13 @@ STACKS_SIGNAL = signal.SIGUSR1
 """The signal that makes a host write the stacks of its threads to its file."""
 
 
-class Hosted(Protocol):
-    """The object hosted under an engine's name; the kit calls its other methods, too."""
-
-    def close(self) -> None:
-        """Release all resources."""
-
-
 class Host:
     """Answers calls one at a time on the main thread, which is every engine's step thread."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._send_lock = threading.Lock()
-        self._hosted: dict[str, Hosted] = {}
+        self._hosted: dict[str, Any] = {}  # with a method `close`, and those that the kit calls
         self._is_ending = False
 
     def serve(self) -> None:
