@@ -83,8 +83,8 @@ def read_rope(fields: Fields, head_size: int, *, is_phi3: bool = False, partial:
         raise ModelError(f"{fields.path}: RoPE parameters must be an object, got {values!r}")
     rope = Fields(fields.path, values)
     theta = rope.number("rope_theta", fields.number("rope_theta", 10000.0))
-    if not 1.0 < theta < math.inf:
-        raise ModelError(f"{fields.path}: rope_theta must be above 1 and finite, got {theta}")
+    if theta <= 1.0:
+        raise ModelError(f"{fields.path}: rope_theta must be above 1, got {theta}")
     kind = _kind(rope, is_phi3=is_phi3)
     if kind == "default" and any(isinstance(value, dict) for value in values.values()):
         raise ModelError(f"{fields.path}: RoPE parameters per layer type are not supported: {values!r}")
@@ -127,7 +127,7 @@ def _scaling(kind: RopeKind, rope: Fields, fields: Fields, rotary_size: int) -> 
         return RopeScaling(kind, _factor(rope))
     if kind == "llama3":
         factor, low, high = _factor(rope), rope.number("low_freq_factor"), rope.number("high_freq_factor")
-        if not 0.0 < low < high < math.inf:
+        if not 0.0 < low < high:
             raise ModelError(
                 f"{rope.path}: low_freq_factor of the RoPE parameters must be above 0 and below high_freq_factor, "
                 f"got {low} and {high}"
@@ -149,16 +149,16 @@ def _scaling(kind: RopeKind, rope: Fields, fields: Fields, rotary_size: int) -> 
 def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
     """YaRN (arXiv 2309.00071): its logarithms want a base above 1 and turns above 0."""
     beta_fast, beta_slow = (rope.number(name) if rope.values.get(name) else default for name, default in _BETAS)
-    if not 0.0 < beta_slow <= beta_fast < math.inf:
+    if not 0.0 < beta_slow <= beta_fast:
         raise ModelError(
             f"{rope.path}: beta_slow of the RoPE parameters must be above 0 and at most beta_fast, "
             f"got {beta_slow} and beta_fast {beta_fast}"
         )
     mscale, mscale_all_dim = (rope.number(name, 0.0) for name in ("mscale", "mscale_all_dim"))
-    if not (0.0 <= mscale < math.inf and 0.0 <= mscale_all_dim < math.inf):
+    if mscale < 0.0 or mscale_all_dim < 0.0:
         raise ModelError(
-            f"{rope.path}: mscale and mscale_all_dim of the RoPE parameters must be 0 or more and finite, "
-            f"got {mscale} and {mscale_all_dim}"
+            f"{rope.path}: mscale and mscale_all_dim of the RoPE parameters must be 0 or more, got {mscale} and "
+            f"{mscale_all_dim}"
         )
     default = yarn_magnitude(factor)
     if mscale and mscale_all_dim:
@@ -167,7 +167,7 @@ def _yarn(rope: Fields, factor: float, original: int) -> RopeScaling:
         "yarn",
         factor,
         original_max_position_embeddings=original,
-        attention_factor=_attention_factor(rope, default) * _attn_factor(rope),
+        attention_factor=rope.positive("attention_factor", default) * _attn_factor(rope),
         beta_fast=beta_fast,
         beta_slow=beta_slow,
         truncate=rope.flag("truncate", True),
@@ -186,26 +186,15 @@ def _longrope(rope: Fields, factor: float, original: int, rotary_size: int) -> R
         "longrope",
         factor,
         original_max_position_embeddings=original,
-        attention_factor=_attention_factor(rope, default),
+        attention_factor=rope.positive("attention_factor", default),
         short_factors=_factors(rope, "short_factor", rotary_size // 2),
         long_factors=_factors(rope, "long_factor", rotary_size // 2),
     )
 
 
-def _attention_factor(rope: Fields, default: float) -> float:
-    value = rope.number("attention_factor", default)
-    if not 0.0 < value < math.inf:
-        raise ModelError(
-            f"{rope.path}: attention_factor of the RoPE parameters must be above 0 and finite, got {value}"
-        )
-    return value
-
-
 def _attn_factor(rope: Fields) -> float:
     """YaRN's second factor, which vLLM multiplies by and transformers leaves out."""
-    value = rope.number("attn_factor", 1.0)
-    if not 0.0 < value < math.inf:
-        raise ModelError(f"{rope.path}: attn_factor of the RoPE parameters must be above 0 and finite, got {value}")
+    value = rope.positive("attn_factor", 1.0)
     if value != 1.0:
         logger.warning("%s: attn_factor %g of YaRN counts, as in vLLM; transformers leaves it out", rope.path, value)
     return value

@@ -145,7 +145,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path, name: str, content: str) ->
         ),
         (
             {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": -1.0}},
-            "attention_factor .* got -1",
+            "attention_factor.* got -1",
         ),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "factor"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000}}, "alpha"),

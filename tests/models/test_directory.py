@@ -403,7 +403,7 @@ def test_yarns_second_factor_is_multiplied_as_in_vllm(tmp_path: Path, caplog: py
         assert scaling is not None
         assert scaling.attention_factor == pytest.approx(wanted)
     assert "attn_factor 0.5 of YaRN counts, as in vLLM" in caplog.text
-    with pytest.raises(ModelError, match=r"attn_factor .* got -1"):
+    with pytest.raises(ModelError, match=r"attn_factor.* got -1"):
         load_model_config(small(tmp_path, rope_scaling={**rope, "attn_factor": -1}))
     with pytest.raises(ModelError, match="extrapolation_factor"):
         load_model_config(small(tmp_path, rope_scaling={**rope, "extrapolation_factor": 2.0}))
