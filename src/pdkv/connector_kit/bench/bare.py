@@ -19,8 +19,10 @@ from pdkv.connector_kit.rig import protocol as p
 from pdkv.connectors.transfer.planning import Bytes
 from pdkv.kernels import host
 
+LOCAL_COPY = "pdkv.connector_kit.bench.bare:LocalCopy"
+
 _BARE: Mapping[str, str] = {
-    "pdkv.connectors.memory.connector": "pdkv.connector_kit.bench.bare:LocalCopy",
+    "pdkv.connectors.memory.connector": LOCAL_COPY,
     "pdkv.connectors.shared_memory.connector": "pdkv.connector_kit.bench.bare:SharedMapping",
     "pdkv.connectors.store.shared_storage": "pdkv.connector_kit.bench.bare:FileRead",
     "pdkv.connectors.nixl.connector": "pdkv.connector_kit.bench.bare:SharedMapping",
@@ -35,7 +37,7 @@ _CHOSEN: Mapping[tuple[str, str, str], str] = {
 """By module, with the option that selects another transport."""
 
 _OF_STORES: Mapping[str, str] = {
-    "memory": "pdkv.connector_kit.bench.bare:LocalCopy",
+    "memory": LOCAL_COPY,
     "host": "pdkv.connector_kit.bench.bare:SharedMapping",
     "file": "pdkv.connector_kit.bench.bare:FileRead",
     "redis": "pdkv.connector_kit.bench.bare_redis:RedisGet",

@@ -5,10 +5,8 @@ from types import TracebackType
 from typing import Self
 
 import msgspec
-import numpy as np
 
-from pdkv.base.clock import MONOTONIC
-from pdkv.connector_kit.bench.bare import BARE_SIDE, BareSide, bare_of
+from pdkv.connector_kit.bench.bare import BARE_SIDE, LOCAL_COPY, BareSide, bare_of
 from pdkv.connector_kit.bench.plan import TIMEOUT_S, Plan, plan_bytes, store_values
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.host import Host
@@ -21,18 +19,11 @@ class Memcpy:
     """One thread's copy of the same number of bytes, warm, from memory larger than the last-level cache."""
 
     def __init__(self, num_bytes: int, region_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._num_slots = max(2, -(-region_bytes // num_bytes))
-        self._source = np.ones((self._num_slots, num_bytes), np.uint8)
-        self._target = np.ones((self._num_slots, num_bytes), np.uint8)
-        self._turn = 0
+        self._side = BareSide(p.BareSpec(BARE_SIDE, LOCAL_COPY, num_bytes, num_bytes, num_bytes, region_bytes, {}, b""))
 
     def seconds(self) -> float:
         """Seconds of one copy."""
-        slot = self._turn = (self._turn + 1) % self._num_slots
-        start = MONOTONIC.now()
-        self._target[slot] = self._source[slot]
-        return MONOTONIC.now() - start
+        return self._side.move(False, TIMEOUT_S)
 
 
 class Bare:
