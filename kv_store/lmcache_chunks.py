@@ -3,7 +3,6 @@
 import hashlib
 import re
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 from pdkv.errors import ConfigError, StoreTimeout, StoreUnavailable
@@ -11,12 +10,12 @@ from pdkv.kv_store.base import Arrived, Buffer
 from pdkv.kv_store.connections import Channel
 from pdkv.kv_store.lmcache_store import (
     EXIST,
-    GET,
     MAX_NAME_BYTES,
     PUT,
     SUCCESS,
     Kind,
     LMCacheServerStore,
+    Wanted,
     encode_request,
 )
 from pdkv.kv_store.options import StoreOptions
@@ -79,28 +78,18 @@ class LMCacheChunks(LMCacheServerStore):
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
         found, deadline = [False] * len(keys), self._deadline()
 
-        def get(indices: range) -> None:
-            def receive(channel: Channel, number: int) -> None:
-                index = indices[number]
-                chunk = out[index][: len(out[index]) - self._trailer_bytes]
-                answer = self._read_answer(channel)
-                if answer == (SUCCESS, len(chunk), self._kind):
-                    channel.read_into(chunk, partial(arrived, index))
-                    found[index] = True
-                else:
-                    channel.skip(answer.length)
-
-            commands = [Command([self._request(GET, keys[index])], len(out[index])) for index in indices]
-            self._run(commands, receive, deadline)
-
+        wanted = [
+            Wanted(index, self._form.name(key), buffer[: len(buffer) - self._trailer_bytes], self._kind)
+            for index, (key, buffer) in enumerate(zip(keys, out, strict=True))
+        ]
         try:
-            get(range(len(keys)))
+            self._get(wanted, found, deadline, arrived)
         except StoreUnavailable:  # also what a broken chunk looks like: the server ends the connection
             self.contains(keys[:1])
             found[:] = [False] * len(keys)
-            for index in range(len(keys)):
+            for each in wanted:
                 try:
-                    get(range(index, index + 1))
+                    self._get([each], found, deadline, arrived)
                 except StoreUnavailable:
                     continue
                 except StoreTimeout:

@@ -16,6 +16,7 @@ import socket
 import struct
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from typing import NamedTuple
 
 from pdkv.base.clock import MONOTONIC, Clock
@@ -62,6 +63,15 @@ class Answer(NamedTuple):
     @property
     def shape(self) -> Shape:
         return self.kind.shape
+
+
+class Wanted(NamedTuple):
+    """A value to get."""
+
+    place: int  # of its key, for `arrived`
+    name: str
+    buffer: Buffer
+    kind: Kind
 
 
 def encode_request(command: int, name: str, length: int = 0, kind: Kind | Shape = _NOTHING) -> bytes:
@@ -120,6 +130,21 @@ class LMCacheServerStore(ServerStore):
         if self._read_answer(channel).code != SUCCESS:
             raise StoreUnavailable(f"{self.what} did not keep a value")
 
+    def _get(self, wanted: Sequence[Wanted], found: list[bool], deadline: Deadline, arrived: Arrived) -> None:
+        """Get values, whether or not they have a marker; `found`, by place: those that are there and of their kind."""
+
+        def receive(channel: Channel, number: int) -> None:
+            place, _, buffer, kind = wanted[number]
+            answer = self._read_answer(channel)
+            if answer == (SUCCESS, len(buffer), kind):
+                channel.read_into(buffer, partial(arrived, place))
+                found[place] = True
+            else:
+                channel.skip(answer.length)
+
+        commands = [Command([encode_request(GET, each.name)], len(each.buffer)) for each in wanted]
+        self._run(commands, receive, deadline)
+
 
 class LMCacheStore(LMCacheServerStore):
     """Nothing is ever evicted: the server's memory is the limit."""
@@ -128,15 +153,17 @@ class LMCacheStore(LMCacheServerStore):
         return self._contains(keys, self._deadline())
 
     def read(self, keys: Sequence[bytes], out: Sequence[Buffer], arrived: Arrived) -> list[bool]:
-        deadline = self._deadline()
-        found = [False] * len(keys)
+        deadline, found = self._deadline(), [False] * len(keys)
+        wanted = [
+            Wanted(index, value_name(key), buffer, Kind(shape=(len(buffer), 0, 0, 0)))
+            for index, (key, buffer) in enumerate(zip(keys, out, strict=True))
+        ]
         try:
-            self._read(keys, out, found, deadline, arrived, indices=range(len(keys)))
+            self._get(wanted, found, deadline, arrived)
         except StoreUnavailable:  # also what a broken value looks like: the server ends the connection
             present = self._contains(keys, deadline)
             found[:] = [False] * len(keys)
-            there = [index for index, is_there in enumerate(present) if is_there]
-            self._read(keys, out, found, deadline, arrived, indices=there)
+            self._get(list(compress(wanted, present)), found, deadline, arrived)
         return found
 
     def put(self, items: Sequence[tuple[bytes, Buffer]]) -> None:
@@ -186,28 +213,3 @@ class LMCacheStore(LMCacheServerStore):
 
         self._run([Command([encode_request(GET, marker_name(key))]) for key in keys], receive, deadline)
         return found
-
-    def _read(
-        self,
-        keys: Sequence[bytes],
-        out: Sequence[Buffer],
-        found: list[bool],
-        deadline: Deadline,
-        arrived: Arrived,
-        *,
-        indices: Sequence[int],
-    ) -> None:
-        """Get the values of some of the keys, whether or not they have a marker."""
-
-        def receive(channel: Channel, number: int) -> None:
-            index = indices[number]
-            answer = self._read_answer(channel)
-            size = len(out[index])
-            found[index] = answer.code == SUCCESS and answer.shape == (size, 0, 0, 0) and answer.length == size
-            if found[index]:
-                channel.read_into(out[index], partial(arrived, index))
-            else:
-                channel.skip(answer.length)
-
-        commands = [Command([encode_request(GET, value_name(keys[index]))], len(out[index])) for index in indices]
-        self._run(commands, receive, deadline)
