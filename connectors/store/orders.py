@@ -1,32 +1,35 @@
 """Operators' orders about the tiers of a store: lookups, removals, pins and moves of a prompt's values.
 
-Each rank has a thread for them, next to those that load and save; its answers go with the results of a step to the
-scheduler side, which merges all ranks' answers into one.
+Each rank has a thread for them, next to those that load and save; its answers are notes of transfers, which the
+scheduler side takes out of the results of a step, and merges into one.
 """
 
 import logging
-import queue
-import threading
-from collections.abc import Callable, Collection, Container, Iterable, Sequence
+import math
+from collections.abc import Collection, Container, Iterable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC, Clock
-from pdkv.base.service_thread import ServiceThread
 from pdkv.connectors.base import Tiers, TransferKey, TransferOutcome, TransferResults
 from pdkv.connectors.store.between_tiers import BetweenTiers
 from pdkv.connectors.store.lookup import KeyLookups
 from pdkv.connectors.store.news import StoreNews
 from pdkv.connectors.store.plan import StoreCut, Value
+from pdkv.connectors.transfer.lanes import Lane
+from pdkv.connectors.transfer.worker import Job, Task, TransferWorker
 from pdkv.errors import MalformedMessage, PdkvError, ServerBusy, StoreUnsupported, TransferError, TransferTimeout
 from pdkv.kv_store.base import KVStore
 from pdkv.wire.decoding import decode_total
-from pdkv.wire.reports import ConnectorStats
 from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierAnswer, TierEvents
 from pdkv.wire.types import MAX_PROBLEM_CHARS
 
 logger = logging.getLogger(__name__)
+
+LANE: Lane = ("orders", 0)
+"""One thread, which starts with the first order."""
 
 MAX_ORDERS = 16
 """The most orders waiting on one rank; further ones are refused."""
@@ -126,19 +129,55 @@ def _merge(order: CacheOrder, notes: Iterable[bytes]) -> CacheAnswer:
     return CacheAnswer(order.order_id, list(merged.values()), by_rank[0].known if by_rank else [])
 
 
+class Ordered(NamedTuple):
+    """An order, and when its time is over."""
+
+    order: CacheOrder
+    deadline: float
+
+
 class TierOrders:
-    """Carries out orders on one rank. `carry_out` blocks, limited by the store's deadlines."""
+    """Carries out orders on one rank, one after the other. `carry_out` blocks, limited by the store's deadlines."""
 
     def __init__(self, store: KVStore, cut: StoreCut, between: BetweenTiers, clock: Clock = MONOTONIC) -> None:
+        """`between`: not used by any other object."""
         self.clock = clock
         self._store = store
         self._cut = cut
         self._between = between
+        self._waiting: set[TransferKey] = set()
+        self._answers: dict[TransferKey, TransferOutcome] = {}
 
-    @property
-    def num_damaged(self) -> int:
-        """Number of values that were moved from tier to tier and did not match what had been saved."""
-        return self._between.num_damaged
+    def submit(self, worker: TransferWorker, order: CacheOrder) -> None:
+        """Queue an order; if there are too many, it is answered at once."""
+        key, tasks = name_of(order), list[Task]()
+        if len(self._waiting) >= MAX_ORDERS:
+            self._answer(order, self.refuse(order, ServerBusy(f"{MAX_ORDERS} orders are waiting already")))
+        else:
+            self._waiting.add(key)
+            tasks = [Task(Ordered(order, self.clock.now() + order.timeout_s), LANE, timeout_s=math.inf)]
+        if not worker.submit(key, "send", tasks):
+            self._waiting.discard(key)  # it is there already, or answered
+
+    def run(self, job: Job, ordered: Ordered) -> int:
+        """Carry out an order on its thread; its result has the answer. Nothing is loaded or saved: 0 bytes."""
+        self._waiting.discard(job.key)
+        order, num_damaged = ordered.order, self._between.num_damaged
+        try:
+            answer = self.carry_out(order, ordered.deadline)
+        except Exception as error:  # the thread goes on, and the caller gets the error
+            logger.exception("an order to %s what is stored ended with an error", order.action)
+            answer = self.refuse(order, PdkvError(f"{type(error).__name__}: {error}"))
+        self._answer(order, answer, self._between.num_damaged - num_damaged)
+        return 0
+
+    def _answer(self, order: CacheOrder, answer: CacheAnswer, num_damaged: int = 0) -> None:
+        notes = (msgspec.msgpack.encode(answer),)
+        self._answers[name_of(order)] = TransferOutcome(num_damaged=num_damaged, notes=notes)
+
+    def take_answer(self, key: TransferKey) -> TransferOutcome:
+        """The answer to an ended order, as a part of its transfer's outcome; empty for any other transfer."""
+        return self._answers.pop(key, TransferOutcome())
 
     def carry_out(self, order: CacheOrder, deadline: float) -> CacheAnswer:
         """Carry out an order tier by tier; a tier that fails says why, and the others continue."""
@@ -226,62 +265,3 @@ def _named(order: CacheOrder, tiers: Collection[str]) -> list[str]:
     if order.action == "move" and not any(map(order.is_from, tiers)):
         return []
     return list(filter(order.is_about, tiers))
-
-
-class OrderThread:
-    """Runs orders one after the other, on a thread that starts with the first. `put` and `take` are called on the step
-    thread.
-
-    Args:
-        notify: called when `take` has something.
-    """
-
-    def __init__(self, orders: TierOrders, notify: Callable[[], None]) -> None:
-        self._orders = orders
-        self._notify = notify
-        self._todo: queue.SimpleQueue[tuple[CacheOrder, float] | None] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[TransferKey, TransferOutcome]] = queue.SimpleQueue()
-        self._thread = ServiceThread(self._run, lambda: self._todo.put(None), "pdkv-store-orders")
-
-    @property
-    def stats(self) -> ConnectorStats:
-        """Counts of orders since the start."""
-        return ConnectorStats(damaged_values=self._orders.num_damaged)
-
-    def put(self, order: CacheOrder) -> None:
-        """Queue an order; if there are too many, it is answered at once."""
-        if self._todo.qsize() >= MAX_ORDERS:
-            error = ServerBusy(f"{MAX_ORDERS} orders are waiting already")
-            self._answer(order, self._orders.refuse(order, error))
-            return
-        try:
-            self._thread.start()
-        except ServerBusy as error:
-            self._answer(order, self._orders.refuse(order, error))
-            return
-        self._todo.put((order, self._orders.clock.now() + order.timeout_s))
-
-    def take(self) -> dict[TransferKey, TransferOutcome]:
-        """The orders done since the last call. Never blocks."""
-        num_done = self._done.qsize()
-        return dict(self._done.get_nowait() for _ in range(num_done)) if num_done else {}
-
-    def close(self) -> None:
-        """End the thread after its current order. Idempotent."""
-        self._thread.stop()
-
-    def _run(self, stopping: threading.Event) -> None:
-        while (item := self._todo.get()) is not None and not stopping.is_set():
-            order, deadline = item
-            num_damaged = self._orders.num_damaged
-            try:
-                answer = self._orders.carry_out(order, deadline)
-            except Exception as error:  # the thread goes on, and the caller gets the error
-                logger.exception("an order to %s what is stored ended with an error", order.action)
-                answer = self._orders.refuse(order, PdkvError(f"{type(error).__name__}: {error}"))
-            self._answer(order, answer, self._orders.num_damaged - num_damaged)
-
-    def _answer(self, order: CacheOrder, answer: CacheAnswer, num_damaged: int = 0) -> None:
-        outcome = TransferOutcome(num_damaged=num_damaged, notes=(msgspec.msgpack.encode(answer),))
-        self._done.put((name_of(order), outcome))
-        self._notify()

@@ -18,7 +18,6 @@ from pdkv.connectors.base import (
     Stats,
     TransferKey,
     TransferOutcome,
-    TransferResults,
 )
 from pdkv.connectors.stats import stats_of_tiers, sum_stats
 from pdkv.connectors.step_done import ON_HOST, StepDone
@@ -30,7 +29,7 @@ from pdkv.connectors.store.hidden import ComputeClock, HiddenTime
 from pdkv.connectors.store.near import LANE as AHEAD_LANE
 from pdkv.connectors.store.near import Ahead, NearValues, Passed
 from pdkv.connectors.store.options import StoreConnectorOptions
-from pdkv.connectors.store.orders import OrderThread, TierOrders
+from pdkv.connectors.store.orders import Ordered, TierOrders
 from pdkv.connectors.store.pieces import Piece, Slot, buffer_bytes, lay_out, pack
 from pdkv.connectors.store.plan import BlockSpan, StoreCut, StoreLoad, StoreMetadata, StoreSave, Value
 from pdkv.connectors.store.progress import LayerLoad, LoadProgress
@@ -109,7 +108,7 @@ class StoreWorker(TransferWorker):
             lanes=LaneConfig(
                 num_shared=options.io_threads,
                 idle_s=threading.TIMEOUT_MAX,  # no step starts a thread
-                max_lanes=options.save_threads + 1,
+                max_lanes=options.save_threads + 2,  # and those that look ahead, and carry out orders
                 thread_name="pdkv-store",
             ),
             clock=config.clock,
@@ -133,7 +132,7 @@ class StoreWorker(TransferWorker):
         self._layer_deadline = 0.0
         self._ended = threading.Event()
         between = BetweenTiers(values, self._each_buffer, self.clock)
-        self._orders = OrderThread(TierOrders(values.store, cut, between, self.clock), notify)
+        self._orders = TierOrders(values.store, cut, between, self.clock)
 
     def _result_is_in(self) -> None:
         self._ended.set()
@@ -190,7 +189,7 @@ class StoreWorker(TransferWorker):
         if meta.ahead or meta.passed:
             self._near.submit(self, meta)
         for order in meta.orders:
-            self._orders.put(order)
+            self._orders.submit(self, order)
         self._compute.start()
 
     def _start_load(self, load: StoreLoad, after: StepDone) -> None:
@@ -267,21 +266,14 @@ class StoreWorker(TransferWorker):
     def _is_open(self, key: TransferKey) -> bool:
         return bool(self.open_jobs(key, "receive"))
 
-    def get_finished(self) -> TransferResults:
-        results, done = super().get_finished(), self._orders.take()
-        if not done:
-            return results
-        return results._replace(finished_sending={**results.finished_sending, **done})
-
     def shutdown(self) -> None:
         self._values.store.hang_up(for_good=True)  # nothing waits for a store that does not answer
-        self._orders.close()
         super().shutdown()
 
     def get_stats(self) -> Stats:
         num_bytes, seconds = self._values.meter.total
         read = ConnectorStats(read_bytes=num_bytes, read_seconds=seconds)
-        own = sum_stats([super().get_stats(), *({"": each} for each in (self._hidden.stats, read, self._orders.stats))])
+        own = sum_stats([super().get_stats(), {"": self._hidden.stats}, {"": read}])
         return {**own, **stats_of_tiers(self._values.store.count_tiers())}
 
     # --- I/O threads ----------------------------------------------------------------------------------------------
@@ -296,6 +288,8 @@ class StoreWorker(TransferWorker):
                     return self._reported(lambda: self._write(job, order))
             case Ahead() as ahead:
                 return self._near.bring(job, ahead)
+            case Ordered() as ordered:
+                return self._orders.run(job, ordered)
             case Passed(values):
                 return self._near.let_go(values)
             case _Delete(keys):
@@ -454,7 +448,9 @@ class StoreWorker(TransferWorker):
     def ended(self, transfer: Transfer, outcome: TransferOutcome) -> TransferOutcome:
         """The end of a load. One with a gap has failed; its progress and damaged values are reported."""
         if transfer.direction == "send":
-            return outcome._replace(num_damaged=self._near.take_damaged(transfer.key))
+            answer = self._orders.take_answer(transfer.key)
+            num_damaged = answer.num_damaged + self._near.take_damaged(transfer.key)
+            return outcome._replace(num_damaged=num_damaged, notes=answer.notes)
         progress = self._progress.pop(transfer.key, None)
         if progress is None:
             return outcome
