@@ -5,7 +5,6 @@ A peer opens it through /proc/<pid>/fd/<fd>. Nothing has a name in a file system
 last mapping, however the processes end.
 """
 
-import ctypes
 import errno
 import fcntl
 import logging
@@ -28,6 +27,7 @@ from pdkv.errors import ConfigError, IncompatiblePeers, MalformedMessage, PeerGo
 from pdkv.host.fence import fence
 from pdkv.host.held_file import HeldFile, held_here
 from pdkv.host.host_id import host_id
+from pdkv.host.huge_pages import madvise
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.kv import EngineCard, KVLayout
 
@@ -344,16 +344,11 @@ def _check_sealed(fd: int, address: ArenaAddress, engine: str) -> None:
 
 
 def _advise(data: Bytes, offset: int, num_bytes: int, advice: int) -> bool:
-    """madvise for data[offset : offset + num_bytes] (its end cut off); does not hold the GIL. False: refused.
+    """madvise for data[offset : offset + num_bytes] (its end cut off). False: refused.
 
     Before Linux 5.14 nothing can be populated: pages are then mapped one by one at their first use.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    if libc.madvise(data.ctypes.data + offset, min(num_bytes, data.nbytes - offset), advice) == 0:
-        return True
-    logger.debug("madvise(%d): %s", advice, os.strerror(ctypes.get_errno()))
-    return False
+    return madvise(data.ctypes.data + offset, min(num_bytes, data.nbytes - offset), advice)
 
 
 def _digests_offset(table: TableShape) -> int:

@@ -25,7 +25,6 @@ class CudaAttention(AttentionBackend):
         self._layers = list(layers)
         self._pool = kv_pool
         self._num_heads = num_heads
-        self._kv_heads = kv_pool.shape[3]
         self._scale, self._softcap = scores.scale_of(kv_pool.shape[5]), scores.softcap
         self._buffers: StepBuffers | None = None
         self._padded_buffers: StepBuffers | None = None  # of padded steps: these keep their addresses

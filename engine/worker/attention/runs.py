@@ -20,14 +20,7 @@ class Prompts(NamedTuple):
 
     def only(self, which: NDArray[np.bool_]) -> "Prompts":
         """Some of the runs."""
-        return Prompts(
-            self.slots[which],
-            self.qkv_rows[which],
-            self.out_rows[which],
-            self.positions[which],
-            self.counts[which],
-            self.window,
-        )
+        return Prompts._make([*(each[which] for each in self[:-1]), self.window])
 
 
 class Singles(NamedTuple):

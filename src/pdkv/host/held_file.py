@@ -27,12 +27,15 @@ class HeldFile(msgspec.Struct, frozen=True):
             OSError: it cannot be opened.
         """
         path = f"/proc/{self.pid}/fd/{self.fd}"
+        gone = FileNotFoundError(errno.ENOENT, "it is another process or another file by now", path)
+        if process_start_time(self.pid) != self.start_time:
+            raise gone
         if not os.readlink(path).startswith(name):
             raise FileNotFoundError(errno.ENOENT, f"it is not {name}", path)
         fd = os.open(path, flags | os.O_CLOEXEC)
-        if os.fstat(fd).st_ino != self.inode or process_start_time(self.pid) != self.start_time:
+        if os.fstat(fd).st_ino != self.inode:
             os.close(fd)
-            raise FileNotFoundError(errno.ENOENT, "it is another process or another file by now", path)
+            raise gone
         return fd
 
 

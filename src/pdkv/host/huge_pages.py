@@ -29,13 +29,18 @@ def use_huge_pages(address: int, num_bytes: int) -> bool:
     size = (address + num_bytes) // _HUGE_BYTES * _HUGE_BYTES - first
     if size <= 0 or not hasattr(mmap, "MADV_HUGEPAGE"):
         return False
+    # If the system has none, or none left, it works without.
+    return madvise(first, size, mmap.MADV_HUGEPAGE) and madvise(first, size, _MADV_COLLAPSE)
+
+
+def madvise(address: int, num_bytes: int, advice: int) -> bool:
+    """madvise(2), without the GIL. False: refused."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for advice in (mmap.MADV_HUGEPAGE, _MADV_COLLAPSE):
-        if libc.madvise(first, size, advice) != 0:  # the system has none, or none left: it works without
-            logger.debug("madvise(%d) of %d bytes: %s", advice, size, os.strerror(ctypes.get_errno()))
-            return False
-    return True
+    if libc.madvise(address, num_bytes, advice) == 0:
+        return True
+    logger.debug("madvise(%d) of %d bytes: %s", advice, num_bytes, os.strerror(ctypes.get_errno()))
+    return False
 
 
 class HugeMemory:
