@@ -42,7 +42,8 @@ class CacheOrders:
 
     def begin(self, router_id: str, order: CacheOrder, now: float) -> None:
         """Take an order; `take_answers` returns its results. A repeated order starts over."""
-        num_parts = self._external.order_tiers(order.within(self._name)) if order.tier != POOL else 0
+        tiers = self._external.tiers
+        num_parts = 0 if tiers is None or order.tier == POOL else tiers.order(order.within(self._name))
         opened = self._open[order.order_id] = _Open(router_id, now + order.timeout_s + SLACK_S, num_parts)
         if order.tier in ("", POOL) and not (order.action in ("pin", "unpin", "prefetch") and not order.tier):
             opened.tiers.append(self._in_pool(order))
@@ -51,7 +52,8 @@ class CacheOrders:
         """(router, answer) of orders that all tiers have answered or that have timed out."""
         if not self._open:  # as after most steps
             return
-        for answer in self._external.take_tier_answers():
+        tiers = self._external.tiers
+        for answer in () if tiers is None else tiers.take_answers():
             opened = self._open.get(answer.order_id)
             if opened is not None:
                 told = answer.under(self._name)

@@ -39,7 +39,7 @@ from pdkv.engine.outside.swap import SwapRule
 from pdkv.engine.request import Request
 from pdkv.errors import TransferCancelled
 from pdkv.wire.reports import ConnectorStats
-from pdkv.wire.tiers import CacheAnswer, CacheOrder, TierEvents
+from pdkv.wire.tiers import TierEvents
 from pdkv.wire.types import MAX_CONNECTOR_PARTS, MAX_PROBLEM_CHARS, RequestKey
 
 NUM_PREFETCH_REQUESTS = 8
@@ -430,14 +430,6 @@ class ExternalKV:
         """The connector's news, under its name, about tiers below the cache; their parts are named as in the stats."""
         events = () if self.tiers is None else self.tiers.take_events()
         return [msgspec.structs.replace(each, parts=[part.under(name) for part in each.parts]) for each in events]
-
-    def order_tiers(self, order: CacheOrder) -> int:
-        """Pass on an operator's order for tiers below the cache; returns the number of answers to come."""
-        return 0 if self.tiers is None else self.tiers.order(order)
-
-    def take_tier_answers(self) -> Sequence[CacheAnswer]:
-        """The answers that have come."""
-        return () if self.tiers is None else self.tiers.take_answers()
 
     @property
     def problem(self) -> str:
