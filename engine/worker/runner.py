@@ -272,7 +272,7 @@ class ModelRunner:
         """
         drawing = inputs.slots[inputs.sampling]
         return (
-            bool(inputs.num_guesses.any() or inputs.num_drafts.any())
+            self._guesser is not None
             or self._check_finite
             or self._sampling.looks_back(drawing)
             or self._masks.masks_in(drawing)

@@ -161,6 +161,13 @@ def test_so_it_is_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     check_every_call(scenario)
 
 
+def test_so_it_is_where_guessing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step's rows begin where the host's tokens end: with one unread, they would lie a place too early."""
+    monkeypatch.setattr(streams, "HOST", TwinDevice())
+    proposer: Any = object()
+    assert run_chain(chain_runner(proposer=proposer), keeps_up=False) == EXPECTED
+
+
 @pytest.mark.parametrize("keeps_up", [False, True])
 def test_so_it_is_with_graphs(monkeypatch: pytest.MonkeyPatch, keeps_up: bool) -> None:
     """Replays read inputs at one place, and write hidden states to one place, which each step overwrites."""
