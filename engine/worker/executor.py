@@ -65,8 +65,8 @@ class Executor(ABC):
     def launch(self, plan: StepPlan) -> PendingStep:
         """Give a step to the engine's device. If the device runs asynchronously, the step has not ended on return.
 
-        At most MAX_PENDING earlier steps may be unfinished. With an executor without its own `launch`, such as that of
-        several ranks, the step has ended. May block: see docs/engine-loop.md. Raises what a rank raised.
+        At most MAX_PENDING earlier steps may be unfinished. With an executor without its own `launch` the step has
+        ended. May block: see docs/engine-loop.md. Raises what a rank raised.
         """
         return DoneStep(self.execute(plan))
 

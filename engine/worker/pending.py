@@ -13,6 +13,9 @@ MAX_PENDING: Final = 2
 many as are planned ahead, every plan's loads begin at once.
 """
 
+LOOK_S: Final = 1e-4
+"""Seconds to wait for an order while a device computes before the device is checked again."""
+
 
 class PendingStep(ABC):
     """One step between its launch and its output. Belongs to the thread that launched it."""

@@ -18,7 +18,7 @@ from pdkv.base.service_thread import ServiceThread
 from pdkv.connectors.base import NO_TRANSFERS, TransferResults
 from pdkv.engine.plan import StepOutput, StepPlan
 from pdkv.engine.worker.executor import NOTHING_ENDED, Ended, Executor
-from pdkv.engine.worker.pending import MAX_PENDING, PendingStep
+from pdkv.engine.worker.pending import LOOK_S, MAX_PENDING, PendingStep
 from pdkv.errors import RankError
 from pdkv.wire.kv import EngineCard
 
@@ -26,9 +26,6 @@ JOIN_TIMEOUT_S = 60.0
 """Seconds for which a stop waits for the running step, which uses memory that is then freed. A launcher waits less
 long.
 """
-
-LOOK_S = 1e-4
-"""Seconds to wait for an order while a device computes before the device is checked again."""
 
 
 class PeersChanged(NamedTuple):

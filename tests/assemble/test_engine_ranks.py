@@ -1,35 +1,47 @@
 """Engines of several ranks, each a thread of its own: the same tokens, common results, and errors with a type."""
 
 import contextlib
+import itertools
+import multiprocessing
+import multiprocessing.process
 import os
 import queue
 import select
+import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from busy_device import BusyDevice, follow_on_busy_device
 from numpy.typing import NDArray
 from random_proposer import RandomProposer
 from rank_connector import RankConnector, RankWorker
+from traffic import wait_until_true
 
 from pdkv.assemble.engine import RankPlace, build_engine, run_rank
 from pdkv.config import DEFAULT_MODEL, EngineConfig, HandoffConfig
 from pdkv.connectors.base import KVConnectorMetadata, TransferKey
 from pdkv.engine.core import EngineCore
+from pdkv.engine.plan import StepPlan
 from pdkv.engine.proposers.base import Proposer
 from pdkv.engine.step_loop import Ahead, InTurn
+from pdkv.engine.worker.pending import MAX_PENDING, PendingStep
+from pdkv.engine.worker.ranks.executor import MultiProcessExecutor
 from pdkv.engine.worker.ranks.follower import FirstRank
+from pdkv.engine.worker.ranks.messages import Answer, Collected, StepDone
 from pdkv.engine.worker.sampling.sampler import SamplingState
 from pdkv.engine.worker.step_queue import StepQueue
 from pdkv.errors import ConfigError, InvalidRequest, ModelError, NonFiniteLogits, RankError, RankGone, RankTimeout
 from pdkv.grammar.prepare import with_grammar
+from pdkv.kernels import streams
 from pdkv.models.rank_sockets import connect_ranks
 from pdkv.sampling.params import SamplingParams
 from pdkv.sampling.shape import Grammar, StructuredOutputs
@@ -56,31 +68,38 @@ class Ranked:
         tp: int,
         directory: Path,
         proposer: Callable[[], Proposer | None] = no_proposer,
+        processes: bool = False,
         **fields: Any,
     ) -> None:
-        """`proposer` makes one for each rank."""
+        """`proposer` makes one for each rank. `processes`: the others are some, on busy devices."""
         self.ended: queue.Queue[BaseException | None] = queue.Queue()
         self.wake_fd, wake_write_fd = os.pipe2(os.O_NONBLOCK)
         self._wake_write_fd = wake_write_fd
         config = EngineConfig(
-            model=model, device="cpu", kv_cache_memory=8 << 20, threads=1, tp=tp,
-            **{"max_num_seqs": 8, "rank_timeout_s": 20.0, **fields},
+            model=model, device="cpu", threads=1, tp=tp,
+            **{"kv_cache_memory": 8 << 20, "max_num_seqs": 8, "rank_timeout_s": 20.0, **fields},
         )  # fmt: skip
         handoff = HandoffConfig(connector="rank_connector:RankConnector")
         self.pairs = [socket.socketpair() for _ in range(tp - 1)]
         self.peers = connect_ranks(tp)
         self._proposer = proposer
         store = directory / "store"
-        self.threads = [
-            threading.Thread(target=self._follow, args=(config, handoff, rank, store)) for rank in range(1, tp)
+        self.threads: list[threading.Thread | multiprocessing.process.BaseProcess] = [
+            self._process(config, handoff, rank)
+            if processes
+            else threading.Thread(target=self._follow, args=(config, handoff, rank, store))
+            for rank in range(1, tp)
         ]
         for thread in self.threads:
             thread.start()
+        if processes:
+            for sock in [theirs for _, theirs in self.pairs] + [sock for peers in self.peers[1:] for sock in peers]:
+                sock.close()
         ours = [first for first, _ in self.pairs]
         try:
             self.core = build_engine(
                 config, handoff, name=f"tp{tp}", epoch="1", kv_shards=4,
-                place=RankPlace(0, ours, self.peers[0], store, 30.0, wake_write_fd), proposer=proposer(),
+                place=RankPlace(0, ours, self.peers[0], store, 60.0, wake_write_fd), proposer=proposer(),
             )  # fmt: skip
         except BaseException:
             self.close()
@@ -96,6 +115,12 @@ class Ranked:
         except BaseException as raised:
             error = raised
         self.ended.put(error)
+
+    def _process(self, config: EngineConfig, handoff: HandoffConfig, rank: int) -> multiprocessing.process.BaseProcess:
+        sockets = [self.pairs[rank - 1][1]], self.peers[rank]
+        fields = {"config": config, "handoff": handoff, "name": f"tp{config.tp}", "epoch": "1", "kv_shards": 4}
+        context = multiprocessing.get_context("spawn")
+        return context.Process(target=follow_on_busy_device, args=(rank, *sockets, 60.0), kwargs=fields)
 
     def worker(self, rank: int) -> RankWorker:
         return RankConnector.made[self.core.card.engine, rank]
@@ -133,11 +158,16 @@ def make_engine(tmp_path: Path) -> Iterator[MakeEngine]:
 
 
 def run(
-    core: EngineCore, params: list[SamplingParams] | None = None, *, name: str = "a", ahead: int = 0
+    core: EngineCore,
+    params: list[SamplingParams] | None = None,
+    *,
+    name: str = "a",
+    ahead: int = 0,
+    at_step: Mapping[int, Abort] = MappingProxyType({}),
 ) -> list[EngineToRouter]:
     """All prompts at once, until all have ended; request i is called {name}{i}.
 
-    So many steps are planned ahead of the oldest that has not ended, always.
+    So many steps are planned ahead of the oldest that has not ended, always. `at_step`: aborts, by turn.
     """
     for i, prompt in enumerate(PROMPTS):
         request = submit(prompt, request_id=f"{name}{i}", max_tokens=12)
@@ -146,7 +176,11 @@ def run(
         core.handle("r", request, 1.0)
     messages: list[EngineToRouter] = []
     step = partial(core.step, 1.0) if not ahead else partial(step_ahead, core, *steps_ahead(core, ahead))
-    while core.requests:
+    for turn in itertools.count():
+        if not core.requests:
+            break
+        if turn in at_step:
+            core.handle("r", at_step[turn], 1.0)
         step()
         for _, sent in core.take_messages(1.0):
             messages += sent
@@ -166,7 +200,7 @@ def step_ahead(core: EngineCore, steps: Ahead, orders: StepQueue) -> None:
         steps.plan(1.0)
     orders.run_next()
     steps.take_in(1.0)
-    while not core.requests and orders.num_orders:
+    while not core.requests and not orders.is_done:
         orders.run_next()
         steps.take_in(1.0)
 
@@ -478,3 +512,159 @@ def test_the_rank_with_the_fewest_blocks_bounds_the_length_also_with_windows(
         assert output_of(messages, f"a{i}") == output_of(expected, f"a{i}")
     with pytest.raises(ConfigError, match=r"holds \d+ tokens, but a request may have 1000 \(max_model_len\)"):
         make_engine(model, 2, **sizes, max_model_len=1000)
+
+
+# --- on devices that compute behind their hosts -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[BusyDevice]:
+    """Of this process's ranks, one for all."""
+    device = BusyDevice()
+    monkeypatch.setattr(streams, "HOST", device)
+    yield device
+    device.may_end.set()
+
+
+MIXED = [
+    SamplingParams(temperature=0.9, seed=7, max_tokens=40, ignore_eos=True, logprobs=2, repetition_penalty=1.2),
+    SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True),
+    SamplingParams(temperature=1.0, seed=3, top_k=5, max_tokens=45, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True, prompt_logprobs=1),  # rank 0 alone reads some
+]
+
+
+def launched_ahead(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From now on: how many steps were under way whenever rank 0 launched one."""
+    found, steps = list[int](), list[PendingStep]()
+    launch = MultiProcessExecutor.launch
+
+    def counted(self: MultiProcessExecutor, plan: StepPlan) -> PendingStep:
+        found.append(sum(not step.is_done for step in steps))
+        steps.append(launch(self, plan))
+        return steps[-1]
+
+    monkeypatch.setattr(MultiProcessExecutor, "launch", counted)
+    return found
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [False, pytest.param(True, marks=pytest.mark.processes)])
+@pytest.mark.usefixtures("device")
+def test_steps_launched_behind_each_other_give_the_tokens_of_one_rank(
+    hf_model: HFModel, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tp: int, processes: bool
+) -> None:
+    """Greedy and sampled, beside preemptions, and requests that are aborted between a launch and its end."""
+    model = hf_model("llama", initializer_range=0.2)
+    one = make_engine(model, 1).core
+    expected = run(one, MIXED)
+    pool = {"kv_cache_memory": 10 * one.card.layout.block_bytes * tp // 2}  # with two KV heads: 4 ranks hold each twice
+    engine = make_engine(model, tp, processes=processes, max_num_batched_tokens=24, **pool)
+    core, under_way = engine.core, launched_ahead(monkeypatch)
+    for name in ("a", "b"):
+        gone = msgspec.structs.replace(submit(PROMPTS[2], request_id=f"{name}-gone"), params=MIXED[2])
+        core.handle("r", gone, 1.0)
+        messages = run(core, MIXED, name=name, ahead=2, at_step={9: Abort(f"{name}-gone", 0)})
+        for i in range(len(PROMPTS)):
+            assert output_of(messages, f"{name}{i}") == output_of(expected, f"a{i}")
+    assert core.scheduler.num_preemptions > 0
+    assert sum(count > 0 for count in under_way) > 20
+
+
+@pytest.mark.usefixtures("tiny_model_dir")
+def test_a_step_reaches_all_ranks_before_the_one_before_it_is_read(
+    tiny_model_dir: Path, make_engine: MakeEngine, device: BusyDevice
+) -> None:
+    engine = make_engine(tiny_model_dir, 2, rank_timeout_s=5.0)
+    executor, scheduler, other = engine.core.executor, engine.core.scheduler, engine.worker(1)
+    engine.core.handle("r", submit([5, 6], max_tokens=9), 1.0)
+    device.may_end.clear()
+    steps = []
+    for number in range(1 + MAX_PENDING):
+        steps.append(executor.launch(scheduler.schedule(1.0)))
+        wait_until_true(lambda: len(other.notes) > number, "the other rank has launched it")  # noqa: B023
+        other.report(TransferKey("t", number), 5)
+    assert not any(step.is_done for step in steps)
+    ended = executor.ask_finished(with_stats=True)  # it answers between its steps
+    assert not ended.transfers
+    assert [step.has_sends for step in steps] == [True] * 3  # which the other rank has found
+    device.may_end.set()
+    for _ in range(2):
+        found = [step.finish() for step in steps]
+        assert [output.step_id for output in found] == [0, 1, 2]
+        assert found[-1].connector_stats is not None
+        assert found[-1].connector_stats[""].saves == 3  # as it said last, not as when that step was launched
+    engine.worker(1).report(TransferKey("t", 3), 5)
+    assert not executor.ask_finished().transfers
+    assert not executor.launch(scheduler.schedule(1.0)).finish().transfers
+
+
+def go_on(core: EngineCore, steps: Ahead, orders: StepQueue, turns: int) -> None:
+    for _ in range(turns):
+        step_ahead(core, steps, orders)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.usefixtures("device")
+def test_a_step_that_one_rank_alone_cannot_launch_ends_the_engine(
+    tiny_model_dir: Path, make_engine: MakeEngine, rank: int
+) -> None:
+    engine = make_engine(tiny_model_dir, 2, rank_timeout_s=1.0)
+    steps, orders = steps_ahead(engine.core, 2)
+    engine.core.handle("r", submit([5, 6], max_tokens=99), 1.0)
+    go_on(engine.core, steps, orders, 5)
+    assert not orders.is_done
+    engine.worker(rank).error = ValueError("no such lane")
+    with pytest.raises(RankError, match=f"rank {rank} failed: ValueError: no such lane"):
+        go_on(engine.core, steps, orders, 9)
+    if not rank:
+        engine.core.shutdown()
+    assert isinstance(engine.ended.get(timeout=10), ValueError if rank else RankError)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_rank_that_hangs_behind_steps_under_way_is_a_timeout(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
+    engine = make_engine(tiny_model_dir, 2, rank_timeout_s=0.5)
+    steps, orders = steps_ahead(engine.core, 2)
+    engine.core.handle("r", submit([5, 6], max_tokens=99), 1.0)
+    go_on(engine.core, steps, orders, 5)
+    engine.worker(1).hangs = True
+    with pytest.raises(RankTimeout):
+        go_on(engine.core, steps, orders, 9)
+    engine.worker(1).stopped.set()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGKILL, RankGone), (signal.SIGSTOP, RankTimeout)])
+@pytest.mark.usefixtures("device")
+def test_a_process_of_a_rank_that_dies_or_stands_still_under_steps_ends_the_engine(
+    tiny_model_dir: Path, make_engine: MakeEngine, number: int, error: type[RankError]
+) -> None:
+    engine = make_engine(tiny_model_dir, 2, processes=True, rank_timeout_s=1.0)
+    (process,) = engine.threads
+    assert isinstance(process, multiprocessing.process.BaseProcess)
+    steps, orders = steps_ahead(engine.core, 2)
+    engine.core.handle("r", submit([5, 6], max_tokens=99), 1.0)
+    go_on(engine.core, steps, orders, 5)
+    assert not orders.is_done
+    os.kill(process.pid or 0, number)
+    with pytest.raises(error):
+        go_on(engine.core, steps, orders, 9)
+    process.kill()
+
+
+@pytest.mark.parametrize(("answer", "told"), [
+    (StepDone(7, []), "rank 1 answered step 7 instead of step 1"),
+    (Collected([]), "rank 1 gave an unexpected answer: Collected"),
+])  # fmt: skip
+@pytest.mark.usefixtures("device")
+def test_a_rank_that_answers_what_it_was_not_asked_ends_the_engine(
+    tiny_model_dir: Path, make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, answer: Answer, told: str
+) -> None:
+    engine = make_engine(tiny_model_dir, 2)
+    engine.core.handle("r", submit([5, 6], max_tokens=9), 1.0)
+    engine.core.step(1.0)
+    say = FirstRank.say
+    monkeypatch.setattr(FirstRank, "say", lambda self, _: say(self, answer))
+    with pytest.raises(RankError, match=told):
+        engine.core.step(1.0)

@@ -4,9 +4,12 @@ import contextlib
 import os
 import socket
 import weakref
+from collections import deque
 
+from pdkv.base.clock import MONOTONIC
 from pdkv.connectors.base import KVConnectorMetadata
 from pdkv.engine.worker.executor import InProcessExecutor, RankInfo
+from pdkv.engine.worker.pending import LOOK_S, PendingStep
 from pdkv.engine.worker.ranks.channel import RankChannel
 from pdkv.engine.worker.ranks.messages import (
     Answer,
@@ -84,14 +87,22 @@ class FirstRank:
         Raises:
             RankError: rank 0 went away or hangs; and whatever a step raised.
         """
+        under_way = deque[PendingStep]()  # rank 0 has no more
         while True:
+            while under_way:
+                if under_way[0].is_done:
+                    self.say(step_done(under_way.popleft().finish()))
+                elif self._ring.has_news:
+                    break
+                else:
+                    MONOTONIC.sleep(LOOK_S)
             match decode_order(self._ring.get(None)):
                 case Step() as step:
-                    output = executor.execute(plan_of(step, metadata_type))
-                    self.say(step_done(output))
+                    under_way.append(executor.launch(plan_of(step, metadata_type)))
                 case Collect(with_stats=with_stats):
                     ended = executor.ask_finished(with_stats=with_stats)
-                    self.say(collected(ended.transfers, ended.stats))
+                    has_sends = any(step.has_sends for step in under_way)
+                    self.say(collected(ended.transfers, ended.stats, has_sends=has_sends))
                 case PeersChanged(added=added, removed=removed):
                     executor.update_peers(added, removed)
                 case Stop():

@@ -91,6 +91,7 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
 
     transfers: list[list[tuple[TransferKey, TransferOutcome]]]
     connector_stats: dict[str, ConnectorStats] | None = None
+    has_sends: bool = False  # a step under way has found others, which its StepDone will have
 
 
 class Broken(msgspec.Struct, frozen=True, tag=True):
@@ -152,10 +153,10 @@ def step_done(output: StepOutput) -> StepDone:
     return StepDone(output.step_id, ended.transfers, failed, ended.connector_stats, output.digest)
 
 
-def collected(transfers: TransferResults, stats: Stats | None) -> Collected:
+def collected(transfers: TransferResults, stats: Stats | None, *, has_sends: bool = False) -> Collected:
     """The answer between two steps."""
     maps = [list(outcomes.items()) for outcomes in transfers] if transfers else []
-    return Collected(maps, None if stats is None else dict(stats))
+    return Collected(maps, None if stats is None else dict(stats), has_sends)
 
 
 def transfers_of(done: StepDone | Collected) -> TransferResults:

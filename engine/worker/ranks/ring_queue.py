@@ -169,6 +169,11 @@ class RingReader:
         self._poll.register(self._unread, select.POLLIN)
         self._poll.register(channel, select.POLLRDHUP)
 
+    @property
+    def has_news(self) -> bool:
+        """Whether `get` would not wait."""
+        return bool(self._poll.poll(0))
+
     def get(self, timeout_s: float | None) -> bytes | bytearray:
         """The next message, a copy; `timeout_s` None: wait without a limit.
 

@@ -31,7 +31,7 @@ from pdkv.engine.worker.ranks.executor import MultiProcessExecutor, OtherRanks
 from pdkv.engine.worker.ranks.follower import FirstRank
 from pdkv.engine.worker.ranks.masks import RankMasks, pack
 from pdkv.engine.worker.ranks.messages import encode
-from pdkv.errors import ConfigError, ModelError, RankError
+from pdkv.errors import ConfigError, ModelError
 from pdkv.grammar.matching.host import GrammarHost
 from pdkv.host.memory_limits import check_host_memory, share_for_pools
 from pdkv.kernels.compiled import load_all
@@ -313,11 +313,10 @@ def _make_executor(plan: _Plan, source: ModelSource, place: RankPlace | None, gr
         return _load_rank(plan, source, None, GrammarMasks(grammars, eos))
     others = OtherRanks(place.sockets, wake_fd=place.wake_fd, start_timeout_s=place.start_timeout_s)
     try:
-        masks = GrammarMasks(grammars, eos, lambda step: others.tell(encode(pack(step)), timeout_s))
-        local = _load_rank(plan, source, place, masks)
-        return MultiProcessExecutor(local, others, timeout_s=timeout_s)
-    except RankError as error:
-        raise others.why(error) from None
+        with others.explained():
+            masks = GrammarMasks(grammars, eos, lambda step: others.tell(encode(pack(step)), timeout_s))
+            local = _load_rank(plan, source, place, masks)
+            return MultiProcessExecutor(local, others, timeout_s=timeout_s)
     except BaseException:
         others.close()
         raise
