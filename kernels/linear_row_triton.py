@@ -91,6 +91,14 @@ def _linear_row_kernel(
     tl.store(out + outputs, total, mask=mask)
 
 
+def _tile_inputs(size: int) -> int:
+    """The largest power of two that divides the inputs, so that no load is masked; where that is small, one that holds
+    them, or as many as a program reads.
+    """
+    divides = min(_TILE, size & -size)
+    return divides if divides >= _TILE // 8 else min(_TILE, triton.next_power_of_2(size))
+
+
 def linear_row_triton(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None,
     norm: tuple[torch.Tensor, float] | None = None, act: Act | None = None,
@@ -110,7 +118,7 @@ def linear_row_triton(
         raise ValueError(f"{outputs} outputs are not gates and what they gate, to which nothing is added")
     outputs //= 1 if act is None else 2
     out = torch.empty(1, outputs, dtype=x.dtype, device=x.device)
-    tile_inputs = min(_TILE, triton.next_power_of_2(size))
+    tile_inputs = _tile_inputs(size)
     tile_outputs = _TILE // tile_inputs
     norm_weight, epsilon = (None, 0.0) if norm is None else norm
     _linear_row_kernel[(triton.cdiv(outputs, tile_outputs),)](

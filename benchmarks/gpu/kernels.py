@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
     block_size: int
     decode: tuple[tuple[int, int], ...]  # (sequences, context)
     prefill: tuple[tuple[int, int], ...]  # new tokens of a prompt, and all
-    write_tokens: int
+    rows: int  # of passes
     copy_blocks: int
     row_layers: tuple[tuple[int, int], ...]  # outputs and inputs of layers of one row
     linear: tuple[int, int]  # outputs and inputs of a quantized layer
@@ -52,7 +52,7 @@ LLAMA_8B_GATE_UP = (28_672, 4096)
 FULL = Sizes(
     1 << 30, 8192, 8, 32, 8, 128, 16, ((1, 1024), (8, 4096), (64, 4096), (1, 131_072)),
     ((8192, 8192), (2048, 32_768)), 8192, 2048,
-    ((6144, 4096), (4096, 4096), LLAMA_8B_GATE_UP, (4096, 14_336)), LLAMA_8B_GATE_UP, (1, 64, 4096),
+    ((6144, 4096), (4096, 4096), LLAMA_8B_GATE_UP, (4096, 14_336), (5120, 5120)), LLAMA_8B_GATE_UP, (1, 64, 4096),
     ((8, 8), (1, 8), (8, 4)), 131_072, (1, 64, 512), 128_256,
 )  # fmt: skip
 BRIEF = FULL._replace(
@@ -115,7 +115,6 @@ class Bench:
         for new, num_tokens in self.sizes.prefill:
             yield self.torch_attention(new, num_tokens)
             yield self.attention([(new, num_tokens)], _prefill(new, num_tokens), "TFLOP/s")
-        yield self.write()
         yield from self.passes()
         yield from self.block_copies()
         for outputs, inputs in self.sizes.row_layers:
@@ -200,27 +199,12 @@ class Bench:
         rate = self._attention_flops(new, num_tokens) / seconds / 1e12
         return Result("torch_attention", _prefill(new, num_tokens), seconds * 1e3, rate, "TFLOP/s", None)
 
-    def write(self) -> Result:
-        """One layer's K and V of a step into random slots."""
-        from pdkv.kernels.kv_copy import write_kv_reference
-        from pdkv.kernels.kv_copy_triton import write_kv_triton
-
-        s = self.sizes
-        pool = self._pool(-(-2 * s.write_tokens // s.block_size), layers=2)
-        k, v = torch.randn(2, s.write_tokens, s.kv_heads, s.head_size, device=self.device).to(self.dtype)
-        slots = torch.randperm(pool.shape[0] * s.block_size, device=self.device)[: s.write_tokens]
-        expected = pool.clone()
-        write_kv_reference(expected, 1, k, v, slots)
-        seconds = self.seconds(lambda: write_kv_triton(pool, 1, k, v, slots))
-        rate = 2 * (k.nbytes + v.nbytes) / seconds / 1e9
-        return Result("write_kv", f"{s.write_tokens} tokens", seconds * 1e3, rate, "GB/s", _difference(pool, expected))
-
     def passes(self) -> Iterator[Result]:
         """What is computed of each row by itself."""
         from benchmarks.gpu.passes import make_passes
 
         s = self.sizes
-        for case in make_passes(s.write_tokens, s.heads, s.kv_heads, s.head_size, self.dtype, self.device):
+        for case in make_passes(s.rows, s.heads, s.kv_heads, s.head_size, self.dtype, self.device, s.block_size):
             error = _difference(case.call(), case.expected)
             seconds = self.seconds(case.call)
             yield Result(case.name, case.shape, seconds * 1e3, case.num_bytes / seconds / 1e9, "GB/s", error)
@@ -228,24 +212,26 @@ class Bench:
     def block_copies(self) -> Iterator[Result]:
         """Random blocks to and from a transfer buffer: all layers, one layer, and half of the heads."""
         for num_layers, num_heads in self.sizes.copies:
-            yield self.copy_of_blocks("gather_blocks", (0, num_layers), (0, num_heads))
-            yield self.copy_of_blocks("scatter_blocks", (0, num_layers), (0, num_heads))
+            for to_pool in (False, True):
+                yield self.copy_of_blocks(num_layers, num_heads, to_pool=to_pool)
 
-    def copy_of_blocks(self, name: str, layers: tuple[int, int], heads: tuple[int, int]) -> Result:
-        """Random blocks into a buffer, or a buffer into random blocks."""
+    def copy_of_blocks(self, num_layers: int, num_heads: int, *, to_pool: bool) -> Result:
+        """Half of a pool's blocks in random order into a buffer, or a buffer into them."""
         from pdkv.kernels.kv_copy import copy_units_reference
         from pdkv.kernels.kv_copy_triton import copy_units_triton
 
-        pool, ids, buffer = self._copy_tensors(layers[1], heads[1])
-        to_pool = name == "scatter_blocks"
+        count, part = self.sizes.copy_blocks, ((0, num_layers), (0, num_heads))
+        pool = self._pool(2 * count, layers=self.sizes.layers)
+        ids = torch.randperm(2 * count, device=self.device)[:count]
+        buffer = self._pool(count, layers=num_layers)[:, :, :, :num_heads].contiguous()
         written = pool if to_pool else buffer
         expected = written.clone()
         tensors = (expected, ids, buffer) if to_pool else (pool, ids, expected)
-        copy_units_reference(*tensors, layers, heads, to_pool=to_pool)
-        seconds = self.seconds(lambda: copy_units_triton(pool, ids, buffer, layers, heads, to_pool=to_pool))
-        shape = f"{len(ids)} blocks x {layers[1]} layers x {heads[1]} heads"
-        rate = 2 * buffer.nbytes / seconds / 1e9
-        return Result(name, shape, seconds * 1e3, rate, "GB/s", _difference(written, expected))
+        copy_units_reference(*tensors, *part, to_pool=to_pool)
+        seconds = self.seconds(lambda: copy_units_triton(pool, ids, buffer, *part, to_pool=to_pool))
+        name, shape = "scatter_blocks" if to_pool else "gather_blocks", f"{num_layers} layers x {num_heads} heads"
+        rate, error = 2 * buffer.nbytes / seconds / 1e9, _difference(written, expected)
+        return Result(name, f"{count} blocks x {shape}", seconds * 1e3, rate, "GB/s", error)
 
     def linear_row(self, outputs: int, inputs: int) -> Result:
         """One row by a dense weight, with a residual."""
@@ -329,13 +315,6 @@ class Bench:
         rate = (weight_bytes + x.nbytes + rows * outputs * x.element_size()) / seconds / 1e9
         return Result(name, shape, seconds * 1e3, rate, "GB/s", error)
 
-    def _copy_tensors(self, num_layers: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A pool, half of its blocks in random order, and a buffer for them."""
-        pool = self._pool(2 * self.sizes.copy_blocks, layers=self.sizes.layers)
-        ids = torch.randperm(pool.shape[0], device=self.device)[: self.sizes.copy_blocks]
-        buffer = self._pool(self.sizes.copy_blocks, layers=num_layers)[:, :, :, :num_heads].contiguous()
-        return pool, ids, buffer
-
     def _pool(self, num_blocks: int, layers: int) -> torch.Tensor:
         s = self.sizes
         pool = torch.empty(
@@ -344,8 +323,7 @@ class Bench:
         return pool.normal_()
 
 
-_YARDSTICKS = {"gather_blocks": 0.9, "scatter_blocks": 0.9, "write_kv": 0.8}
-_YARDSTICKS |= {"rms_norm": 0.8, "silu_mul": 0.8, "pass_heads": 0.8}
+_YARDSTICKS = {"gather_blocks": 0.9, "scatter_blocks": 0.9, "rms_norm": 0.8, "silu_mul": 0.8, "pass_heads": 0.8}
 """Kernels that copy, or compute little: the least share of the device's own copy."""
 
 _LINEARS = {

@@ -19,7 +19,7 @@ class Pass(NamedTuple):
 
 
 def make_passes(
-    num_rows: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+    num_rows: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, device: torch.device, block_size: int
 ) -> Iterator[Pass]:
     """The passes of a model as wide as its heads, with an MLP 3.5 times as wide."""
 
@@ -28,7 +28,7 @@ def make_passes(
 
     yield _norm(rows(heads * head_size))
     yield _gate(rows(7 * heads * head_size))
-    yield _rotation(rows((heads + 2 * kv_heads) * head_size).view(num_rows, -1, head_size), heads, kv_heads)
+    yield _heads(rows((heads + 2 * kv_heads) * head_size).view(num_rows, -1, head_size), heads, kv_heads, block_size)
 
 
 def _norm(x: torch.Tensor) -> Pass:
@@ -47,8 +47,9 @@ def _gate(x: torch.Tensor) -> Pass:
     return Pass("silu_mul", _shape(x), x.nbytes * 3 // 2, lambda: gated_triton(x), expected)
 
 
-def _rotation(qkv: torch.Tensor, heads: int, kv_heads: int) -> Pass:
-    """In place: each call rotates on."""
+def _heads(qkv: torch.Tensor, heads: int, kv_heads: int, block_size: int) -> Pass:
+    """Queries in place, so that each call rotates on; keys and values into the blocks of a pool, which are checked."""
+    from pdkv.kernels.kv_copy import PagedSlots
     from pdkv.kernels.passes_triton import pass_heads_triton
     from pdkv.models.rope import RopeTable, rotate
 
@@ -57,14 +58,18 @@ def _rotation(qkv: torch.Tensor, heads: int, kv_heads: int) -> Pass:
     cos, sin = angles.cos(), angles.sin()
     table = RopeTable(torch.cat((cos, cos), -1).to(qkv.dtype), torch.cat((-sin, sin), -1).to(qkv.dtype))
     positions = torch.randperm(num_rows, device=qkv.device)
-    rotated, expected = qkv[:, : heads + kv_heads], qkv.double()
+    expected = qkv.double()
     rotate(expected[:, : heads + kv_heads], RopeTable(*(part.double() for part in table)).at(positions))
+    pool = qkv.new_zeros(-(-num_rows // block_size), 1, 2, kv_heads, block_size, head_size)
+    written = pool[:, 0].permute(0, 3, 1, 2, 4)[:, :num_rows]
+    slots = PagedSlots(pool, 0, torch.arange(num_rows, device=qkv.device))
 
     def call() -> torch.Tensor:
-        pass_heads_triton(qkv, positions, *table, heads, kv_heads, None)
-        return qkv
+        pass_heads_triton(qkv, positions, *table, heads, kv_heads, None, slots)
+        return written
 
-    return Pass("pass_heads", _shape(qkv), 2 * rotated.nbytes + table.cos.nbytes + table.sin.nbytes, call, expected)
+    num_bytes = 2 * qkv.nbytes + table.cos.nbytes + table.sin.nbytes
+    return Pass("pass_heads", _shape(qkv), num_bytes, call, expected[:, heads:].reshape(written.shape))
 
 
 def _shape(x: torch.Tensor) -> str:

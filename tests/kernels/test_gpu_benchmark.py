@@ -23,10 +23,9 @@ WORK = [  # name, shape, unit, and what is done in a call: bytes read and writte
     ("paged_attention", "prefill, 20 of 20", "TFLOP/s", sum(range(1, 21)) * 4 * (2 * 32 + 2 * 32)),
     ("torch_attention", "prefill, 8 of 40", "TFLOP/s", sum(range(33, 41)) * 4 * (2 * 32 + 2 * 32)),
     ("paged_attention", "prefill, 8 of 40", "TFLOP/s", sum(range(33, 41)) * 4 * (2 * 32 + 2 * 32)),
-    ("write_kv", "8 tokens", "GB/s", 2 * 8 * (2 * 2 * 32 * 4)),
     ("rms_norm", "8 x 128", "GB/s", 2 * 8 * 128 * 4),
     ("silu_mul", "8 x 896", "GB/s", 8 * (896 + 448) * 4),
-    ("pass_heads", "8 x 8 x 32", "GB/s", 2 * 8 * (4 + 2) * 32 * 4 + 2 * 8 * 32 * 4),  # and cos and sin of a row
+    ("pass_heads", "8 x 8 x 32", "GB/s", 2 * 8 * (4 + 2 * 2) * 32 * 4 + 2 * 8 * 32 * 4),  # and cos and sin of a row
     ("gather_blocks", "3 blocks x 2 layers x 2 heads", "GB/s", 2 * 2 * _LAYER),
     ("scatter_blocks", "3 blocks x 2 layers x 2 heads", "GB/s", 2 * 2 * _LAYER),
     ("gather_blocks", "3 blocks x 1 layers x 2 heads", "GB/s", 2 * _LAYER),
