@@ -88,56 +88,28 @@ def write_kv_reference(
         raw(kv_pool)[:, layer, side].transpose(1, 2)[blocks, offsets] = raw(stored)
 
 
-def gather_blocks(
+def copy_units(
     kv_pool: torch.Tensor,
     unit_ids: torch.Tensor,
-    out: torch.Tensor,
+    buffer: torch.Tensor,
     layers: Range | None = None,
     heads: Range | None = None,
+    *,
+    to_pool: bool,
 ) -> None:
-    """Copy blocks, or equal parts of blocks, out of the pool into a contiguous transfer buffer.
+    """Copy blocks, or equal parts of blocks, out of the pool into a contiguous transfer buffer, or back.
 
     Args:
         kv_pool: (num_blocks, num_layers, 2, num_kv_heads, block_size, head_size), contiguous.
         unit_ids: (n,) int64, unit = block * units_per_block + position; the buffer's shape gives the tokens per unit.
-        out: (n, layers, sides, heads, tokens, head_size), of the pool's dtype, contiguous; written. `tokens` divides
-            the block size.
+            All different, if the pool is written.
+        buffer: (n, layers, sides, heads, tokens, head_size), of the pool's dtype, contiguous. `tokens` divides the
+            block size.
         layers, heads: the ranges [start, stop); None: all of them.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    _copy_units(kv_pool, unit_ids, out, layers, heads, to_pool=False)
-
-
-def scatter_blocks(
-    kv_pool: torch.Tensor,
-    unit_ids: torch.Tensor,
-    src: torch.Tensor,
-    layers: Range | None = None,
-    heads: Range | None = None,
-) -> None:
-    """Copy a contiguous transfer buffer into blocks of the pool, or parts of them: the inverse of `gather_blocks`.
-
-    Args:
-        unit_ids: (n,) int64, all different.
-        src: as `out` of `gather_blocks`; read.
-
-    Raises:
-        ValueError: shapes, dtypes or devices that do not fit.
-    """
-    _copy_units(kv_pool, unit_ids, src, layers, heads, to_pool=True)
-
-
-def _copy_units(
-    kv_pool: torch.Tensor,
-    unit_ids: torch.Tensor,
-    buffer: torch.Tensor,
-    layers: Range | None,
-    heads: Range | None,
-    *,
-    to_pool: bool,
-) -> None:
     part = _check_copy(kv_pool, unit_ids, buffer, layers, heads)
     if kv_pool.is_cuda:
         from pdkv.kernels.kv_copy_triton import copy_units_triton
@@ -150,7 +122,7 @@ def _copy_units(
 def copy_units_reference(
     kv_pool: torch.Tensor, unit_ids: torch.Tensor, buffer: torch.Tensor, layers: Range, heads: Range, *, to_pool: bool
 ) -> None:
-    """What `gather_blocks` and, with `to_pool`, `scatter_blocks` do, in torch."""
+    """What `copy_units` does, in torch."""
     units_per_block = kv_pool.shape[4] // buffer.shape[4]
     part = raw(kv_pool)[:, slice(*layers), :, slice(*heads)]
     blocks = unit_ids.div(units_per_block, rounding_mode="floor")

@@ -128,7 +128,7 @@ def copy_units_triton(
     *,
     to_pool: bool,
 ) -> None:
-    """Launch the kernel; arguments as gather_blocks and scatter_blocks have checked them."""
+    """Launch the kernel; arguments as `copy_units` has checked them."""
     num_units, num_layers, sides, num_heads, tokens, head_size = buffer.shape
     if num_units == 0:
         return

@@ -508,53 +508,36 @@ def paged_attention_triton(
     group_size = _group_size(q.shape[1], kv_pool)
     end = seq_lens.shape[0], q.shape[0]
     places = sorted({(0, 0), decodes or end, end})
-    sizes = block_tables.shape[1] * kv_pool.shape[4], group_size, size
+    bounds = block_tables.shape[1] * kv_pool.shape[4], group_size, size
     pairs = [pair for pair in pairwise(places) if pair[0][0] < pair[1][0]]
     if at_most:  # prompts begin somewhere behind the first token
         pairs[-1] = (pairs[-1][0][0], 0), end
-    launches = [_Launch.of(q, *pair, *sizes) for pair in pairs]
+    launches = [_Launch.of(q, *pair, *bounds) for pair in pairs]
     make = q.new_empty if launches[-1].num_shares else q.new_zeros  # what combines parts writes padding, too
     out = make((*q.shape[:2], size))
     scale *= kv_scales[0] * math.log2(math.e)  # powers of two are what a GPU computes
     numbers = scale, kv_scales[kv_pool.shape[2] - 1], softcap * math.log2(math.e)
-    for launch in launches:
-        results = _Results.of(out, launch)
-        index = block_tables, seq_lens, cu_seqlens_q
-        _launch_attention(out, results, q, kv_pool, layer, *index, numbers, window, launch, group_size)
-        if launch.num_shares:
-            _launch_combine(out, results, cu_seqlens_q, launch)
-    return out
-
-
-def _launch_attention(
-    out: torch.Tensor,
-    results: _Results,
-    q: torch.Tensor,
-    kv_pool: torch.Tensor,
-    layer: int,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    numbers: tuple[float, float, float],
-    window: int | None,
-    launch: _Launch,
-    group_size: int,
-) -> None:
-    """`numbers`: scale, v_scale and softcap."""
-    num_heads, row_size = q.shape[1:]
-    tiles, block_size, head_size = launch.tiles, kv_pool.shape[4], out.shape[-1]
+    sizes = {"HEAD_SIZE": size, "HEAD_SIZE_PADDED": max(_MIN_DOT_SIZE, triton.next_power_of_2(size))}
+    turned = q.shape[2] - size
     stride_kv_head = kv_pool.stride(3) if kv_pool.shape[2] == 2 else 0  # all groups of heads have one latent row
-    turned = row_size - head_size
-    _paged_attention_kernel[(launch.num_programs, num_heads // group_size)](
-        out, *results, q, kv_pool[0, layer, 0], kv_pool[0, layer, -1], block_tables, seq_lens, cu_seqlens_q,
-        *numbers, *launch[:3], window or 0, *q.stride()[:2], *out.stride()[:2],
-        kv_pool.stride(0), stride_kv_head, kv_pool.stride(4), block_tables.stride(0), launch.num_shares, _PART,
-        BLOCK_SIZE=block_size, TURNED=turned,
-        TURNED_PADDED=max(_MIN_DOT_SIZE, triton.next_power_of_2(turned)) if turned else _MIN_DOT_SIZE,
-        GROUP_SIZE=group_size, TILE_QUERIES=tiles.queries, TILE_ROWS=tiles.rows, TILE_KV=tiles.kv,
-        HAS_WINDOW=window is not None, HAS_SOFTCAP=numbers[2] > 0.0, IN_PARTS=launch.num_shares > 0, SEQS=_SEQS,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, **_sizes(head_size), **LAUNCH_OPTIONS,
-    )  # fmt: skip
+    for launch in launches:
+        results, tiles = _Results.of(out, launch), launch.tiles
+        _paged_attention_kernel[(launch.num_programs, q.shape[1] // group_size)](
+            out, *results, q, kv_pool[0, layer, 0], kv_pool[0, layer, -1], block_tables, seq_lens, cu_seqlens_q,
+            *numbers, *launch[:3], window or 0, *q.stride()[:2], *out.stride()[:2],
+            kv_pool.stride(0), stride_kv_head, kv_pool.stride(4), block_tables.stride(0), launch.num_shares, _PART,
+            BLOCK_SIZE=kv_pool.shape[4], TURNED=turned,
+            TURNED_PADDED=max(_MIN_DOT_SIZE, triton.next_power_of_2(turned)) if turned else _MIN_DOT_SIZE,
+            GROUP_SIZE=group_size, TILE_QUERIES=tiles.queries, TILE_ROWS=tiles.rows, TILE_KV=tiles.kv,
+            HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap > 0.0, IN_PARTS=launch.num_shares > 0, SEQS=_SEQS,
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages, **sizes, **LAUNCH_OPTIONS,
+        )  # fmt: skip
+        if launch.num_shares:
+            _combine_kernel[(launch.num_tokens, q.shape[1])](
+                out, *results, cu_seqlens_q, launch.first_seq, launch.first_seq + launch.num_seqs, launch.first_token,
+                TILE_PARTS=_COMBINED, TILE_QUERIES=tiles.queries, num_warps=4, **sizes, **LAUNCH_OPTIONS,
+            )  # fmt: skip
+    return out
 
 
 def _group_size(num_heads: int, kv_pool: torch.Tensor) -> int:
@@ -562,15 +545,3 @@ def _group_size(num_heads: int, kv_pool: torch.Tensor) -> int:
     if kv_pool.shape[2] == 2:
         return num_heads // kv_pool.shape[3]
     return next(size for size in range(min(num_heads, _MIN_DOT_SIZE), 0, -1) if num_heads % size == 0)
-
-
-def _launch_combine(out: torch.Tensor, results: _Results, cu_seqlens_q: torch.Tensor, launch: _Launch) -> None:
-    _combine_kernel[(launch.num_tokens, out.shape[1])](
-        out, *results, cu_seqlens_q, launch.first_seq, launch.first_seq + launch.num_seqs, launch.first_token,
-        TILE_PARTS=_COMBINED, TILE_QUERIES=launch.tiles.queries, num_warps=4, **_sizes(out.shape[2]), **LAUNCH_OPTIONS,
-    )  # fmt: skip
-
-
-def _sizes(head_size: int) -> dict[str, int]:
-    """What both kernels are compiled for."""
-    return {"HEAD_SIZE": head_size, "HEAD_SIZE_PADDED": max(_MIN_DOT_SIZE, triton.next_power_of_2(head_size))}

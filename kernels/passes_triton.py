@@ -244,22 +244,20 @@ def pass_heads_triton(
         raise ValueError(
             f"tokens, and tables of rotations, must be contiguous, got qkv {tuple(qkv.shape)}, {qkv.stride()}"
         )
+    place = qkv, positions, 1.0, 1.0, 0  # nowhere
     if slots is not None:
         slots.check(qkv[:, num_heads:])
+        place = slots.kv_pool[0, slots.layer], slots.slot_mapping, *slots.kv_scales, slots.kv_pool.stride(0)
     if not num_tokens:
         return
     rest = head_size - rotary_size if norms is not None or slots is not None else 0
     _heads_kernel[(num_tokens, triton.cdiv(num_heads + (1 if slots is None else 2) * num_kv_heads, _TILE_HEADS))](
         qkv, positions, cosines, sines, *(norms[::2] if norms is not None else (cosines, cosines)),
         *(norms[1::2] if norms is not None else (0.0, 0.0)), qkv.stride(0),
-        *((qkv, positions, 1.0, 1.0, 0) if slots is None else _place_of(slots)),
+        *place,
         NUM_HEADS=num_heads, NUM_ROTATED=num_heads + num_kv_heads, HEAD_SIZE=head_stride,
         HALF=rotary_size // 2, HALF_PADDED=triton.next_power_of_2(rotary_size // 2),
         REST_PADDED=triton.next_power_of_2(rest) if rest else 0, HAS_NORM=norms is not None, TILE_HEADS=_TILE_HEADS,
         WRITES=slots is not None, BLOCK_SIZE=1 if slots is None else slots.kv_pool.shape[4],
         QUANTIZE=slots is not None and slots.kv_pool.dtype != qkv.dtype, num_warps=4, **LAUNCH_OPTIONS,
     )  # fmt: skip
-
-
-def _place_of(slots: PagedSlots) -> tuple[torch.Tensor, torch.Tensor, float, float, int]:
-    return slots.kv_pool[0, slots.layer], slots.slot_mapping, *slots.kv_scales, slots.kv_pool.stride(0)

@@ -37,7 +37,8 @@ def run(device: str, scale: str) -> Iterator[Claim]:
 
 def launches(device: str, scale: str) -> list[tuple[int, int, list[str]]]:
     """Numbers of prefill and decode engines, and other options, of what is started; the last one is aggregated."""
-    options = ["--device", device, *_shares(device, 3), *(["--kv-cache-memory", "64MiB"] if scale == "tiny" else [])]
+    options = ["--device", device, *(["--kv-cache-memory", "64MiB"] if scale == "tiny" else [])]
+    options += ["--gpu-memory-utilization", f"{0.9 / 3:.2f}"] if device == "cuda" else []  # engines at a time: three
     connectors = ["nixl", *(["shared_memory"] if scale != "smoke" else [])]
     pairs = [[*options, "--connector", connector] for connector in connectors]
     chunk = ["--max-num-seqs", "16", "--max-num-batched-tokens", "32" if scale == "tiny" else "2048"]
@@ -88,11 +89,6 @@ def _page_locked(device: torch.device, num_bytes: int) -> Claim:
     return Claim(
         "copy out of page-locked host memory / through a buffer", speeds[0] / speeds[1], 1.5, "higher", figures
     )
-
-
-def _shares(device: str, num_engines: int) -> list[str]:
-    """Shares of one card's memory, which the engines of two launches must share."""
-    return ["--gpu-memory-utilization", f"{0.9 / num_engines:.2f}"] if device == "cuda" else []
 
 
 def _compare(

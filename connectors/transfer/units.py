@@ -191,13 +191,13 @@ class UnitPool:
         Raises:
             TransferTimeout: that step's kernels were not even queued within that time.
         """
-        from pdkv.kernels.kv_copy import gather_blocks
+        from pdkv.kernels.kv_copy import copy_units
         from pdkv.kernels.upload import to_tensor
 
         unit_ids = to_tensor(units, self.kv_cache.device)
         after.wait_on_stream(timeout_s)
         images = self.new_images(units, part)
-        gather_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
+        copy_units(self.kv_cache, unit_ids, images, part.layers, part.heads, to_pool=False)
         return images
 
     def new_images(self, units: Ids, part: UnitPart) -> "torch.Tensor":
@@ -208,11 +208,11 @@ class UnitPool:
 
     def scatter_images(self, units: Ids, images: "torch.Tensor", part: UnitPart) -> None:
         """Queue a copy of such images into a pool on a device, on the current stream."""
-        from pdkv.kernels.kv_copy import scatter_blocks
+        from pdkv.kernels.kv_copy import copy_units
         from pdkv.kernels.upload import to_tensor
 
         unit_ids = to_tensor(units, self.kv_cache.device)
-        scatter_blocks(self.kv_cache, unit_ids, images, part.layers, part.heads)
+        copy_units(self.kv_cache, unit_ids, images, part.layers, part.heads, to_pool=True)
 
     def row_ids(self, units: Ids, part: UnitPart) -> tuple[int, Ids]:
         """A part of units as rows of the flat pool: (bytes of a row, numbers of the rows in the images' order)."""

@@ -193,13 +193,13 @@ def test_decodes_beside_prompts_are_launched_apart(
 ) -> None:
     """In small tiles, and parts; the prompts in large ones."""
     launches: list[Any] = []
-    launch = paged_attention_module._launch_attention
+    make = paged_attention_module._Results.of
 
-    def note(*arguments: Any) -> None:
-        launches.append(next(a for a in arguments if isinstance(a, paged_attention_module._Launch)))
-        launch(*arguments)
+    def note(out: torch.Tensor, launch: Any) -> Any:
+        launches.append(launch)
+        return make(out, launch)
 
-    monkeypatch.setattr(paged_attention_module, "_launch_attention", note)
+    monkeypatch.setattr(paged_attention_module._Results, "of", note)
     q, pool, *index = attention_inputs(MIXED_STEP, (4, 2), 32, 16, padding=3)
     q, pool, *index = (t.to(device) for t in (q.to(dtype), pool.to(dtype), *index))
     result = paged_attention_triton(q, pool, 1, *index, scale=0.2, window=window, decodes=(3, 5))

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdkv.kernels.kv_copy import gather_blocks, scatter_blocks, write_kv
+from pdkv.kernels.kv_copy import copy_units, write_kv
 
 
 def numbered_pool() -> torch.Tensor:
@@ -37,11 +37,11 @@ def test_blocks_travel_both_ways(layers: tuple[int, int] | None) -> None:
     pool, ids = numbered_pool(), torch.tensor([4, 0, 2])
     start, stop = layers or (0, 4)
     buffer = torch.zeros(3, stop - start, 2, 2, 16, 3)
-    gather_blocks(pool, ids, buffer, layers)
+    copy_units(pool, ids, buffer, layers, to_pool=False)
     for i, block in enumerate(ids.tolist()):
         assert torch.equal(buffer[i], pool[block, start:stop])
     target = torch.zeros_like(pool)
-    scatter_blocks(target, torch.tensor([1, 5, 3]), buffer, layers)
+    copy_units(target, torch.tensor([1, 5, 3]), buffer, layers, to_pool=True)
     expected = torch.zeros_like(pool)
     expected[torch.tensor([1, 5, 3]), start:stop] = pool[ids, start:stop]
     assert torch.equal(target, expected)
@@ -51,11 +51,11 @@ def test_parts_of_blocks_travel_both_ways() -> None:
     """The second half of a block, one head of two, two layers of four."""
     pool, units = torch.rand(6, 4, 2, 2, 32, 3), torch.tensor([2 * 4 + 1, 2 * 0 + 1])
     buffer = torch.zeros(2, 2, 2, 1, 16, 3)
-    gather_blocks(pool, units, buffer, (1, 3), (1, 2))
+    copy_units(pool, units, buffer, (1, 3), (1, 2), to_pool=False)
     expected = pool[torch.tensor([4, 0]), 1:3, :, 1:2, 16:]
     assert torch.equal(buffer, expected)
     target = torch.zeros_like(pool)
-    scatter_blocks(target, units, buffer, (1, 3), (1, 2))
+    copy_units(target, units, buffer, (1, 3), (1, 2), to_pool=True)
     assert torch.equal(target[torch.tensor([4, 0]), 1:3, :, 1:2, 16:], expected)
     assert target.count_nonzero() == expected.count_nonzero()
 
@@ -106,6 +106,6 @@ def test_write_kv_refuses_what_does_not_fit(values: dict[str, Any], message: str
 def test_copies_refuse_what_does_not_fit(
     buffer: torch.Tensor, ids: torch.Tensor, layers: tuple[int, int] | None, message: str
 ) -> None:
-    for copy in (gather_blocks, scatter_blocks):
+    for to_pool in (False, True):
         with pytest.raises(ValueError, match=message):
-            copy(numbered_pool(), ids, buffer, layers)
+            copy_units(numbered_pool(), ids, buffer, layers, to_pool=to_pool)

@@ -47,6 +47,9 @@ class ModelInputs(NamedTuple):
 class AttentionBackend(ABC):
     """Writes K and V of a step's tokens into the pool and attends to it. `prepare` once per step, then every layer."""
 
+    pads_decodes = False
+    """Whether steps of one token per request may be padded, and their work captured."""
+
     @abstractmethod
     def prepare(
         self, inputs: StepInputs, block_tables: IntArray, rows: IntArray | None, *, size: Padding | None = None
@@ -59,11 +62,6 @@ class AttentionBackend(ABC):
             size: to which a step is padded; only if `pads_decodes`, and with prompts if `pads_prompts`. All step data
                 that `attend` then reads is at the same address as in the last step of that size.
         """
-
-    @property
-    def pads_decodes(self) -> bool:
-        """Whether steps of one token per request may be padded, and their work captured."""
-        return False
 
     @property
     def pads_prompts(self) -> bool:

@@ -20,6 +20,8 @@ from pdkv.models.latent_heads import LatentHeads
 class CudaAttention(AttentionBackend):
     """The backend for pools in device memory. A step's input is copied to the device once, not per layer."""
 
+    pads_decodes = True
+
     def __init__(self, kv_pool: torch.Tensor, num_heads: int, layers: Sequence[Layer], scores: Scores = USUAL) -> None:
         """Arguments as in `make_backend`."""
         self._layers = list(layers)
@@ -48,10 +50,6 @@ class CudaAttention(AttentionBackend):
         if size is not None:
             self._first_prompt = (size.decodes, size.decodes) if self._is_bound else None
         return ModelInputs(step.token_ids, step.positions, step.rows)
-
-    @property
-    def pads_decodes(self) -> bool:
-        return True
 
     @property
     def pads_prompts(self) -> bool:

@@ -160,13 +160,16 @@ def test_kernels_are_compiled_without_a_touch_of_the_pool(monkeypatch: pytest.Mo
     """A gather and a scatter have been queued, and done, whatever the pool's own zeros wait for."""
     recorded = use_recorded(monkeypatch)
     pool = make_pool(6, 16)
-    expected, asked = pool.clone(), []
-    for name in ("gather_blocks", "scatter_blocks"):
-        real = getattr(kv_copy, name)
-        monkeypatch.setattr(kv_copy, name, lambda *args, name=name, real=real: (asked.append(name), real(*args)))
+    expected, asked, copy = pool.clone(), list[bool](), kv_copy.copy_units
+
+    def copied(*args: Any, to_pool: bool) -> None:
+        asked.append(to_pool)
+        copy(*args, to_pool=to_pool)
+
+    monkeypatch.setattr(kv_copy, "copy_units", copied)
     UnitPool(pool).compile_kernels()
     recorded.finish_all()
-    assert asked == ["gather_blocks", "scatter_blocks"]
+    assert asked == [False, True]
     assert torch.equal(pool, expected)
 
 
