@@ -32,7 +32,7 @@ KINDS = {  # of inputs, of weights
     "bfloat16": (torch.bfloat16, torch.bfloat16),
 }
 ALLOWED = {512: 1.12}
-"""By rows, over the bound; fewer than a prompt's: 1.6."""
+"""The time over the bound, by rows; 1.6 where there are fewer than a prompt's."""
 
 COLD_BYTES = 96 << 20
 """Weights that are read by turns, and the bytes that the bandwidth is measured with: more than a cache holds."""

@@ -24,10 +24,10 @@ ARRIVING = (128, 1024)
 """Tokens of the prompts that arrive at random."""
 
 SHARE_OF_RATE = 0.7
-"""Of the slower side's rate in the closed loop."""
+"""The rate of arrivals, as a share of the slower side's rate in the closed loop."""
 
 ARRIVAL_LIMITS = {"TTFT": 1.3, "gap": 0.9}
-"""Of the 99th percentiles, 1P1D / two aggregated engines."""
+"""Bounds of the 99th percentiles, 1P1D / two aggregated engines."""
 
 OPTIONS = ("--threads", "1", "--kv-cache-memory", "1GiB")
 
