@@ -9,6 +9,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from contextvars import ContextVar
 from functools import cache
 from typing import Final, Literal, NamedTuple
 
@@ -41,7 +42,9 @@ _MOST_TO_LAY_OUT = 8
 _FP8_FACTOR = 256.0
 """linear.c's floats of FP8 numbers are so many times too small."""
 
-_weights = HugeMemory()
+_private = HugeMemory()
+weights_memory: ContextVar[HugeMemory] = ContextVar("weights_memory", default=_private)
+"""Where weights lie that are laid out from now on."""
 
 
 class Norm:
@@ -154,8 +157,10 @@ def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     assert all((part.dtype, part.shape[1]) == (dtype, inputs) for part in parts), [part.shape for part in parts]
     chunk, together = _CHUNKS[dtype]
     shape = -(-sum(map(len, parts)) // COLUMNS), -(-inputs // chunk) * chunk // together, COLUMNS, together
-    memory = _weights.take(math.prod(shape) * dtype.itemsize)
-    packed = torch.frombuffer(memory, dtype=dtype).view(shape)
+    memory = weights_memory.get()
+    packed = torch.frombuffer(memory.take(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    if memory.is_filled:
+        return packed
     first, num_threads = 0, max(torch.get_num_threads(), min(len(os.sched_getaffinity(0)), _MOST_TO_LAY_OUT))
     for part in parts:
         part = part if part.stride(1) == 1 else part.contiguous()
@@ -165,6 +170,13 @@ def pack(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         )  # fmt: skip
         first += len(part)
     return packed
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy beside the packed weights."""
+    memory = weights_memory.get()
+    copy = torch.frombuffer(memory.take(tensor.nbytes), dtype=tensor.dtype).view(tensor.shape)
+    return copy if memory.is_filled else copy.copy_(tensor)
 
 
 class PackedWeight:

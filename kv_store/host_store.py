@@ -25,7 +25,7 @@ import numpy as np
 from pdkv.base.clock import MONOTONIC, Clock, unix_time, unix_time_ns
 from pdkv.base.log_limit import LogLimit
 from pdkv.errors import ConfigError, StoreUnavailable, StoreUnsupported
-from pdkv.host.held_file import HeldFile
+from pdkv.host.held_file import ADDRESS, HeldFile
 from pdkv.host.host_id import host_id
 from pdkv.host.private_directory import PrivateDirectory
 from pdkv.kv_store.base import (
@@ -52,18 +52,7 @@ _MAX_SHUNNED = 4096
 _CLOCK_TICK_NS = 100_000_000  # more than two changes of a directory may lie apart and have one time
 _QUIET_S = 60.0  # between log lines about segments that cannot be opened
 _ASK_AGAIN_S = 1.0  # between looks whether a segment that another process wrote is free
-_SEGMENT, _ADDRESS = ".segment", ".memfd"
-
-
-class SegmentAddress(HeldFile, frozen=True):
-    """A memfd that another process holds open."""
-
-
-def write_address(directory: Path, name: str, address: SegmentAddress) -> Path:
-    """Name a memfd in a directory of segments, where every name must be unique; returns the file with its address."""
-    temporary = directory / f".{name}"
-    temporary.write_bytes(msgspec.json.encode(address))
-    return temporary.rename(directory / f"{name}{_ADDRESS}")
+_SEGMENT = ".segment"
 
 
 class HostStore(ScatteringStore):
@@ -94,7 +83,7 @@ class HostStore(ScatteringStore):
             )
         self._directory = PrivateDirectory(directory, "host memory")
         self._where = f"host memory {self._directory.path}"
-        self.scope = _scope_of(self._directory.fd, is_launch=any(n.endswith(_ADDRESS) for n in self._names()))
+        self.scope = _scope_of(self._directory.fd, is_launch=any(n.endswith(ADDRESS) for n in self._names()))
         self._unix_time = unix_time
         self._clock = clock
         self._lock = threading.Lock()
@@ -283,7 +272,7 @@ class HostStore(ScatteringStore):
                     self._where, asked, name, found,
                 )  # fmt: skip
             return name, writer
-        if any(name.endswith(_ADDRESS) for name in names):
+        if any(name.endswith(ADDRESS) for name in names):
             logger.warning(
                 "%s: all segments belong to other processes: this one reads them, and writes none", self._where
             )
@@ -293,7 +282,7 @@ class HostStore(ScatteringStore):
     def _take_free(self, names: Sequence[str]) -> tuple[str, SegmentWriter | None]:
         """The first of these segments that this process may write and that has no writer."""
         for name in names:
-            if name.endswith(_ADDRESS) and not name.startswith(self._wanted):
+            if name.endswith(ADDRESS) and not name.startswith(self._wanted):
                 continue
             segment = self._open(name, os.O_RDWR)
             if segment is not None and _lock(segment.fd):
@@ -338,10 +327,10 @@ class HostStore(ScatteringStore):
         if name in self._refused:
             return None
         try:
-            fd = self._directory.open(name, os.O_RDONLY if name.endswith(_ADDRESS) else flags)
-            if fd is not None and name.endswith(_ADDRESS):
+            fd = self._directory.open(name, os.O_RDONLY if name.endswith(ADDRESS) else flags)
+            if fd is not None and name.endswith(ADDRESS):
                 with os.fdopen(fd, "rb") as file:
-                    fd = msgspec.json.decode(file.read(), type=SegmentAddress).open(flags)
+                    fd = msgspec.json.decode(file.read(), type=HeldFile).open(flags)
             return None if fd is None else Segment(fd, writable=flags == os.O_RDWR, unix_time=self._unix_time)
         except (FileNotFoundError, StoreUnavailable, msgspec.MsgspecError) as error:
             self._refused.add(name)
@@ -354,7 +343,7 @@ class HostStore(ScatteringStore):
 
     def _names(self) -> list[str]:
         with self._directory.entries() as entries:
-            return sorted(e.name for e in entries if e.name[0] != "." and e.name.endswith((_SEGMENT, _ADDRESS)))
+            return sorted(e.name for e in entries if e.name[0] != "." and e.name.endswith((_SEGMENT, ADDRESS)))
 
     def _look_around(self) -> None:
         """See which segments are there, if the directory has changed. One that has gone is let go of."""

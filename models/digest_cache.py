@@ -28,8 +28,6 @@ _CHECKSUM_BYTES = 16
 _MAX_OTHER_BYTES = 16 * 1024  # of an entry besides its digests
 _MAX_FILES = 2048  # an entry has a lock beside it
 _MAX_TEMPORARY_AGE_S = 3600.0  # of a file that its writer left behind
-_MIN_AGE_S = 2.0
-"""A file that was changed so recently may be changed again within one tick of its clock, and look the same."""
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -68,7 +66,7 @@ class DigestCache:
 
     def keeps(self, file: WeightFile) -> bool:
         """Whether digests of this file can be kept: not while it is too young to be told from a later version."""
-        return self._directory is not None and file.opened_at - file.stamp.ctime_ns / 1e9 > _MIN_AGE_S
+        return self._directory is not None and file.is_settled
 
     def get(self, file: WeightFile) -> list[bytes] | None:
         """The digests of the file's tensors, as it was when it was opened; None: they are not known."""

@@ -92,4 +92,4 @@ def _of_latents(loader: Loader, name: str, sizes: Latent) -> tuple[torch.Tensor,
     shape, mine = (loader.config.num_heads * size, sizes.rank), slice(heads.start * size, heads.stop * size)
     both = loader.tensor(name, shape, (mine, slice(None))).view(-1, size, sizes.rank)
     keys, values = both[:, : sizes.plain], both[:, sizes.plain :]
-    return keys.clone(memory_format=torch.contiguous_format), values.transpose(1, 2).contiguous().clone()
+    return loader.own(keys), loader.own(values.transpose(1, 2))

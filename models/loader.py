@@ -11,7 +11,7 @@ import torch
 
 from pdkv.errors import ModelError
 from pdkv.host.malloc import give_back_freed
-from pdkv.kernels.linear import PackedWeight
+from pdkv.kernels.linear import PackedWeight, copied
 from pdkv.models.checkpoint import Checkpoint
 from pdkv.models.config import ModelConfig
 from pdkv.models.decoder import Decoder, DecoderLayer, GatedMlp, GroupedQueryAttention
@@ -31,6 +31,7 @@ from pdkv.models.parallel_layers import (
 from pdkv.models.passes import RMSNorm, gelu_mul, silu_mul
 from pdkv.models.quantized_layers import Piece, QuantizedLayers
 from pdkv.models.rope import make_rope_table
+from pdkv.models.shared_weights import shared_weights
 from pdkv.models.weight_files import WeightFiles
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ def load_decoder(
         source: TensorSource = checkpoint
         kept: QuantizedLayers | EightBitLayers | None = None
         kind = linear_kind(dtype, device, linears)
+        if kind == "compiled":
+            opened.enter_context(shared_weights(files, repr((dtype, keep_quantized, parallel.shard)), config))
         if config.quantization is not None:
             source = dequantized = DequantizedCheckpoint(checkpoint, config.quantization, device)
             on_cuda = device.type == "cuda"
@@ -128,7 +131,7 @@ class Loader:
         config = self.config
         is_packed = self.kind == "compiled" and self.kept is None and config.tie_word_embeddings
         narrow = is_packed and "lm_head.weight" not in self.source  # the head's layout is all that is kept
-        embedding = self._vocabulary("model.embed_tokens.weight", keep=not narrow, narrow=narrow)
+        embedding = self._vocabulary("model.embed_tokens.weight", keep=self.kind != "compiled", narrow=narrow)
         table = self._output_table(embedding)
         is_tied = table is embedding
         if isinstance(self.kept, EightBitLayers) and self.kept.quantizes:
@@ -138,7 +141,7 @@ class Loader:
         if is_tied:  # there is one table
             words = self._embedding(head.weight if isinstance(head, CompiledLinear) else table)
         else:
-            words = self._embedding(embedding)
+            words = self._embedding(self.own(embedding) if self.kind == "compiled" else embedding)
         del embedding, table
         num_heads, num_kv_heads = self.heads.stop - self.heads.start, self.kv_heads.stop - self.kv_heads.start
         queries, keys = (num_heads, num_kv_heads) if config.latent is None else (num_heads + 1, 0)
@@ -292,6 +295,10 @@ class Loader:
         moved = stored.to(self.device)
         dtype = stored.dtype if narrow and stored.dtype == torch.bfloat16 else self.dtype
         return moved.to(dtype, copy=keep and moved is stored)
+
+    def own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy, among the weights that engines share."""
+        return copied(tensor) if self.kind == "compiled" else tensor.clone(memory_format=torch.contiguous_format)
 
     def fused(
         self,

@@ -29,6 +29,7 @@ INDEX_NAME = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 _MAX_DIMENSIONS = 8
+_MIN_AGE_S = 2.0  # more than the tick of any file system's clock
 
 
 class Stamp(NamedTuple):
@@ -80,6 +81,13 @@ class WeightFile:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a later change would show: not while the file is so young that one within the same tick of its clock
+        could leave the stamp as it is.
+        """
+        return self.opened_at - self.stamp.ctime_ns / 1e9 > _MIN_AGE_S
 
     @property
     def reopen_path(self) -> str:

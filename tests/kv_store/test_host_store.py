@@ -16,11 +16,12 @@ from typing import Any
 import pytest
 
 from pdkv.errors import ConfigError, StoreFull, StoreUnavailable, StoreUnsupported
+from pdkv.host.held_file import HeldFile, write_address
 from pdkv.host.process_info import process_start_time
 from pdkv.kv_store.base import Held, TierCounts
 from pdkv.kv_store.file_store import FileStore
 from pdkv.kv_store.host_segment import PAGE_BYTES, Segment, format_segment, key_of
-from pdkv.kv_store.host_store import _ASK_AGAIN_S, HostStore, SegmentAddress, write_address
+from pdkv.kv_store.host_store import _ASK_AGAIN_S, HostStore
 from pdkv.kv_store.host_writer import SegmentWriter
 from pdkv.kv_store.memory_store import MemoryStore
 from pdkv.kv_store.options import StoreOptions
@@ -270,7 +271,7 @@ def memfd(directory: Path, request: pytest.FixtureRequest) -> Iterator[int]:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, request.param)
     start_time = process_start_time(os.getpid())
     assert start_time is not None
-    write_address(directory, "0", SegmentAddress(os.getpid(), start_time, fd, os.fstat(fd).st_ino))
+    write_address(directory, "0", HeldFile(os.getpid(), start_time, fd, os.fstat(fd).st_ino))
     yield fd
     os.close(fd)
 
@@ -311,12 +312,12 @@ def test_memfds_outlive_their_writers(open_: Open, directory: Path, memfd: int) 
 def test_an_address_of_something_else_is_refused(directory: Path, memfd: int) -> None:
     inode, start_time = os.fstat(memfd).st_ino, process_start_time(os.getpid())
     assert start_time is not None
-    right = SegmentAddress(os.getpid(), start_time, memfd, inode)
+    right = HeldFile(os.getpid(), start_time, memfd, inode)
     os.close(right.open(os.O_RDONLY))
     wrong = [(start_time + 1, memfd, inode), (start_time, 0, inode), (start_time, memfd, inode + 1)]
     for fields in wrong:
         with pytest.raises(FileNotFoundError):
-            SegmentAddress(os.getpid(), *fields).open(os.O_RDONLY)
+            HeldFile(os.getpid(), *fields).open(os.O_RDONLY)
 
 
 def test_a_segment_that_cannot_be_opened_now_is_opened_later(
@@ -324,7 +325,7 @@ def test_a_segment_that_cannot_be_opened_now_is_opened_later(
 ) -> None:
     """As where a process has no descriptor left: it is not refused for good, though nothing changes there."""
 
-    def refuse(address: SegmentAddress, flags: int) -> int:
+    def refuse(address: HeldFile, flags: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 
     writer, reader = open_(), open_()
@@ -332,7 +333,7 @@ def test_a_segment_that_cannot_be_opened_now_is_opened_later(
     long_ago = os.stat(reader._directory.fd).st_mtime_ns - 1_000_000_000
     os.utime(reader._directory.fd, ns=(long_ago, long_ago))
     with monkeypatch.context() as patch:
-        patch.setattr(SegmentAddress, "open", refuse)
+        patch.setattr(HeldFile, "open", refuse)
         assert [has(reader, 1) for _ in range(3)] == [[False]] * 3
     assert has(reader, 1) == [True]
     assert caplog.text.count("cannot be opened now") == 1
@@ -387,7 +388,7 @@ def kept(directory: Path) -> Iterator[Callable[[str], Path]]:
         format_segment(fd, CAPACITY)
         start_time = process_start_time(os.getpid())
         assert start_time is not None
-        return write_address(directory, name, SegmentAddress(os.getpid(), start_time, fd, os.fstat(fd).st_ino))
+        return write_address(directory, name, HeldFile(os.getpid(), start_time, fd, os.fstat(fd).st_ino))
 
     yield keep
     for fd in fds:

@@ -3,14 +3,21 @@
 import math
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pdkv.launch.engine_process import Notifier, serve
+from pdkv.config import EngineConfig, HandoffConfig
+from pdkv.connectors.plan import NO_PLAN
+from pdkv.launch.engine_process import Notifier, _share_weights, serve
+from pdkv.launch.run_dir import RunDirectory
+from pdkv.launch.specs import EngineSpec
+from pdkv.models.shared_weights import shared_in
 from pdkv.wire.engine_server import RouterJoined, RouterLeft
 from pdkv.wire.messages import Abort
 from pdkv.wire.step_watch import StepWatch
@@ -186,3 +193,32 @@ def test_a_full_pipe_is_notified_already(notifier: Notifier) -> None:
     for _ in range(70_000):
         notifier.notify()
     assert notifier.drain()
+
+
+@pytest.mark.parametrize(
+    ("cpu_bind", "cpus", "name"),
+    [
+        (None, None, "weights"),
+        ("0-3", [0, 1], "weights"),
+        ("auto", [4, 5], "weights-4"),
+        ("auto", None, "weights"),
+    ],
+)
+def test_weights_are_shared_with_all_launches_but_not_with_other_nodes(
+    cpu_bind: str | None, cpus: list[int] | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with RunDirectory() as own, RunDirectory() as other:
+        config = EngineConfig(device="cpu", cpu_bind=cpu_bind)
+        spec = EngineSpec(
+            name="a", role="any", epoch="1", config=config, handoff=HandoffConfig(), connector=NO_PLAN, endpoint="",
+            num_engines=1, run_dir=own.path, cpus=cpus,
+        )  # fmt: skip
+        token = shared_in.set(())
+        try:
+            _share_weights(spec)
+            places = shared_in.get()
+        finally:
+            shared_in.reset(token)
+    assert places[0] == own.path / name
+    assert sorted(places) == sorted([own.path / name, other.path / name])

@@ -12,8 +12,9 @@ from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.errors import ConfigError
 from pdkv.host import memory_limits
+from pdkv.host.held_file import HeldFile
 from pdkv.host.memory_limits import MemoryBound
-from pdkv.kv_store.host_store import HostStore, SegmentAddress
+from pdkv.kv_store.host_store import HostStore
 from pdkv.kv_store.options import StoreOptions
 from pdkv.launch import plan
 from pdkv.launch.host_memory import HostMemory
@@ -48,9 +49,9 @@ def own_memfds() -> list[str]:
     return sorted(os.readlink(path) for path in paths if os.path.lexists(path) and "memfd:pdkv-" in os.readlink(path))
 
 
-def addresses(memory: HostMemory) -> dict[str, SegmentAddress]:
+def addresses(memory: HostMemory) -> dict[str, HeldFile]:
     return {
-        path.name: msgspec.json.decode(path.read_bytes(), type=SegmentAddress)
+        path.name: msgspec.json.decode(path.read_bytes(), type=HeldFile)
         for path in sorted(memory.directory.glob("*.memfd"))
     }
 

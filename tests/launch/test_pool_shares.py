@@ -18,7 +18,11 @@ from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.worker.executor import InProcessExecutor
 from pdkv.errors import ConfigError
 from pdkv.host import memory_limits
+from pdkv.host.huge_pages import can_share_huge_pages
 from pdkv.host.memory_limits import LEAST_POOL_BYTES, MemoryBound
+from pdkv.host.processor import flags
+from pdkv.kernels.compiled import isa
+from pdkv.launch import plan
 from pdkv.launch.devices import keep_devices
 from pdkv.launch.plan import check_memory, place_on_hardware
 from pdkv.launch.specs import EngineSpec
@@ -63,12 +67,32 @@ def test_engines_share_a_quarter_of_what_is_left_beside_given_pools_and_tiers(gi
     assert shares([engine("a", max_kv_cache_memory=GIB), engine("b")]) == {"a": 1.0, "b": 4.5}
 
 
-def test_weights_come_before_pools(gibs: list[float], tmp_path: Path) -> None:
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A file of 2 GiB, for which 4 are set aside."""
     with (tmp_path / "model-1.safetensors").open("wb") as file:
         header = json.dumps({"x": {"dtype": "BF16", "shape": [GIB], "data_offsets": [0, 2 * GIB]}}).encode()
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + 2 * GIB)
-    assert shares([engine(name, model=tmp_path) for name in "ab"]) == {"a": 3.5, "b": 3.5}
+    return tmp_path
+
+
+def test_weights_come_before_pools(gibs: list[float], weights: Path) -> None:
+    apart = [engine(name, model=weights, cpu_linears="torch") for name in "ab"]
+    assert shares(apart) == {"a": 3.5, "b": 3.5}
+
+
+@pytest.mark.skipif(isa() is None or "amx_bf16" in flags(), reason="no compiled kernels for the weights")
+@pytest.mark.skipif(not can_share_huge_pages(), reason="the kernel gives memfds no huge pages")
+def test_weights_that_are_shared_count_once(gibs: list[float], weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = [engine(name, model=weights) for name in "ab"]
+    assert shares(together) == {"a": 4.0, "b": 4.0}
+    assert shares([together[0], engine("b", model=weights, dtype="bfloat16")]) == {"a": 3.5, "b": 3.5}
+    assert shares([engine(name, model=weights, dtype="float16") for name in "ab"]) == {"a": 3.5, "b": 3.5}
+    given = [engine("a", model=weights, kv_cache_memory=GIB)]
+    assert shares([engine("b", model=weights)], running=given) == {"b": 9.0}, "they are in use already"
+    monkeypatch.setattr(plan, "can_share_huge_pages", lambda: False)
+    assert shares(together) == {"a": 3.5, "b": 3.5}
 
 
 def test_on_a_small_host_each_has_what_an_engine_always_had(gibs: list[float]) -> None:

@@ -2,10 +2,14 @@
 
 import errno
 import os
+from pathlib import Path
 
 import msgspec
 
 from pdkv.host.process_info import process_start_time
+
+ADDRESS = ".memfd"
+"""How the names of files with addresses of memfds end."""
 
 
 class HeldFile(msgspec.Struct, frozen=True):
@@ -45,3 +49,10 @@ def held_here(fd: int) -> tuple[int, int, int, int]:
     start_time = process_start_time(pid)
     assert start_time is not None
     return pid, start_time, fd, os.fstat(fd).st_ino
+
+
+def write_address(directory: Path, name: str, address: HeldFile) -> Path:
+    """Name a memfd in a directory, where every name must be unique; returns the file with its address."""
+    temporary = directory / f".{name}"
+    temporary.write_bytes(msgspec.json.encode(address))
+    return temporary.rename(directory / f"{name}{ADDRESS}")

@@ -26,9 +26,12 @@ from pdkv.engine.step_loop import StepLoop, make_step_loop
 from pdkv.errors import ConfigError, RankError
 from pdkv.host.linux import set_process_name
 from pdkv.launch.acks import Acknowledger, StartGivenUp
+from pdkv.launch.cpus import AUTO
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, sweep_if_orphaned, watch_lifeline
 from pdkv.launch.logs import configure_logging
+from pdkv.launch.run_dir import run_directories
 from pdkv.launch.specs import EngineSpec, decode, take_spec
+from pdkv.models.shared_weights import shared_in
 from pdkv.wire.cluster_key import ClusterKey
 from pdkv.wire.engine_server import EngineServer, RouterJoined, RouterLeft
 from pdkv.wire.messages import RouterToEngine
@@ -124,6 +127,7 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
         if spec.cpus is not None:
             os.sched_setaffinity(0, spec.cpus)
         torch.set_num_threads(spec.config.threads or 1)
+        _share_weights(spec)
     except StartGivenUp:
         return 1
     except Exception as error:
@@ -138,6 +142,15 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
         return _run_first_rank(spec, ack, lifeline_fd, sockets, phases)
     finally:
         sweep_if_orphaned(lifeline_fd, spec.run_dir)
+
+
+def _share_weights(spec: EngineSpec) -> None:
+    """Let this process share weights with this user's others, or with those that are bound to the same NUMA node."""
+    if spec.run_dir is None:
+        return
+    node = f"-{min(spec.cpus)}" if spec.config.cpu_bind == AUTO and spec.cpus else ""
+    places = dict.fromkeys([spec.run_dir, *run_directories(of_the_living=True)])
+    shared_in.set([place / f"weights{node}" for place in places])
 
 
 def _run_first_rank(

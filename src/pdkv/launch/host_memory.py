@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Self
 
 from pdkv.errors import ConfigError
+from pdkv.host.held_file import HeldFile, held_here, write_address
 from pdkv.host.memory_limits import format_bytes
-from pdkv.host.process_info import process_start_time
 from pdkv.launch.specs import EngineSpec
 
 DIRECTORY = "kv"
@@ -72,16 +72,13 @@ class _Segment:
     def __init__(self, directory: Path, name: str, num_bytes: int) -> None:
         """Raises OSError if there is no memory."""
         from pdkv.kv_store.host_segment import format_segment  # numpy: only launches with host memory need it
-        from pdkv.kv_store.host_store import SegmentAddress, write_address
 
         self._fd = os.memfd_create(f"pdkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             format_segment(self._fd, num_bytes)
             # who maps it can rely on its size, and nobody seals it against its writer
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            start_time = process_start_time(os.getpid())
-            assert start_time is not None  # of this process
-            address = SegmentAddress(os.getpid(), start_time, self._fd, os.fstat(self._fd).st_ino)
+            address = HeldFile(*held_here(self._fd))
             self._address = write_address(directory, f"{name}-{secrets.token_hex(4)}", address)
         except BaseException:
             os.close(self._fd)

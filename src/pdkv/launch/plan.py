@@ -8,7 +8,10 @@ from typing import Literal
 
 from pdkv.config import DEFAULT_MODEL, EngineConfig, ModelFiles, RouterConfig, TiersConfig
 from pdkv.errors import ConfigError
+from pdkv.host.huge_pages import can_share_huge_pages
 from pdkv.host.memory_limits import LEAST_POOL_BYTES, check_host_memory, format_bytes, share_for_pools
+from pdkv.host.processor import flags
+from pdkv.kernels.compiled import isa
 from pdkv.launch.config import Deployment
 from pdkv.launch.cpus import AUTO, default_threads, numa_node, split_cpu_bind
 from pdkv.launch.devices import place_on_devices, with_options
@@ -172,11 +175,25 @@ def place_on_hardware(
     given = [spec for spec in placed if spec.config.in_host_memory and not spec.config.sizes_itself]
     given += [spec for spec in running if spec.config.sizes_itself]
     taken = num_promised_bytes + sum(spec.config.host_kv_bytes for spec in given)
-    taken += sum(
-        (tiers.kv_host_memory or 0) + loaded_bytes(spec.config.model, spec.config.quantization) for spec in placed
-    )
+    taken += (tiers.kv_host_memory or 0) * len(placed)
+    present = {_weights_of(spec) for spec in running}
+    taken += sum(loaded_bytes(model, how) for model, how, *_ in {_weights_of(spec) for spec in placed} - present)
     share = share_for_pools(max(sum(spec.config.sizes_itself for spec in placed), 1), taken)
     return [with_options(s, max_kv_cache_memory=min(share, s.config.max_kv_cache_memory or share)) for s in placed]
+
+
+def _weights_of(spec: EngineSpec) -> tuple[Path, Literal["int8"] | None, object]:
+    """The model and quantization of an engine's weights, and what tells them from those that it does not share, as far
+    as that is known without torch: see models/shared_weights.py.
+    """
+    config = spec.config
+    dtype = config.dtype
+    if dtype == "auto" and (config.model / "config.json").exists():
+        dtype = load_model_config(config.model, config.max_model_len).dtype
+    compiled = config.cpu_linears == "auto" and isa() is not None and dtype != "float16" and "amx_bf16" not in flags()
+    shares = config.in_host_memory and compiled and can_share_huge_pages()
+    node = min(spec.cpus) if config.cpu_bind == AUTO and spec.cpus else None
+    return config.model, config.quantization, (dtype, config.tp, node) if shares else spec.name
 
 
 def check_memory(

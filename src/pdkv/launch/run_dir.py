@@ -92,7 +92,7 @@ class RunDirectory:
 def running_launches() -> list[RunInfo]:
     """This user's launches that are ready and running."""
     found = []
-    for path in sorted(_run_directories(of_the_living=True)):
+    for path in sorted(run_directories(of_the_living=True)):
         with contextlib.suppress(OSError, msgspec.DecodeError):  # it is not ready yet, or just gone
             found.append(msgspec.json.decode((path / _INFO_FILE).read_bytes(), type=RunInfo))
     return found
@@ -103,13 +103,13 @@ def sweep_leftovers() -> list[Path]:
 
     An owner is alive only if a process with that pid and that start time exists, so a reused pid protects nothing.
     """
-    left = list(_run_directories(of_the_living=False))
+    left = list(run_directories(of_the_living=False))
     for path in left:
         shutil.rmtree(path, ignore_errors=True)  # another launch may sweep, or an engine end there, at the same time
     return [path for path in left if not path.exists()]
 
 
-def _run_directories(*, of_the_living: bool) -> Iterator[Path]:
+def run_directories(*, of_the_living: bool) -> Iterator[Path]:
     """This user's directories with the name of a run directory, with a living owner or without. No links to any."""
     with os.scandir(run_root()) as entries:
         for entry in entries:
