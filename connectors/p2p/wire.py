@@ -55,7 +55,7 @@ _REASONS: dict[str, type[TransferError]] = {
 class Address(msgspec.Struct, frozen=True, array_like=True):
     """How a rank is reached: part of the engine's card. `secret` is known only to holders of the card."""
 
-    frames: int  # FRAMES_VERSION
+    frames: int  # FRAMES_VERSION; stays the first field: engines of earlier builds compare it
     host_id: str  # the host, within which alone the abstract unix socket can be reached
     unix_name: str
     host: str
