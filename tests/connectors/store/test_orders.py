@@ -5,9 +5,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from store_rig import KEYS, WAIT_S, Engine, FaultyStore, MakeEngine, chain, find, order, prefill, view
+import torch
+from store_rig import KEYS, WAIT_S, Engine, FaultyStore, MakeEngine, chain, find, order, prefill, scattered, view
 
-from pdkv.connectors.base import SchedulerView, TransferOutcome, TransferResults
+from pdkv.connectors.base import SchedulerView, TransferKey, TransferOutcome, TransferResults
 from pdkv.connectors.store.orders import MAX_ORDERS, longest_hit, name_of
 from pdkv.errors import MalformedMessage, ServerBusy, StoreUnavailable, StoreUnsupported, TransferTimeout
 from pdkv.kv_store.file_store import FileStore
@@ -137,3 +138,23 @@ def test_too_many_orders_are_refused_and_the_others_answered(make: MakeEngine, s
     refused = [answer.order_id for answer in answers if answer.tiers[0].code]
     assert refused == [str(MAX_ORDERS + 1)]
     assert {a.tiers[0].code for a in answers} == {"", ServerBusy.code}
+
+
+def test_an_order_whose_store_hangs_holds_up_no_load_and_no_save(make: MakeEngine, store: FaultyStore) -> None:
+    engine = make()
+    kv, _ = prefill(engine, 192)
+    store.hold("delete")
+    engine.scheduler.tiers.order(CacheOrder(order_id="o", action="clear", keys=KEYS))
+    engine.step()
+    store.wait_held("delete")
+    prefill(engine, 192, transfer_id="u", seed=1)
+    request, blocks = view("v", num_tokens=193, salt="0"), scattered(192, engine.block_size, start=7)
+    assert engine.ask(request) == 192
+    assert not engine.load(request, blocks, 192).code
+    assert torch.equal(engine.tokens(blocks, 192), kv)
+    assert engine.reported(TransferKey("o", 0)) is None
+    store.let_go("delete")
+    ended = {TransferKey("o", 0): engine.wait(TransferKey("o", 0))}
+    engine.scheduler.resolve_results(TransferResults(ended, {}, {}, {}))
+    (answer,) = engine.scheduler.tiers.take_answers()
+    assert [(tier.code, tier.num_values) for tier in answer.tiers] == [("", 3)]
