@@ -304,7 +304,7 @@ def open_peer_arena(address: ArenaAddress, card: EngineCard) -> PeerArena:
     try:
         fd = address.open(os.O_RDONLY, _LINK_PREFIX)
     except OSError as error:
-        raise _open_error(f"engine {engine}: process {address.pid} cannot be reached", error) from error
+        raise _open_error(f"engine {engine}: its arena in process {address.pid} cannot be opened", error) from error
     try:
         _check_sealed(fd, address, engine)
         memory = mmap.mmap(fd, address.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

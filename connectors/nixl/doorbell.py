@@ -258,8 +258,8 @@ def _open_pipe(address: DoorbellAddress) -> int:
         PeerGone: it does not exist (any more), or belongs to another user.
     """
     try:
-        fd = address.open(os.O_WRONLY | os.O_NONBLOCK, f"pipe:[{address.inode}]")
+        fd = address.open(os.O_WRONLY, f"pipe:[{address.inode}]")
     except OSError as error:
-        raise PeerGone(f"process {address.pid} is gone, or has no doorbell here: {error}") from None
+        raise PeerGone(f"process {address.pid} has no doorbell here: {error.strerror}") from None
     fcntl.fcntl(fd, fcntl.F_SETFL, os.O_NONBLOCK | os.O_DIRECT)  # each write is one packet
     return fd

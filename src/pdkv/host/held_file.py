@@ -2,6 +2,7 @@
 
 import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,8 @@ class HeldFile(msgspec.Struct, frozen=True):
     inode: int
 
     def open(self, flags: int, name: str = "/memfd:") -> int:
-        """A descriptor of it. Nothing else is ever opened that a path may lead to, such as a device.
+        """A descriptor of it. Nothing else is ever opened that a path may lead to, such as a device; a named pipe that
+        takes the place of the file at that moment is not waited for.
 
         Args:
             name: how the kernel's name of the file begins.
@@ -30,16 +32,21 @@ class HeldFile(msgspec.Struct, frozen=True):
             FileNotFoundError: it is gone.
             OSError: it cannot be opened.
         """
-        path = f"/proc/{self.pid}/fd/{self.fd}"
-        gone = FileNotFoundError(errno.ENOENT, "it is another process or another file by now", path)
-        if process_start_time(self.pid) != self.start_time:
-            raise gone
-        if not os.readlink(path).startswith(name):
-            raise FileNotFoundError(errno.ENOENT, f"it is not {name}", path)
-        fd = os.open(path, flags | os.O_CLOEXEC)
-        if os.fstat(fd).st_ino != self.inode:
+        path, gone = f"/proc/{self.pid}/fd/{self.fd}", partial(FileNotFoundError, errno.ENOENT)
+        start_time = process_start_time(self.pid)
+        if start_time is None:
+            raise gone(f"process {self.pid} is gone")
+        if start_time != self.start_time:
+            raise gone(
+                f"process {self.pid} is another one now: start time {start_time}, {self.start_time} was expected"
+            )
+        if not (link := os.readlink(path)).startswith(name):
+            raise gone(f"{path} is {link}, {name}... was expected")
+        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+        inode = os.fstat(fd).st_ino
+        if inode != self.inode:
             os.close(fd)
-            raise gone
+            raise gone(f"{path} is another file now: inode {inode}, {self.inode} was expected")
         return fd
 
 

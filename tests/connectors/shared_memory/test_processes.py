@@ -224,12 +224,12 @@ def test_a_successor_is_used_and_its_predecessor_is_not(make_peer: Callable[...,
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"start_time": 1}, PeerGone, "is another process or another file"),  # a recycled pid
-        ({"inode": 1}, PeerGone, "is another process or another file"),
+        ({"start_time": 1}, PeerGone, r"is another one now: start time \d+, 1 was expected"),  # a recycled pid
+        ({"inode": 1}, PeerGone, r"is another file now: inode \d+, 1 was expected"),
         ({"size": 4096}, PeerGone, "its card says 4096"),
-        ({"fd": 1}, PeerGone, "is not /memfd:pdkv:"),  # a pipe
-        ({"fd": 9999}, PeerGone, "cannot be reached"),
-        ({"pid": 2**22 + 1}, PeerGone, "cannot be reached"),
+        ({"fd": 1}, PeerGone, r"fd/1 is pipe:\[\d+\], /memfd:pdkv:\.\.\. was expected"),
+        ({"fd": 9999}, PeerGone, "cannot be opened: No such file"),
+        ({"pid": 2**22 + 1}, PeerGone, "cannot be opened: process 4194305 is gone"),
         ({"host": "elsewhere"}, IncompatiblePeers, "one host"),
     ],
     ids=str,
