@@ -34,22 +34,37 @@ MOE = {
     "norm_topk_prob": True, "tie_word_embeddings": False,
 }  # fmt: skip
 """The configuration of the size "moe", a Qwen3-MoE."""
-_SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8}
-_EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"num_key_value_heads": 2},
-    "qwen3_moe": {"num_key_value_heads": 2, "head_dim": 32, "num_experts": 8, **_EXPERTS},
-    "deepseek_v3": {
-        "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
-        "v_head_dim": 32, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
-        "topk_group": 1, "num_nextn_predict_layers": 0, **_EXPERTS,
-    },
-    "gemma2": {
-        "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32,
-        "attn_logit_softcapping": 2.0,
-    },
+_SMALL = {
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2,
 }  # fmt: skip
-"""Small models of every kind of attention and of layers, by transformers' names of their configurations."""
+_EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+_LATENT = {
+    "num_key_value_heads": 8, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 32, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, **_EXPERTS,
+}  # fmt: skip
+_CAPPED = {"head_dim": 32, "sliding_window": 64, "query_pre_attn_scalar": 32}
+_PADDED = {"pad_token_id": 1}  # in place of a default behind the vocabulary
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 64},
+    "ministral": {"head_dim": 32, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 2},
+    "qwen3": {"head_dim": 32},
+    "phi3": {"original_max_position_embeddings": MAX_LEN, "partial_rotary_factor": 0.75, **_PADDED},
+    "gemma2": {"attn_logit_softcapping": 2.0, **_CAPPED},
+    "gemma3_text": {"sliding_window_pattern": 2, **_CAPPED},
+    "olmo2": {},
+    "granite": {"embedding_multiplier": 6.0, "logits_scaling": 2.0, "residual_multiplier": 0.4},
+    "smollm3": {"no_rope_layer_interval": 2, **_PADDED},
+    "glm4": {"head_dim": 32, **_PADDED},
+    "qwen3_moe": {"head_dim": 32, "num_experts": 8, **_EXPERTS},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "glm4_moe": {"head_dim": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "use_qk_norm": True, **_EXPERTS},
+    "deepseek_v2": {"n_group": 1, "topk_group": 1, "norm_topk_prob": False, **_LATENT},
+    "deepseek_v3": {"n_group": 2, "topk_group": 1, "num_nextn_predict_layers": 0, **_LATENT},
+}
+"""Small models of all families that are served, by transformers' names of their configurations."""
 _SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 _SEED = 0
 _GATE = 0.05

@@ -17,7 +17,7 @@ INTERFACE = 2
 docs/writing-a-transport.md says how.
 """
 
-CARRIED: tuple[LayoutKind, ...] = ("heads", "windows", "latent")
+CARRIED: tuple[LayoutKind, ...] = ("heads", "windows", "latent", "state")
 """Kinds of KV carried by a connector that handles units, blocks and their layout without interpreting them."""
 
 NO_CONNECTOR = "none"

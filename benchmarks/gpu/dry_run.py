@@ -36,4 +36,5 @@ def _look_at(part: str, scale: str) -> str:
         make_parser().parse_args(launch_arguments(DEFAULT_MODEL, prefill, decode, 0, options))
     if not (DEFAULT_MODEL / "config.json").is_file():
         raise FileNotFoundError(DEFAULT_MODEL / "config.json")
-    return f"{len(kernels)} files of kernels, {len(commands)} commands, the model and what it imports are there"
+    models = f"models {', '.join(module.MODELS)}" if hasattr(module, "MODELS") else "the model"
+    return f"{len(kernels)} files of kernels, {len(commands)} commands, {models} and what it imports are there"

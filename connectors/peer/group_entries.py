@@ -27,7 +27,11 @@ def own_blocks(layout: KVLayout, block_tables: BlockTables, start: int, stop: in
 
 def filled_entries(layout: KVLayout, start: int, stop: int) -> list[int]:
     """The number of the load's tokens in each entry that it fills, in the same order: all of a block's, except at the
-    end.
+    end. A state's page is whole there, too.
     """
     size = layout.block_size
-    return [min(size, stop - entry * size) for entries in entries_to_load(layout, start, stop) for entry in entries]
+    return [
+        size if group.state else min(size, stop - entry * size)
+        for group, entries in zip(layout.groups, entries_to_load(layout, start, stop), strict=True)
+        for entry in entries
+    ]

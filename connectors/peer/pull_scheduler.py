@@ -218,7 +218,7 @@ class PullScheduler(SchedulerConnector):
         if not (view.confirmed or view.scheduled):
             self._computing = []
             return computed
-        of = self._table, self.config.kv_checksum, self.block_size
+        of = self._table, self.config.kv_checksum, self.config.layout
         self._computing = digest_orders(view.scheduled, *of)
         return computed + digest_orders(view.confirmed, *of)
 

@@ -21,7 +21,7 @@ from pdkv.connectors.transfer.digest import PoolDigests, Tokens, cut_tokens, uni
 from pdkv.connectors.transfer.digest_table import DigestTable
 from pdkv.connectors.transfer.planning import IdBytes, Ids, as_ids
 from pdkv.errors import TransferTimeout
-from pdkv.wire.kv import ChecksumMode
+from pdkv.wire.kv import ChecksumMode, KVLayout
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +38,33 @@ class DigestOrder(msgspec.Struct, frozen=True, array_like=True):
 
 
 def digest_orders(
-    told: Sequence[ConfirmedRange | ScheduledRange], table: BlockTable, mode: ChecksumMode, block_size: int
+    told: Sequence[ConfirmedRange | ScheduledRange], table: BlockTable, mode: ChecksumMode, layout: KVLayout
 ) -> list[DigestOrder]:
     """The digests to make of tokens: for the ends of hand-offs with their tails, otherwise for whole hash blocks."""
-    size, orders = unit_tokens(block_size), []
+    size, orders = unit_tokens(layout.block_size), []
     for tokens in told:
         request = tokens.request
         if mode != "on" and not (request.kv == "handoff" and is_checked(mode, request.transfer_id)):
             continue
         start, stop = tokens.start // size * size, tokens.stop
-        stop = stop if isinstance(tokens, ConfirmedRange) and tokens.last else stop // size * size
+        is_last = isinstance(tokens, ConfirmedRange) and tokens.last
+        stop = stop if is_last else stop // size * size
         if start < stop:
-            orders += _of_tables(tokens.block_tables, table, start, stop, block_size)
+            orders += _of_tables(tokens.block_tables, table, start, stop, layout, is_last=is_last)
     return orders
 
 
-def _of_tables(tables: BlockTables, table: BlockTable, start: int, stop: int, size: int) -> list[DigestOrder]:
-    """One order for each KV group; blocks that a window has given up come first, and have none."""
-    orders = []
-    for block_ids in tables:
+def _of_tables(
+    tables: BlockTables, table: BlockTable, begin: int, end: int, layout: KVLayout, *, is_last: bool
+) -> list[DigestOrder]:
+    """One order for each KV group; blocks that a window has given up come first, and have none. A state's page is
+    digested whole, once no further token changes it.
+    """
+    orders, size = [], layout.block_size
+    for group, block_ids in enumerate(tables):
+        start, stop = begin, end
+        if layout.groups and layout.groups[group].state:
+            start, stop = start // size * size, (-(-stop // size) if is_last else stop // size) * size
         first, last = start // size, -(-stop // size)
         blocks = list(block_ids[first:last])
         while blocks and blocks[0] < 0:

@@ -15,7 +15,7 @@ from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import unix_time
 from pdkv.base.options import option
 from pdkv.connectors.base import Built, ConnectorConfig, KVConnector, SchedulerConnector, WorkerConnector
-from pdkv.connectors.plan import CARRIED, INTERFACE, ConnectorPlan
+from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.connectors.store.coding import ValueCoder
 from pdkv.connectors.store.envelope import ENVELOPE_BYTES
 from pdkv.connectors.store.lookup import KeyLookups
@@ -48,7 +48,10 @@ class StoreConnector(KVConnector):
     `options_type`, a subclass of StoreConnectorOptions, has its options as fields and opens the store that they name.
     """
 
-    declares = ConnectorPlan(interface=INTERFACE, kind="store", content_addressed=True, layouts=CARRIED)
+    declares = ConnectorPlan(
+        interface=INTERFACE, kind="store", content_addressed=True,
+        layouts=("heads", "windows", "latent"),  # of a block that is not full, tokens are kept, and no whole page
+    )  # fmt: skip
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
     # how often a store that does not answer is asked again, including at the start
     probe_interval_s: ClassVar[float] = 5.0

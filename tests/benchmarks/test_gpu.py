@@ -11,10 +11,13 @@ from typing import Any
 import psutil
 import pytest
 from traffic import wait_until_true
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import host_gaps, launch
+from benchmarks.gpu import families, host_gaps, launch
 from benchmarks.gpu.dry_run import dry_run
+from benchmarks.models import FAMILIES
+from pdkv.models.family import FAMILIES as SERVED
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -138,6 +141,26 @@ def test_what_a_part_lacks_without_a_card_is_named_last(
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == ["failed:", "launch: SystemExit: 2"]
     assert [line.split(":")[0] for line in lines[:-2]] == list(gpu.PARTS[1:])
+
+
+def test_every_family_that_is_served_is_launched(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each by a configuration of its own, which a run without a card names."""
+    names = {model_type: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type in FAMILIES}
+    assert {*names.values()} == {*SERVED.shipped}
+    assert "families" in gpu.SETS["full"]
+    assert dry_run(["families"], "full") == 0
+    assert f"models {', '.join(names)} and" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_families_model_is_served(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part itself, with one model at a time, and one processor for both devices."""
+    monkeypatch.setenv("BENCH_MODELS", str(tmp_path))
+    monkeypatch.setattr(families, "MODELS", (family,))
+    (claim,) = families.run("cpu", "tiny")
+    assert claim.name.startswith(f"{family}, ")
+    assert claim.met
 
 
 @pytest.mark.parametrize("arguments", [["kernel"], ["smoke", "tokens"], ["--seconds", "x"]])

@@ -16,7 +16,7 @@ from pdkv.connectors.plan import INTERFACE, ConnectorPlan
 from pdkv.connectors.registry import build_connector, load_connector, plan_connector
 from pdkv.errors import ConfigError
 from pdkv.launch.kv_tiers import plan_with_tiers
-from pdkv.wire.kv import KVLayout
+from pdkv.wire.kv import KVGroup, KVLayout
 
 OF_ALL: Mapping[str, Mapping[str, str]] = {
     "lmcache": {"url": "lmcache://host:1", "model_name": "m", "hash": "sha256_cbor"},
@@ -65,12 +65,15 @@ def test_what_multi_is_follows_from_its_parts() -> None:
 def test_kv_that_a_plan_does_not_name_is_refused_with_both_values() -> None:
     plain = KVLayout(2, 1, 8, 16, "float32", 4)
     latent, unrotated = (msgspec.structs.replace(plain, **fields) for fields in ({"sides": 1}, {"positions": "none"}))
+    states = msgspec.structs.replace(plain, groups=(KVGroup((0,)), KVGroup((1,), 2, state=True)))
     lmcache = plan_connector("lmcache", OF_ALL["lmcache"])
     for plan, layout, message in (
         (lmcache, latent, "lmcache carries KV in layouts heads, windows, but the KV of engine e is latent"),
         (lmcache, unrotated, "lmcache carries KV with positions rotated, but the KV of engine e is none"),
         (plan_connector("multi", {"connectors": "lmcache,memory", **{f"0.{k}": v for k, v in lmcache.options.items()}}),
          latent, "multi carries KV in layouts heads, windows, but"),
+        (plan_connector("store", OF_ALL["store"]), states,
+         "store carries KV in layouts heads, windows, latent, but the KV of engine e is heads, windows, state"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
             build_connector(

@@ -92,15 +92,16 @@ def test_chat_ids_of_each_family_are_those_of_transformers(tmp_path: Path, famil
     path = model_directories.write_chat(tmp_path, family)
     ours, theirs = Tokenizer.from_dir(path), transformers.PreTrainedTokenizerFast.from_pretrained(path)
     system = {"role": "system", "content": "the fox\n"}
+    tools = [{"type": "function", "function": {"name": "f", "description": "löscht <alles>", "parameters": {}}}]
     for messages in (CHAT, CHAT[:2], [system, *CHAT[:1]]):
-        for prompt in (True, False):
+        for prompt, given in ((True, None), (False, None), (True, tools)):
             try:
-                text = theirs.apply_chat_template(messages, add_generation_prompt=prompt, tokenize=False)
+                text = theirs.apply_chat_template(messages, tools=given, add_generation_prompt=prompt, tokenize=False)
             except jinja2.TemplateError:
                 with pytest.raises(InvalidRequest):
-                    ours.render_chat(messages, add_generation_prompt=prompt)
+                    ours.render_chat(messages, tools=given, add_generation_prompt=prompt)
                 continue
-            found = ours.render_chat(messages, add_generation_prompt=prompt)
+            found = ours.render_chat(messages, tools=given, add_generation_prompt=prompt)
             assert found == text
             assert ours.encode(found, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
 

@@ -466,6 +466,15 @@ SMOLLM3 = (
     "'assistant' -%}{% generation %}{{ '<|im_start|>assistant\n' + m.content.lstrip('\n') + '<|im_end|>\n' }}"
     "{% endgeneration %}{%- endif -%}{%- endfor -%}{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"
 )
+GLM4 = (
+    "[gMASK]<sop>{%- if tools -%}<|system|>\n# 可用工具{% for tool in tools %}{%- set function = tool.function if "
+    "tool.get('function') else tool %}\n\n## {{ function.name }}\n\n{{ function | tojson(indent=4, ensure_ascii=False) }}\n"
+    "在调用上述函数时，请使用 Json 格式表示调用的参数。{%- endfor %}{%- endif -%}{%- for m in messages if m.role == 'system' %}"
+    "<|system|>\n{{ m.content }}{%- endfor %}{%- for m in messages if m.role != 'system' %}{%- set meta = m.get('metadata', "
+    "'') %}{%- if m.role == 'user' %}<|user|>\n{{ m.content }}{%- elif m.role == 'assistant' %}<|assistant|>{{ meta }}\n"
+    "{{ m.content }}{%- elif m.role == 'observation' %}<|observation|>\n{{ m.content }}{%- endif %}{%- endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 CHATS: dict[str, tuple[Any, str, list[str]]] = {
     "qwen3_moe": (
         QWEN_SPLIT,
@@ -476,6 +485,8 @@ CHATS: dict[str, tuple[Any, str, list[str]]] = {
     "glm4_moe": (LLAMA3_SPLIT, _turns("<|user|>\n{{ m.content }}", "<|assistant|>\n{{ m.content }}", first="[gMASK]<sop>",
                                       system="<|system|>\n{{ m.content }}", prompt="<|assistant|>"),
                  ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>"]),
+    "glm4": (LLAMA3_SPLIT, GLM4, ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>",
+                                  "<|observation|>"]),
     "gemma2": (None, GEMMA2, ["<start_of_turn>", "<end_of_turn>"]),
     "gemma3_text": (None, GEMMA3, ["<start_of_turn>", "<end_of_turn>"]),
     "olmo2": (LLAMA3_SPLIT, _turns("{{ '<|user|>\n' + m['content'] + '\n' }}", "{{ '<|assistant|>\n' + m['content'] + eos_token }}"

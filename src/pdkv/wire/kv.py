@@ -44,6 +44,7 @@ class KVGroup(msgspec.Struct, frozen=True):
 
     layers: Annotated[tuple[Natural, ...], Meta(max_length=MAX_LAYERS)]  # the model's, in the order of a block's layers
     window: Natural = 0  # tokens that a query sees, including its own: blocks before them may be given up; 0: all
+    state: bool = False  # a block is one page, the state after its last token, and not rows of tokens; the window is 2
 
 
 class KVLayout(msgspec.Struct, frozen=True):
@@ -71,7 +72,8 @@ class KVLayout(msgspec.Struct, frozen=True):
     def kinds(self) -> tuple[LayoutKind, ...]:
         """The properties that a connector must support to carry this KV, by their names in plans."""
         kinds: tuple[LayoutKind, ...] = ("heads",) if self.sides == 2 else ("latent",)
-        return (*kinds, "windows") if any(self.windows) else kinds
+        kinds = (*kinds, "windows") if any(self.windows) else kinds
+        return (*kinds, "state") if any(group.state for group in self.groups) else kinds
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -142,7 +144,9 @@ class KVLayout(msgspec.Struct, frozen=True):
             identity += f",codec={self.codec}"
         if not self.groups:
             return identity
-        groups = "+".join(f"{','.join(map(str, group.layers))}@{group.window}" for group in self.groups)
+        groups = "+".join(
+            f"{','.join(map(str, group.layers))}@{group.window}{'s' * group.state}" for group in self.groups
+        )
         return f"{identity},block_size={self.block_size},groups={groups}"
 
 

@@ -118,6 +118,25 @@ class DividesLatentRows(_Broken):
     worker_type = _HalfRows
 
 
+class _RowsOfTokens(SharedMemoryWorker):
+    def read(self, job: Job, piece: PullPiece, scratch: Any) -> int:
+        layout, blocks = self.config.layout, as_ids(piece.load.block_ids)
+        if not any(group.state for group in layout.groups):
+            return super().read(job, piece, scratch)
+        assert self._pool is not None
+        rows = self._pool.reshape(len(self._pool), -1, layout.head_size * layout.dtype_bytes)
+        before = rows[blocks, -1]
+        num_bytes = super().read(job, piece, scratch)
+        rows[blocks, -1] = before
+        return num_bytes
+
+
+class LeavesOutTheEndOfAPage(_Broken):
+    """As of a block that is not full, where the rest has no tokens."""
+
+    worker_type = _RowsOfTokens
+
+
 class _BlockingMatch(SharedMemoryScheduler):
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> MatchedTokens:
         threading.Event().wait(BLOCKED_S)

@@ -62,6 +62,9 @@ def test_the_layouts_identity_names_the_groups() -> None:
     assert 2 * latent.block_bytes == plain.block_bytes
     grouped = KVLayout(1, 1, 1, 16, "float32", 4, groups=FULL_AND_WINDOW)
     assert grouped.identity == "layers=1,head_size=1,dtype=float32,k=rotated,block_size=16,groups=0@0+1@6"
+    states = msgspec.structs.replace(grouped, groups=(KVGroup((0,)), KVGroup((1,), 2, state=True)))
+    assert states.identity == "layers=1,head_size=1,dtype=float32,k=rotated,block_size=16,groups=0@0+1@2s"
+    assert states.kinds == ("heads", "windows", "state")
 
 
 @given(st.integers(0, 40), st.integers(0, 60), st.sampled_from([1, 4, 16]))

@@ -138,7 +138,7 @@ class TimedRank(HostedRank):
 
     def digest(self, tokens: p.TokenRange) -> list[int]:
         """A number for the content of each KV head at the tokens' places, for comparisons between engines."""
-        blocks, offsets = self._places(tokens, 0)
+        blocks, offsets, _ = self._places(tokens, 0)
         content = self._view[blocks, offsets]
         return [crc32(np.ascontiguousarray(content[:, :, :, head]).data) for head in range(content.shape[3])]
 

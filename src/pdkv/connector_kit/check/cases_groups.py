@@ -7,12 +7,15 @@ from pdkv.connector_kit.check.cases_failures import abort_everywhere
 from pdkv.connector_kit.rig.handover import Handover, legal_orders
 from pdkv.connector_kit.rig.protocol import TokenRange
 from pdkv.connector_kit.rig.rank import HostedRank
-from pdkv.connector_kit.rig.world import NotApplicable, Setting, World, lengths, require
+from pdkv.connector_kit.rig.world import NotApplicable, Setting, Shape, World, lengths, require
 from pdkv.connectors.transfer.planning import first_seen_block
 from pdkv.wire.kv import KVGroup
 
 GROUPS = (KVGroup((0, 2)), KVGroup((1, 3), 40))
 """Half of the layers see 40 tokens, which may begin anywhere in a block."""
+
+STATES = (KVGroup((0, 2)), KVGroup((1, 3), 2, state=True))
+"""Half of the layers have a state in place of KV: one page after each block, of which the last one is handed off."""
 
 
 def _grouped(setting: Setting) -> Setting:
@@ -29,6 +32,18 @@ def kv_groups(setting: Setting) -> None:
             for num_tokens, chunk in [*((n, 0) for n in lengths(world.setting)), (115, 24), (337, 48)]:
                 _hand_over(Handover(world, num_tokens, order=order, chunk=chunk))
         world.check_pools()
+
+
+@case("state_groups")
+def state_groups(setting: Setting) -> None:
+    """For layers with a state, the page after the last token arrives, whole even where the block is not full."""
+    if "state" not in setting.layouts:
+        raise NotApplicable("its plan has no states: an engine with such layers is refused")
+    shape = Shape(groups=STATES, block_size=32)
+    with World(setting, shape, shape) as world:
+        for order in legal_orders(world):
+            for num_tokens, chunk in ((1, 0), (32, 0), (65, 0), (100, 24), (128, 48)):
+                _hand_over(Handover(world, num_tokens, order=order, chunk=chunk))
 
 
 def _hand_over(transfer: Handover) -> None:

@@ -31,7 +31,7 @@ from pdkv.connectors.base import (
 )
 from pdkv.connectors.block_table import BlockTable, LocalBlockTable
 from pdkv.connectors.registry import build_connector
-from pdkv.connectors.transfer.planning import Ids, as_ids, rank_heads
+from pdkv.connectors.transfer.planning import Ids, as_ids, blocks_of, rank_heads
 from pdkv.errors import IncompatiblePeers, TransferError
 from pdkv.wire.kv import EngineCard, KVLayout
 from pdkv.wire.tiers import TierEvents
@@ -234,11 +234,19 @@ class HostedRank:
         """Change the digested content after the next digest that is made here (damage.py)."""
         self._damage = Damage(self._worker, how, seed, targets)
 
-    def _places(self, tokens: p.TokenRange, group: int) -> tuple[Ids, Ids]:
-        """Block id and offset in the block, for each token in a KV group."""
-        positions = np.arange(tokens.start, tokens.stop, dtype=np.int64)
-        blocks = as_ids(tokens.block_tables[group])[positions // self._layout.block_size]
-        return blocks, positions % self._layout.block_size
+    def _places(self, tokens: p.TokenRange, group: int) -> tuple[Ids, Ids, Ids]:
+        """Block id, offset in the block and number of the token whose KV is there, for each row that there is of a KV
+        group. All rows of a state's page are its last token's.
+        """
+        size, groups = self._layout.block_size, self._layout.groups
+        positions = of = np.arange(tokens.start, tokens.stop, dtype=np.int64)
+        if groups and groups[group].state:
+            entries = blocks_of(tokens.start, tokens.stop, size)
+            positions = np.arange(entries.start * size, entries.stop * size, dtype=np.int64)
+            of = np.minimum(positions // size * size + size, tokens.stop) - 1
+        blocks = as_ids(tokens.block_tables[group])[positions // size]
+        there = blocks >= 0
+        return blocks[there], positions[there] % size, of[there] - tokens.start
 
     def _write(self, tokens: p.TokenRange, layer: int | None = None, *, garbage: bool = False) -> None:
         """Write one layer of the model, or all; in a KV group, only tokens that have a block there."""
@@ -248,20 +256,20 @@ class HostedRank:
         for number, (group, index) in enumerate(self._layout.places):
             if layer not in (None, number):
                 continue
-            blocks, offsets = self._places(tokens, group)
-            there = blocks >= 0
-            own = values if isinstance(values, int) else values[there, number]
+            blocks, offsets, of = self._places(tokens, group)
+            own = values if isinstance(values, int) else values[of, number]
             for pool in (self._view, self._known):
-                pool[:, :, index][blocks[there], offsets[there]] = own
+                pool[:, :, index][blocks, offsets] = own
 
     def _difference(self, tokens: p.TokenRange) -> str:
         """What is wrong at the tokens' places; positions before a window are not checked."""
         expected = kv_values(tokens.text, tokens.start, tokens.stop, self._layout, self._heads)
         found = expected.copy()
         for number, (group, index) in enumerate(self._layout.places):
-            blocks, offsets = self._places(tokens, group)
-            there = blocks >= 0
-            found[there, number] = self._view[:, :, index][blocks[there], offsets[there]]
+            blocks, offsets, of = self._places(tokens, group)
+            rows = self._view[:, :, index][blocks, offsets]
+            wrong = (rows != expected[of, number]).any(axis=(1, 2, 3))
+            found[of[wrong], number] = rows[wrong]  # one of a state's rows may be wrong
         return describe_difference(found, expected, tokens.start, self._heads)
 
     def unspoil(self) -> p.Spoilt:
