@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pdkv.host.file_lock import FileLock
-from pdkv.models import digest_cache
+from pdkv.models import digest_cache, weight_files
 from pdkv.models import identity as model_identity
 from pdkv.models.digest_cache import DigestCache
 from pdkv.models.identity import ModelSource
@@ -30,7 +30,7 @@ def model_dir(tiny_model_dir: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache directory that keeps digests of files however young."""
-    monkeypatch.setattr(digest_cache, "_MIN_AGE_S", -1.0)
+    monkeypatch.setattr(weight_files, "_MIN_AGE_S", -1.0)
     return tmp_path / "cache"
 
 
@@ -218,8 +218,8 @@ def test_there_is_a_bound_on_what_is_kept(model_dir: Path, cache: Path, monkeypa
 READER = """
 import sys
 from pathlib import Path
-from pdkv.models import digest_cache, identity
-digest_cache._MIN_AGE_S = -1.0
+from pdkv.models import identity, weight_files
+weight_files._MIN_AGE_S = -1.0
 read = identity.ModelSource._read_digests
 def counted(self, file):
     print("reads", flush=True)
