@@ -55,7 +55,7 @@ def _claims(context: Context, size: str, dtype: str) -> Iterator[Claim]:
         num_weights = sum(file.get_tensor(name).numel() for name in names if "embed_tokens" not in name)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         limits = Limits(Path(folder))
-        options = {"dtype": dtype, "kv_cache_memory": "256MiB", "enable_prefix_caching": False}
+        options = {"threads": threads, "dtype": dtype, "kv_cache_memory": "256MiB", "enable_prefix_caching": False}
         llms = {
             name: stack.enter_context(LLM(model, quantization=quantization, **options))
             for name, quantization in ((dtype, None), ("int8", "int8"))
@@ -73,7 +73,7 @@ def _claims(context: Context, size: str, dtype: str) -> Iterator[Claim]:
             peak = "avx512" if isa() == "v4_bf16" and dtype == "float32" else PEAK_OF[isa()]
             work["read"] = lambda part=part, again=again: [limits.read(threads, part) for _ in range(again)]
             work["compute"] = partial(limits.compute, peak, threads)
-            times = times_in_turns(work, 1 if context.quick else 7)
+            times = times_in_turns(work, 1 if context.quick else 4)
             steps = {name: _step_ms(times, name) for name in llms}
             sums, lanes = PEAKS[peak]
             arithmetic = at_once * num_weights / (PEAK_ROUNDS * sums * lanes * threads) * times["compute"].median

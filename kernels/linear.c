@@ -335,6 +335,7 @@ static void run_panel(const layer *l, run_tile *run, const char *x, float *sums,
     const int64_t chunks = num_chunks(l), group = l->group_chunks;
     const int64_t block = group ? group : reads_once ? chunks : shared;
     const float *scales = group ? l->scales + panel * ((chunks + group - 1) / group) * COLUMNS : NULL;
+    const int64_t ahead = (reads_once ? AHEAD_CHUNKS : SHARED_AHEAD) * CHUNK_BYTES;
     int64_t share = 0; /* 2^share tiles share the fetching of what comes next */
     while (2 << share <= by.tiles && share < 5) share++;
     for (int64_t chunk = 0; chunk < chunks; chunk += block)
@@ -349,7 +350,7 @@ static void run_panel(const layer *l, run_tile *run, const char *x, float *sums,
                 .chunks = some,
                 .is_first = chunk == 0,
                 .scales = scales ? scales + chunk / group * COLUMNS : NULL,
-                .fetch = i >> share ? NULL : weights + (reads_once ? AHEAD_CHUNKS : SHARED_AHEAD) * CHUNK_BYTES + (i * some * CHUNK_BYTES >> share),
+                .fetch = i >> share ? NULL : weights + ahead + (i * some * CHUNK_BYTES >> share),
                 .share = share,
             };
             run(&of, (int)rows);
