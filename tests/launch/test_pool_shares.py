@@ -16,7 +16,7 @@ from pdkv.config import EngineConfig, HandoffConfig, TiersConfig
 from pdkv.connectors.plan import NO_PLAN
 from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.engine.worker.executor import InProcessExecutor
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, ModelError
 from pdkv.host import memory_limits
 from pdkv.host.huge_pages import can_share_huge_pages
 from pdkv.host.memory_limits import LEAST_POOL_BYTES, MemoryBound
@@ -113,6 +113,14 @@ def test_engines_that_are_added_leave_what_others_may_still_take(gibs: list[floa
     assert shares([engine("c")], running=running, num_promised_bytes=GIB) == {"c": (34 - 9.75) / 4}
     again = keep_devices(engine("a"), running[0])
     assert again.config == running[0].config, "an engine that is started again has the pool that it had"
+
+
+def test_a_field_that_is_to_be_ignored_is_ignored_where_engines_get_their_memory(model: Path) -> None:
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mystery": 1}))
+    with pytest.raises(ModelError, match="mystery"):
+        place_on_hardware([engine("a", model=model)], NO_TIERS)
+    place_on_hardware([engine("a", model=model, ignore_config_fields=("mystery",))], NO_TIERS)
 
 
 def test_auto_is_a_word_for_it(tmp_path: Path) -> None:

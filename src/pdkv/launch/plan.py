@@ -189,7 +189,7 @@ def _weights_of(spec: EngineSpec) -> tuple[Path, Literal["int8"] | None, object]
     config = spec.config
     dtype = config.dtype
     if dtype == "auto" and (config.model / "config.json").exists():
-        dtype = load_model_config(config.model, config.max_model_len).dtype
+        dtype = load_model_config(config.model, config.max_model_len, config.ignore_config_fields).dtype
     compiled = config.cpu_linears == "auto" and isa() is not None and dtype != "float16" and "amx_bf16" not in flags()
     shares = config.in_host_memory and compiled and can_share_huge_pages()
     node = min(spec.cpus) if config.cpu_bind == AUTO and spec.cpus else None
