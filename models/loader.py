@@ -51,7 +51,7 @@ def load_decoder(
     linears: Literal["auto", "torch"] = "auto",
     keep_quantized: bool | None = None,
 ) -> Decoder:
-    """Load one rank's weights into this process's own memory, so that later changes to a file do not affect them.
+    """Load one rank's weights into memory apart from their files, so that later changes to a file do not affect them.
 
     Args:
         max_model_len: upper limit of positions.

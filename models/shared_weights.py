@@ -28,6 +28,7 @@ from pdkv.host.memory_limits import format_bytes
 from pdkv.kernels import compiled
 from pdkv.kernels.linear import weights_memory
 from pdkv.models.config import ModelConfig
+from pdkv.models.family import FAMILIES
 from pdkv.models.weight_files import Stamp, WeightFiles
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ _WAIT_BASE_S, _WAIT_BYTES_PER_S = 5.0, 100e6
 
 _FOLDERS = Path(__file__).parent, Path(compiled.__file__).parent
 _CODE = [(str(p), *Stamp.of(p.stat())) for f in _FOLDERS for p in sorted(f.rglob("*")) if p.suffix in (".py", ".so")]
-"""The files that lay weights out, as this process has loaded them: in others they may differ."""
+"""The files that lay weights out, as this process has loaded them: in others they may differ. Families of other
+packages have more.
+"""
 
 
 class _Address(HeldFile, frozen=True):
@@ -100,8 +103,9 @@ def shared_weights(files: WeightFiles, facts: str, config: ModelConfig) -> Itera
 
     `facts`: what determines the weights besides the files and `config`.
     """
-    directories = shared_in.get()
-    if not directories or not can_share_huge_pages() or not all(file.is_settled for file in files.files):
+    directories, shipped = shared_in.get(), config.architecture in FAMILIES.shipped
+    settled = all(file.is_settled for file in files.files)
+    if not (directories and shipped and settled and can_share_huge_pages()):
         yield
         return
     stamps = [(str(file.path), *file.stamp) for file in files.files]

@@ -21,6 +21,7 @@ from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
 from pdkv.launch.supervisor import Fleet
 from pdkv.models.config import load_model_config
+from pdkv.models.family import FAMILIES
 from pdkv.models.hub import hub_name, with_local_model
 from pdkv.models.weight_files import loaded_bytes
 from pdkv.router.engines.address import EngineAddress, Role, read_split
@@ -187,11 +188,12 @@ def _weights_of(spec: EngineSpec) -> tuple[Path, Literal["int8"] | None, object]
     as that is known without torch: see models/shared_weights.py.
     """
     config = spec.config
-    dtype = config.dtype
-    if dtype == "auto" and (config.model / "config.json").exists():
-        dtype = load_model_config(config.model, config.max_model_len, config.ignore_config_fields).dtype
+    dtype, shipped = config.dtype, True
+    if (config.model / "config.json").exists():
+        model = load_model_config(config.model, config.max_model_len, config.ignore_config_fields)
+        dtype, shipped = model.dtype if dtype == "auto" else dtype, model.architecture in FAMILIES.shipped
     compiled = config.cpu_linears == "auto" and isa() is not None and dtype != "float16" and "amx_bf16" not in flags()
-    shares = config.in_host_memory and compiled and can_share_huge_pages()
+    shares = config.in_host_memory and compiled and shipped and can_share_huge_pages()
     node = min(spec.cpus) if config.cpu_bind == AUTO and spec.cpus else None
     return config.model, config.quantization, (dtype, config.tp, node) if shares else spec.name
 
