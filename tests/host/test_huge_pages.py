@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from no_threads import no_threads
 
 from pdkv.host import huge_pages
 from pdkv.host.huge_pages import HugeMemory, address_of, can_share_huge_pages, extend_shared, map_shared
@@ -77,6 +78,13 @@ def test_a_memfd_grows_in_huge_pages_that_other_maps_have_too() -> None:
     for at in range(0, len(other), huge):
         assert other[at] in (0, ord("a"))
     assert pmd_mapped_bytes(other) == 6 * huge
+
+
+def test_without_threads_there_is_no_memory_and_an_error_that_says_so() -> None:
+    view = map_shared(fd := os.memfd_create("test", os.MFD_CLOEXEC), huge_pages.HUGE_BYTES, writable=True)
+    with no_threads(), pytest.raises(OSError, match="can't start new thread"):
+        extend_shared(fd, view, 0, huge_pages.HUGE_BYTES)
+    extend_shared(fd, view, 0, huge_pages.HUGE_BYTES)
 
 
 def test_a_memfd_is_closed_with_its_map() -> None:

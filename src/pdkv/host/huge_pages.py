@@ -119,7 +119,7 @@ def extend_shared(fd: int, view: memoryview, start: int, end: int) -> bool:
     """Give the bytes from `start` to `end` of a memfd memory, both multiples of a huge page. False: in small pages.
 
     Raises:
-        OSError: there is no memory, or no room in the map.
+        OSError: there is no memory, no room in the map, or no thread.
     """
     if end > len(view):
         raise OSError(errno.ENOMEM, f"a map of {len(view)} bytes is full")
@@ -128,10 +128,13 @@ def extend_shared(fd: int, view: memoryview, start: int, end: int) -> bool:
         os.posix_fallocate(fd, at, 1)  # what has no page at all does not become a huge one
     count = min(len(os.sched_getaffinity(0)), _MOST_AT_ONCE)
     step = -(-(end - start) // HUGE_BYTES // count) * HUGE_BYTES
-    with ThreadPoolExecutor(count) as threads:
-        parts = [(address_of(view[at:]), min(step, end - at)) for at in range(start, end, step)]
-        if all(threads.map(use_huge_pages, *zip(*parts, strict=True))):
-            return True
+    parts = [(address_of(view[at:]), min(step, end - at)) for at in range(start, end, step)]
+    try:
+        with ThreadPoolExecutor(count) as threads:
+            if all(threads.map(use_huge_pages, *zip(*parts, strict=True))):
+                return True
+    except RuntimeError as error:
+        raise OSError(errno.EAGAIN, str(error)) from None
     os.posix_fallocate(fd, start, end - start)  # otherwise a page that cannot be allocated becomes a SIGBUS later
     return False
 
