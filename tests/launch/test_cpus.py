@@ -7,7 +7,7 @@ import pytest
 
 from pdkv.errors import ConfigError
 from pdkv.launch import cpus
-from pdkv.launch.cpus import default_threads, numa_node, parse_cpu_list, spin_rounds, split_cpu_bind
+from pdkv.launch.cpus import default_threads, nodes_of, numa_node, parse_cpu_list, spin_rounds, split_cpu_bind
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,16 @@ def test_one_numa_node_binds_no_engine(tmp_path: Path) -> None:
     (tmp_path / "node0").mkdir()
     (tmp_path / "node0/cpulist").write_text("0-7\n")
     assert numa_node(0, tmp_path) is None
+
+
+def test_cpus_are_told_apart_by_their_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpus, "_NODES", tmp_path)
+    assert nodes_of([0]) == "", "the kernel names none"
+    for node, text in enumerate(("0-3", "4-7", "")):
+        assert nodes_of([0]) == "" or node == 2, "there is one"
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}/cpulist").write_text(text + "\n")
+    assert [nodes_of(each) for each in ([1], [2, 3], [5], [3, 4], None)] == ["0", "0", "1", "0,1", ""]
 
 
 def test_another_number_of_lists_is_refused() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from pdkv.config import EngineConfig, HandoffConfig
 from pdkv.connectors.plan import NO_PLAN
+from pdkv.launch import cpus as launch_cpus
 from pdkv.launch.engine_process import Notifier, _share_weights, serve
 from pdkv.launch.run_dir import RunDirectory
 from pdkv.launch.specs import EngineSpec
@@ -199,8 +200,9 @@ def test_a_full_pipe_is_notified_already(notifier: Notifier) -> None:
     ("cpu_bind", "cpus", "name"),
     [
         (None, None, "weights"),
-        ("0-3", [0, 1], "weights"),
-        ("auto", [4, 5], "weights-4"),
+        ("0-1", [0, 1], "weights-0"),
+        ("auto", [4, 5], "weights-1"),
+        ("2-5", [2, 3, 4, 5], "weights-0,1"),
         ("auto", None, "weights"),
     ],
 )
@@ -208,6 +210,10 @@ def test_weights_are_shared_with_all_launches_but_not_with_other_nodes(
     cpu_bind: str | None, cpus: list[int] | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launch_cpus, "_NODES", tmp_path)
+    for node, text in enumerate(("0-3", "4-7")):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}/cpulist").write_text(text)
     with RunDirectory() as own, RunDirectory() as other:
         config = EngineConfig(device="cpu", cpu_bind=cpu_bind)
         spec = EngineSpec(

@@ -1,7 +1,7 @@
 """Assigns CPUs and threads to engines."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pdkv.base.options import parse_numbers
@@ -9,6 +9,8 @@ from pdkv.errors import ConfigError
 
 _SPIN_ROUNDS = 20_000
 """Seconds that idle threads spin: longer than from one operation of a step to the next, but soon over."""
+
+_NODES = Path("/sys/devices/system/node")
 
 AUTO = "auto"
 """--cpu-bind: each engine of a launch has the CPUs of one NUMA node, and with them its memory."""
@@ -47,7 +49,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
     return cpus
 
 
-def numa_node(index: int, nodes: Path = Path("/sys/devices/system/node")) -> frozenset[int] | None:
+def numa_node(index: int, nodes: Path = _NODES) -> frozenset[int] | None:
     """The CPUs of the NUMA node that engine number `index` of a launch has, the nodes taken in turn.
 
     None: this process may use the CPUs of one node only, or the kernel names no nodes.
@@ -56,6 +58,15 @@ def numa_node(index: int, nodes: Path = Path("/sys/devices/system/node")) -> fro
     lists = [path.read_text().strip() for path in sorted(nodes.glob("node[0-9]*/cpulist"))]
     found = [cpus for text in lists if text and (cpus := usable.intersection(parse_numbers("cpulist", text)))]
     return frozenset(found[index % len(found)]) if len(found) > 1 else None
+
+
+def nodes_of(cpus: Iterable[int] | None) -> str:
+    """The NUMA nodes that have these CPUs, such as "0" or "0,1"; "": there is one, or all CPUs are meant."""
+    texts = {path.parent.name[4:]: path.read_text().strip() for path in sorted(_NODES.glob("node[0-9]*/cpulist"))}
+    nodes = {name: parse_numbers("cpulist", text) for name, text in texts.items() if text}
+    if cpus is None or len(nodes) < 2:
+        return ""
+    return ",".join(name for name, of_node in nodes.items() if not set(of_node).isdisjoint(cpus))
 
 
 def split_cpu_bind(text: str | None, num_engines: int) -> list[frozenset[int] | None]:

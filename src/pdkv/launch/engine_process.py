@@ -26,7 +26,7 @@ from pdkv.engine.step_loop import StepLoop, make_step_loop
 from pdkv.errors import ConfigError, RankError
 from pdkv.host.linux import set_process_name
 from pdkv.launch.acks import Acknowledger, StartGivenUp
-from pdkv.launch.cpus import AUTO
+from pdkv.launch.cpus import nodes_of
 from pdkv.launch.lifeline import EXIT_LAUNCHER_GONE, sweep_if_orphaned, watch_lifeline
 from pdkv.launch.logs import configure_logging
 from pdkv.launch.run_dir import run_directories
@@ -145,12 +145,12 @@ def run_engine(spec: EngineSpec, ack_fd: int, lifeline_fd: int, rank_fds: Sequen
 
 
 def _share_weights(spec: EngineSpec) -> None:
-    """Let this process share weights with this user's others, or with those that are bound to the same NUMA node."""
+    """Let this process share weights with this user's others, or with those that are bound to the same NUMA nodes."""
     if spec.run_dir is None:
         return
-    node = f"-{min(spec.cpus)}" if spec.config.cpu_bind == AUTO and spec.cpus else ""
+    nodes = nodes_of(spec.cpus)
     places = dict.fromkeys([spec.run_dir, *run_directories(of_the_living=True)])
-    shared_in.set([place / f"weights{node}" for place in places])
+    shared_in.set([place / (f"weights-{nodes}" if nodes else "weights") for place in places])
 
 
 def _run_first_rank(

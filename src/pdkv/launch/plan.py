@@ -13,7 +13,7 @@ from pdkv.host.memory_limits import LEAST_POOL_BYTES, check_host_memory, format_
 from pdkv.host.processor import flags
 from pdkv.kernels.compiled import isa
 from pdkv.launch.config import Deployment
-from pdkv.launch.cpus import AUTO, default_threads, numa_node, split_cpu_bind
+from pdkv.launch.cpus import AUTO, default_threads, nodes_of, numa_node, split_cpu_bind
 from pdkv.launch.devices import place_on_devices, with_options
 from pdkv.launch.host_memory import DIRECTORY
 from pdkv.launch.kv_tiers import plan_with_tiers
@@ -194,8 +194,8 @@ def _weights_of(spec: EngineSpec) -> tuple[Path, Literal["int8"] | None, object]
         dtype, shipped = model.dtype if dtype == "auto" else dtype, model.architecture in FAMILIES.shipped
     compiled = config.cpu_linears == "auto" and isa() is not None and dtype != "float16" and "amx_bf16" not in flags()
     shares = config.in_host_memory and compiled and shipped and can_share_huge_pages()
-    node = min(spec.cpus) if config.cpu_bind == AUTO and spec.cpus else None
-    return config.model, config.quantization, (dtype, config.tp, node) if shares else spec.name
+    own = dtype, config.tp, nodes_of(spec.cpus)
+    return config.model, config.quantization, own if shares else spec.name
 
 
 def check_memory(
