@@ -34,10 +34,13 @@ class Server(NamedTuple):
 
 
 def free_port() -> int:
-    """A free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port; the next one, which an engine takes as well, is free, too."""
+    while True:
+        with socket.socket() as probe, socket.socket() as following, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+            following.bind(("127.0.0.1", port + 1))
+            return port
 
 
 def get(url: str, timeout_s: float = 5.0) -> bytes:
