@@ -150,7 +150,7 @@ def _shape(
                 "layers": lambda x=x: [weight.multiply(x, None, case.threads) for weight in packed],
                 "torch": lambda x=x: [linear(x) for linear in by_torch],
             },
-            case.rounds,
+            case.rounds if rows < 512 else min(case.rounds, 3),
             case.clock,
         )
         bandwidth = COLD_BYTES / times["read"].median
