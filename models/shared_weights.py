@@ -23,7 +23,15 @@ import torch
 from pdkv.base.version import VERSION
 from pdkv.host.file_lock import FileLock
 from pdkv.host.held_file import ADDRESS, HeldFile, held_here, write_address
-from pdkv.host.huge_pages import HUGE_BYTES, HugeMemory, can_share_huge_pages, extend_shared, map_again, map_shared
+from pdkv.host.huge_pages import (
+    HUGE_BYTES,
+    HugeMemory,
+    aligned,
+    can_share_huge_pages,
+    extend_shared,
+    map_again,
+    map_shared,
+)
 from pdkv.host.memory_limits import format_bytes
 from pdkv.kernels import compiled
 from pdkv.kernels.linear import weights_memory
@@ -36,7 +44,6 @@ logger = logging.getLogger(__name__)
 shared_in: ContextVar[Sequence[Path]] = ContextVar("shared_in", default=())
 """Where addresses are looked for; this process leaves its own in the first one. None: its weights are private."""
 
-_ALIGNMENT = 64
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10  # linux/fcntl.h: F_SEAL_FUTURE_WRITE
 _MOST_TIMES = 8
 """Weights take at most so many times the bytes of their files, as those of 4 bits computed in float32."""
@@ -69,7 +76,7 @@ class _Memory(HugeMemory):
         self._end = self._room = 0  # of what was taken, and what has memory
 
     def take(self, num_bytes: int) -> memoryview:
-        start, self._end = self._end, self._end + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        start, self._end = self._end, self._end + aligned(num_bytes)
         self._sizes.append(num_bytes)
         if self._expected is not None:
             at = len(self._sizes)
@@ -152,7 +159,7 @@ def _found(name: str) -> _Memory | None:
             fd = address.open(os.O_RDONLY)
             status = os.fstat(fd)
             is_ours = status.st_uid == os.geteuid() and fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
-            if is_ours and sum(address.sizes) <= status.st_size:
+            if is_ours and min(address.sizes, default=0) >= 0 and sum(map(aligned, address.sizes)) <= status.st_size:
                 return _Memory(fd, status.st_size, address.sizes)
             os.close(fd)
             logger.warning("weights at %s are not used: they may change, or are another user's", path)

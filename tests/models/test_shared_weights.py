@@ -329,7 +329,7 @@ def test_without_room_weights_are_private(
     assert not addresses(directory)
 
 
-@pytest.mark.parametrize("damage", ["cut", "noise", "unsealed", "short", "gone", "no memfd"])
+@pytest.mark.parametrize("damage", ["cut", "noise", "unsealed", "short", "gone", "no memfd", "negative", "padded"])
 def test_what_cannot_be_trusted_is_not_used(
     damage: str, model: Path, directory: Path, packs: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -346,6 +346,9 @@ def test_what_cannot_be_trusted_is_not_used(
         path.write_text(json.dumps(address | {"start_time": address["start_time"] + 1}))
     elif damage == "no memfd":
         path.write_text(json.dumps(address | {"fd": 0}))
+    elif damage in ("negative", "padded"):  # sizes that fit only added up without a look at each
+        more = [-1] if damage == "negative" else [1] * (os.fstat(address["fd"]).st_size // 64)
+        path.write_text(json.dumps(address | {"sizes": address["sizes"] + more}))
     else:
         os.ftruncate(memfd, sum(address["sizes"]) * (2 if damage == "unsealed" else 1) // 2 * 2 - 4096)
         if damage == "short":

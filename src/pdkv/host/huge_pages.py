@@ -25,6 +25,11 @@ _MADV_COLLAPSE = 25  # linux/mman.h, since Linux 6.1
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 
 
+def aligned(num_bytes: int) -> int:
+    """What an allocation of so many bytes takes: whole cache lines."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
 def use_huge_pages(address: int, num_bytes: int) -> bool:
     """Put memory into huge pages, including pages touched later; its content stays. False: nothing changed.
 
@@ -64,7 +69,7 @@ class HugeMemory:
 
     def take(self, num_bytes: int) -> memoryview:
         """Take zeroed bytes, aligned to 64, which live as long as they are referenced. Raises OSError: no memory."""
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        size = aligned(num_bytes)
         with self._lock:
             region = None if self._region is None else self._region()
             if region is None or self._used + size > len(region):
