@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from benchmarks.linears import COLD_BYTES, PEAK_OF, PEAK_ROUNDS, PEAKS, Limits
+from benchmarks.linears import COLD_BYTES, PEAK_OF, Limits, peak_of
 from benchmarks.load import random_prompt
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
@@ -52,6 +52,8 @@ def run(context: Context) -> list[Claim]:
 def _claims(context: Context, size: str, dtype: str) -> Iterator[Claim]:
     model, threads = find_model(context.models, size), torch.get_num_threads()
     num_weights, weight_bytes = weights_of_step(model)
+    number: torch.dtype = getattr(torch, dtype)
+    peak = peak_of(isa(), number)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         limits = Limits(Path(folder))
         options = {"threads": threads, "dtype": dtype, "kv_cache_memory": "256MiB", "enable_prefix_caching": False}
@@ -65,17 +67,14 @@ def _claims(context: Context, size: str, dtype: str) -> Iterator[Claim]:
                 for name, llm in llms.items()
                 for steps in (FIRST, FIRST + STEPS)
             }
-            item = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-            num_bytes = weight_bytes + at_once * (PROMPT + STEPS // 2) * _token_bytes(model, item)
+            num_bytes = weight_bytes + at_once * (PROMPT + STEPS // 2) * _token_bytes(model, number.itemsize)
             part = min(num_bytes, COLD_BYTES)
             again = COLD_BYTES // part
-            peak = "avx512" if isa() == "v4_bf16" and dtype == "float32" else PEAK_OF[isa()]
             work["read"] = lambda part=part, again=again: [limits.read(threads, part) for _ in range(again)]
             work["compute"] = partial(limits.compute, peak, threads)
             times = times_in_turns(work, 1 if context.quick else 4)
             steps = {name: _step_ms(times, name) for name in llms}
-            sums, lanes = PEAKS[peak]
-            arithmetic = at_once * num_weights / (PEAK_ROUNDS * sums * lanes * threads) * times["compute"].median
+            arithmetic = 2 * at_once * num_weights / limits.operations(peak, threads) * times["compute"].median
             read = num_bytes / (part * again) * times["read"].median
             figures = {f"{name}: step ms": ms for name, ms in steps.items()}
             figures |= {"read ms": read, "arithmetic ms": arithmetic}

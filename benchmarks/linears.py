@@ -75,6 +75,17 @@ class Limits:
         """PEAK_ROUNDS of PEAKS[name], on each thread."""
         getattr(self._library, f"limit_{name}")(ctypes.c_int64(PEAK_ROUNDS), ctypes.c_int(threads))
 
+    @staticmethod
+    def operations(name: str, threads: int) -> int:
+        """How many `compute` does."""
+        sums, lanes = PEAKS[name]
+        return PEAK_ROUNDS * sums * lanes * 2 * threads
+
+
+def peak_of(level: str, dtype: torch.dtype) -> str:
+    """The best instructions of a level for inputs of this dtype, by its name in PEAKS."""
+    return "avx512" if level == "v4_bf16" and dtype != torch.bfloat16 else PEAK_OF[level]
+
 
 def peak_flops(threads: int) -> float:
     """Operations a second of this processor's best vector instructions; infinite: not known."""
@@ -84,8 +95,7 @@ def peak_flops(threads: int) -> float:
     with tempfile.TemporaryDirectory() as folder:
         limits = Limits(Path(folder))
         took = times_in_turns({"": lambda: limits.compute(name, threads)}, 5)[""]
-    sums, lanes = PEAKS[name]
-    return PEAK_ROUNDS * sums * lanes * 2 * threads / took.low * 1e3
+    return Limits.operations(name, threads) / took.low * 1e3
 
 
 def run(context: Context) -> list[Claim]:
@@ -139,7 +149,7 @@ def _shape(
     kind = linear_kind(dtype, torch.device("cpu"), "torch")
     by_torch = [make_linear(weight.to(dtype), None, kind) for weight in weights]
     del weights
-    peak = "avx512" if case.isa == "v4_bf16" and dtype != torch.bfloat16 else PEAK_OF[case.isa]
+    peak = peak_of(case.isa, dtype)
     found = {}
     for rows in all_rows:
         x = torch.randn(rows, inputs).to(dtype)
@@ -154,8 +164,7 @@ def _shape(
             case.clock,
         )
         bandwidth = COLD_BYTES / times["read"].median
-        sums, lanes = PEAKS[peak]
-        operations = PEAK_ROUNDS * sums * lanes * 2 * case.threads / times["compute"].median
+        operations = limits.operations(peak, case.threads) / times["compute"].median
         bound = max(num_bytes / bandwidth, 2 * outputs * inputs * rows / operations)
         found[rows] = (
             times["layers"].median / count / bound,
