@@ -592,8 +592,8 @@ def test_a_step_reaches_all_ranks_before_the_one_before_it_is_read(
     for _ in range(2):
         found = [step.finish() for step in steps]
         assert [output.step_id for output in found] == [0, 1, 2]
-        assert found[-1].connector_stats is not None
-        assert found[-1].connector_stats[""].saves == 3  # as it said last, not as when that step was launched
+        told = [output.connector_stats[""].saves for output in found if output.connector_stats is not None]
+        assert set(told) == {3}  # as it said last, not as when a step was launched; which step told it is the rank's
     engine.worker(1).report(TransferKey("t", 3), 5)
     assert not executor.ask_finished().transfers
     assert not executor.launch(scheduler.schedule(1.0)).finish().transfers
