@@ -118,7 +118,7 @@ class Scratch(threading.local):
 
     def address(self, num_bytes: int) -> int:
         """The address of this many bytes, a multiple of 64, valid until the thread's next call."""
-        if len(self._bytes) < num_bytes:
+        if self._bytes.nbytes < num_bytes:
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)  # torch aligns it
         return self._bytes.data_ptr()
 

@@ -72,7 +72,7 @@ class GroupedQueryAttention:
         qkv = self._qkv(x, before)
         if self._wide_norms is not None:
             self._wide_norms.apply(qkv)
-        qkv = qkv.view(len(x), -1, self._head_size)
+        qkv = qkv.view(x.shape[0], -1, self._head_size)
         return step.attend(layer, qkv, step.rotations[self._rotation].of(*self._norms))
 
 

@@ -172,16 +172,17 @@ class _CompiledHeads:
             slots.put(qkv[:, self._args.heads :])
             return
         args, kv = self._args, slots.kv
-        assert len(slots.block_ids) <= len(qkv)
+        written = slots.block_ids.shape[0]
+        assert written <= qkv.shape[0]
         args.kv, args.block_size, args.block_stride = kv.data_ptr(), kv.shape[1], kv.stride(0)
         args.block_ids, args.offsets = slots.block_ids.data_ptr(), slots.offsets.data_ptr()
-        args.written = len(slots.block_ids)
+        args.written = written
         self._run(qkv)
 
     def _run(self, qkv: torch.Tensor) -> None:
         size = qkv.stride(1)  # more than the shape's where it is a part
         expected = (self._args.rows, qkv.shape[1] * size, 1)
-        assert (len(qkv), qkv.stride(0), qkv.stride(2)) == expected, (qkv.shape, qkv.stride())
+        assert (qkv.shape[0], qkv.stride(0), qkv.stride(2)) == expected, (qkv.shape, qkv.stride())
         args = self._args
         args.qkv, args.head_size = qkv.data_ptr(), size
         pass_heads(args)

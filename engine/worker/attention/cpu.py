@@ -97,8 +97,10 @@ class CpuAttention(AttentionBackend):
         return self._attend(place, qkv, plan)
 
     def _attend(self, place: Layer, qkv: torch.Tensor, plan: RunPlan) -> torch.Tensor:
-        result = torch.empty(self.padded(plan.num_rows), self._num_heads * qkv.shape[2], dtype=qkv.dtype)
-        result[plan.num_rows :].zero_()  # padding; everything before it is written
+        padded = self.padded(plan.num_rows)
+        result = torch.empty(padded, self._num_heads * qkv.shape[2], dtype=qkv.dtype)
+        if padded > plan.num_rows:  # everything before that is written
+            result[plan.num_rows :].zero_()
         if len(plan.singles.slots):
             self._singles.attend(place.layer, qkv, plan.singles, result)
         if len(plan.prompts.slots):
