@@ -2,18 +2,12 @@
 
 import logging
 import ssl
-from _ssl import _test_decode_cert  # type: ignore[attr-defined]  # what `ssl` tells of peers', of one in a file
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
-from pdkv.base.clock import unix_time
 from pdkv.base.log_limit import LogLimit
 from pdkv.config import TlsConfig
 from pdkv.errors import ConfigError
-
-SOON = timedelta(days=14)
-"""Seconds of remaining validity below which a certificate is warned of."""
 
 _MAX_FILE_BYTES = 4 << 20
 _VERIFY = {"none": ssl.CERT_NONE, "optional": ssl.CERT_OPTIONAL, "required": ssl.CERT_REQUIRED}
@@ -29,7 +23,6 @@ class Tls:
         self._config = config
         self._failures = LogLimit()
         self.context = load_context(config)  # of future handshakes
-        _warn_of_dates(config)
 
     def reload(self) -> None:
         """Read the files again. If they are invalid, the error is logged and the previous certificate stays.
@@ -42,7 +35,6 @@ class Tls:
             logger.error("keeping the previous certificate: %s", error)
             return
         logger.info("the certificate of %s is in force", self._config.ssl_certfile)
-        _warn_of_dates(self._config)
 
     def failed(self, client: object, error: OSError) -> None:
         """Log a failed handshake. A client that only connects, such as a port scanner, is not worth a line."""
@@ -87,47 +79,6 @@ def load_context(config: TlsConfig) -> ssl.SSLContext:
             raise ConfigError(f"--ssl-ca-certs: {authorities} cannot be used: {_reason(error)}") from None
     context.verify_mode = _VERIFY[config.client_certificates]
     return context
-
-
-def _warn_of_dates(config: TlsConfig) -> None:
-    assert config.ssl_certfile is not None
-    if text := date_problem(config.ssl_certfile, datetime.fromtimestamp(unix_time(), UTC)):
-        logger.warning("--ssl-certfile: %s", text)
-
-
-class Dates(NamedTuple):
-    """The period in which a certificate is valid."""
-
-    begins: datetime
-    ends: datetime
-
-
-def certificate_dates(path: Path) -> Dates:
-    """Dates of the first certificate in a PEM file, which is the server's own; those of its authorities follow it.
-
-    Raises:
-        OSError: there is none, or it is damaged.
-    """
-    certificate = _test_decode_cert(str(path))
-    begins, ends = (ssl.cert_time_to_seconds(certificate[name]) for name in ("notBefore", "notAfter"))
-    return Dates(datetime.fromtimestamp(begins, UTC), datetime.fromtimestamp(ends, UTC))
-
-
-def date_problem(path: Path, now: datetime) -> str:
-    """Why clients refuse the certificate because of its dates, or soon will; empty: they do not. The certificate is
-    served in any case.
-    """
-    try:
-        begins, ends = certificate_dates(path)
-    except OSError as error:
-        return f"the validity of {path} cannot be read: {error}"
-    if now < begins:
-        return f"the certificate of {path} is valid only from {begins} on: clients refuse it until then"
-    if now >= ends:
-        return f"the certificate of {path} expired on {ends}: clients refuse it"
-    if ends - now < SOON:
-        return f"the certificate of {path} expires on {ends}: renew it, then send SIGHUP"
-    return ""
 
 
 def _reason(error: OSError) -> str:
