@@ -22,9 +22,7 @@ class P2POptions(Options):
     timeout_s: Seconds = option(20.0, "deadline for sending one batch to one rank")
     handshake_timeout_s: Seconds = option(5.0, "deadline for two ranks to set up a link")
     idle_s: Seconds = option(60.0, "idle time after which a link is closed")
-    max_links: Annotated[int, Meta(ge=1, le=4096)] = option(
-        64, "maximum number of links of one rank in each direction", was=("max_groups",)
-    )
+    max_links: Annotated[int, Meta(ge=1, le=4096)] = option(64, "maximum number of links of one rank in each direction")
 
     def unix_name(self, peer: Address, own: Address) -> str:
         """The unix socket at which to reach a peer; empty: use TCP.

@@ -159,15 +159,6 @@ def test_a_hint_is_right_or_there_is_none(typed: str, meant: str, capsys: pytest
     assert (f"(did you mean '{meant}'?)" in said) if meant else ("did you mean" not in said)
 
 
-def test_an_old_name_is_read_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    from pdkv.connectors.p2p.options import P2POptions
-
-    assert P2POptions.parse({"max_groups": "3"}).max_links == 3
-    assert "max_groups is called max_links now" in caplog.text
-    with pytest.raises(ConfigError, match="max_groups 3 and max_links 4 are two values of one option"):
-        P2POptions.parse({"max_groups": "3", "max_links": "4"})
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -6,7 +6,6 @@ connector or a store, or by keywords in a program. `options_of` also reads msgsp
 
 import dataclasses
 import difflib
-import logging
 import math
 import re
 import sys
@@ -40,8 +39,6 @@ TCP = r"tcp://(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):([0-9]{1,5})"
 
 Config = TypeVar("Config")
 
-logger = logging.getLogger(__name__)
-
 _UNITS = {
     "": 1,
     "k": 10**3,
@@ -62,9 +59,8 @@ def option(default: Any = dataclasses.MISSING, help: str = "", **details: Any) -
     Args:
         default: if absent, the option is required.
         help: one line of help.
-        details: any of metavar, also (other words for a value, by word), was (earlier names), secret=True (it may hold
-            a password, so no `repr` shows it), and, as in `extra` of its type's Meta, expected (the values, in words)
-            and size=True.
+        details: any of metavar, also (other words for a value, by word), secret=True (it may hold a password, so no
+            `repr` shows it), and, as in `extra` of its type's Meta, expected (the values, in words) and size=True.
     """
     metadata = {"help": help, **details}
     if isinstance(default, dict):
@@ -343,11 +339,10 @@ def read_values(
         ConfigError: an unknown name, with the nearest known one; an invalid value, with what was expected; or
             two values under two names of one option.
     """
-    was = {key.removesuffix(of.name) + old: key for key, of in known.items() for old in of.details.get("was", ())}
     values: dict[str, Any] = {}
     written: dict[str, str] = {}
     for name, value in given:
-        own = name if name in known else was.get(name)
+        own = name if name in known else None
         if own is None and of_vllm:
             try:
                 own = own_name(name, value, known, show)
@@ -358,8 +353,6 @@ def read_values(
             meant = f" (did you mean {show(close)!r}?)" if close else ""
             names = "" if of_vllm else f"; known: {', '.join(sorted(known)) or 'none'}"
             raise ConfigError(f"{owner}unknown {kind} {show(name)!r}{meant}{names}")
-        if name in was:
-            logger.warning("%s%s is called %s now: the old name ends with the next release", owner, name, own)
         if not own:
             continue
         try:

@@ -102,8 +102,8 @@ def _as_variable(name: str) -> str:
 
 
 def _other_names(name: str, item: Option) -> list[str]:
-    """Other names of a flag: vLLM's, and earlier ones."""
-    names = [*(theirs for theirs, of in VLLM.items() if of.ours == item.name), *item.details.get("was", ())]
+    """Other names of a flag: vLLM's."""
+    names = [theirs for theirs, of in VLLM.items() if of.ours == item.name]
     return [name.removesuffix(item.name) + other for other in names]
 
 
