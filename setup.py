@@ -23,7 +23,7 @@ LIBRARIES = {
     "codec": (["cachegen", "rans"], EXACT),
     "sampler": (["sampler"], EXACT),
 }
-"""Sources and flags; without a compiler numpy and torch serve."""
+"""Sources and flags; without a compiler numpy and torch serve, or an option that needs one is refused."""
 HEADERS = ["lanes", "passes", "rans", "tiles", "vectors"]
 
 

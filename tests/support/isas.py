@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pdkv.kernels import cachegen, compiled, digest, host, linear, passes, prompts, rans, stream
+from pdkv.kernels import cachegen, compiled, digest, host, linear, passes, prompts, stream
 
-MODULES = (compiled, host, digest, stream, linear, passes, prompts, cachegen, rans)
+MODULES = (compiled, host, digest, stream, linear, passes, prompts, cachegen)
 
 
 def _forget() -> None:
