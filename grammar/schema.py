@@ -14,7 +14,6 @@ from urllib.parse import unquote
 from pdkv.base.limits import clip
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.disjoint import are_disjoint
-from pdkv.grammar.endless import check_ends
 from pdkv.grammar.keywords import COMBINING, KEYWORDS_OF, OF_VALUES, check_keywords, pointer, refuse
 from pdkv.grammar.patterns import FORMATS, pattern_of, whole
 from pdkv.grammar.schema_time import SchemaTime
@@ -71,7 +70,6 @@ class _Normalizer:
         while self._pending:
             name, target, at, alone = self._pending.pop()
             self._definitions[name] = self._schema(target, at, alone=alone)
-        check_ends(made, self._definitions, self._time)
         escapes = 'nrbtf\\"' + "u" * (not self._has_open_names)
         options = {"json_allowed_escapes": escapes, "json_allow_general_unicode_escapes": not self._has_open_names}
         return {

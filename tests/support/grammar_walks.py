@@ -53,8 +53,11 @@ class ByteGrammars:
     def accepts(self, grammar: Grammar, text: str) -> bool:
         """Whether the text is a whole answer."""
         matcher = self.matcher(grammar)
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return all(matcher.accept(token_id) for token_id in (*token_ids, EOS))
+        return all(matcher.accept(token_id) for token_id in (*self.encode(text), EOS))
+
+    def encode(self, text: str) -> list[int]:
+        """A token for each byte."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def walk(self, grammar: Grammar, rng: np.random.Generator, limit: int) -> str | None:
         """An answer drawn from the masks; None if it has not ended within `limit` bytes."""
