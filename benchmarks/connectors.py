@@ -8,7 +8,7 @@ from typing import Any
 from benchmarks import kv_hierarchy
 from benchmarks.report import Claim, Context
 from benchmarks.support import redis_server
-from pdkv.connector_kit.bench.effects import measure_scheduler_cost, measure_slowdown
+from pdkv.connector_kit.bench.effects import measure_slowdown
 from pdkv.connector_kit.bench.measure import Row, measure, measure_in_turns
 from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES, Plan, make_plan
 from pdkv.connector_kit.bench.tail import PACE, measure_push_tail
@@ -22,15 +22,11 @@ SCATTERED = "4x2x32"
 """A layout whose blocks have 16 KiB: too small to be moved one by one. Those of mid have 512 KiB."""
 
 SCATTERED_TOKENS = 32768
-CACHED = (1024, 16384)
-"""Blocks of others in a peer's pool or in a store, few and many."""
-
 PATHS: Mapping[str, Mapping[str, str]] = {name: {"path": name} for name in ("arena", "ucx")}
 SOCKETS: Mapping[str, Mapping[str, str]] = {name: {"sockets": name} for name in ("unix", "tcp")}
 STEP_THREAD_MS = 0.3
 DIGEST_LIMIT = 1.10
 SLOWDOWN_LIMIT = 0.10
-SCHEDULER_LIMIT = 1.5
 QUICK_REGION_BYTES = 1 << 22
 
 
@@ -43,7 +39,7 @@ def run_shared_memory(context: Context) -> list[Claim]:
         for row in rows
     ]  # fmt: skip
     claims += [_step_thread("shared_memory", rows[0]), _digests(context, "shared_memory", {})]
-    return [*claims, *_effects(context, "shared_memory", {})]
+    return [*claims, _slowdown(context, "shared_memory", {})]
 
 
 def run_nixl(context: Context) -> list[Claim]:
@@ -63,7 +59,7 @@ def run_nixl(context: Context) -> list[Claim]:
             ]  # fmt: skip
             if path == "arena":
                 claims += [_step_thread(f"nixl {mode}", large), _digests(context, "nixl", {"mode": mode, **options})]
-    return [*claims, *_tails(context, "nixl", {"mode": "push"}), *_effects(context, "nixl", {"mode": "push"})]
+    return [*claims, *_tails(context, "nixl", {"mode": "push"}), _slowdown(context, "nixl", {"mode": "push"})]
 
 
 def run_p2p(context: Context) -> list[Claim]:
@@ -79,7 +75,7 @@ def run_p2p(context: Context) -> list[Claim]:
         claims.append(_digests(context, "p2p", options))
         if sockets == "unix":
             claims.append(_step_thread("p2p", rows[0]))
-    return [*claims, *_tails(context, "p2p", {}), *_effects(context, "p2p", {})]
+    return [*claims, *_tails(context, "p2p", {}), _slowdown(context, "p2p", {})]
 
 
 def run_store_redis(context: Context) -> list[Claim]:
@@ -90,7 +86,7 @@ def run_store_redis(context: Context) -> list[Claim]:
         name = f"mid, {row.tokens} tokens, of a bare pipelined GET"
         claims = [Claim.of(name, _known(row.ratio_to_raw), 0.7, "higher", _figures(row))]
         claims.append(_step_thread("store on Redis", row))
-        claims += _effects(context, "store", options)
+        claims.append(_slowdown(context, "store", options))
         claims += kv_hierarchy.run_store(context, url)
     return claims
 
@@ -167,22 +163,11 @@ def _tails(context: Context, connector: str, options: Mapping[str, str]) -> list
     ]  # fmt: skip
 
 
-def _effects(context: Context, connector: str, options: Mapping[str, str]) -> list[Claim]:
-    """What prefill steps lose, and the scheduler's cost with few and many cached blocks elsewhere."""
+def _slowdown(context: Context, connector: str, options: Mapping[str, str]) -> Claim:
+    """What prefill steps lose."""
     quick = {"chunk": 32, "num_steps": 2, "step_s": 0.01, "rounds": 1} if context.quick else {"rounds": 5}
     slow = measure_slowdown(_plan(context, connector, options), **quick)  # type: ignore[arg-type]
-    cached = (16, 64) if context.quick else CACHED
-    plan = _plan(context, connector, options, layout="2x2x16", tokens=[1024])
-    few, many = measure_scheduler_cost(plan, cached)
-    figures = {f"us at {cost.cached_blocks}": cost.handoff_us for cost in (few, many)}
-    claims = [
-        Claim("prefill steps beside a throttled transport, longer by", slow.slowdown, SLOWDOWN_LIMIT, "lower",
-              {"ms": slow.step_ms, "idle ms": slow.idle_step_ms, "transport MB/s": slow.transport_mb_s}),
-        Claim("scheduler's cost of a hand-off, many against few cached blocks", many.handoff_us / few.handoff_us,
-              SCHEDULER_LIMIT, "lower", figures),
-    ]  # fmt: skip
-    if few.lookup_us is not None and many.lookup_us is not None:
-        figures = {f"us at {cost.cached_blocks}": cost.lookup_us or 0.0 for cost in (few, many)}
-        claims.append(Claim("scheduler's cost of a lookup, many against few cached blocks",
-                            many.lookup_us / few.lookup_us, SCHEDULER_LIMIT, "lower", figures))  # fmt: skip
-    return claims
+    figures = {"ms": slow.step_ms, "idle ms": slow.idle_step_ms, "transport MB/s": slow.transport_mb_s}
+    return Claim(
+        "prefill steps beside a throttled transport, longer by", slow.slowdown, SLOWDOWN_LIMIT, "lower", figures
+    )

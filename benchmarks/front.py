@@ -1,47 +1,27 @@
-"""What the router costs, all limits on: CPU of tokens, memory of slow streams, and time.
+"""What the router costs, all limits on: CPU of tokens.
 
 It stands in front of a paced engine, which computes nothing: more streams than this machine could compute, and CPU time
 of the router's process, which says nearly the same beside other work.
 """
 
-import asyncio
-import random
-import sys
-import time
-from asyncio.subprocess import PIPE
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.engine_link import EngineLink, Timing
-from benchmarks.load import Workload, check, complete, measure, random_prompt
+from benchmarks.load import Workload, measure
 from benchmarks.report import Claim, Context
-from benchmarks.router_alone import Alone, router_alone
-from pdkv.bench.client import Reply
-from pdkv.bench.serve import run_loop
-from pdkv.connector_kit.bench.turns import take_turns
+from benchmarks.router_alone import router_alone
 from pdkv.host.sockets import raise_open_files_limit
 
 TOKEN_LIMITS_US = {64: 40.0, 1000: 30.0}
 DISPATCHER_US, TOGETHER_LIMIT = 8.0, 1.15
-STREAM_LIMIT_KIB = 30.0
-LATENCY_LIMIT_MS = 2.0
-REFUSAL_LIMIT_MS = 10.0
-PACE_S = 0.002
-"""Seconds of a step, if time is measured."""
 
 
 def run(context: Context) -> list[Claim]:
-    """Two claims of tokens, four of fronts, two of streams, two of time."""
+    """Two claims of tokens, four of fronts."""
     raise_open_files_limit()
     return [
         *(_tokens(num_streams, context.quick) for num_streams in TOKEN_LIMITS_US),
         *(claim for num_streams in TOKEN_LIMITS_US for claim in fronts(num_streams, context.quick)),
-        *slow_streams(context.quick),
-        added_latency(context.quick),
-        refusals(context.quick),
     ]
 
 
@@ -99,101 +79,3 @@ def fronts(num_streams: int, quick: bool) -> list[Claim]:
         Claim(f"{title}: dispatcher's CPU a token / {limit:g} us", dispatcher / limit, 1.0, "lower", figures),
         Claim(f"{title}: both / one process", (dispatcher + front) / one, TOGETHER_LIMIT, "lower", figures),
     ]
-
-
-# --- slow streams -------------------------------------------------------------------------------------------------
-
-
-def slow_streams(quick: bool) -> list[Claim]:
-    """10,000 streams that are open at once, each with a token a second."""
-    num_streams, num_tokens, at_once = (200, 12, 200) if quick else (10_000, 60, 1_000)
-    with router_alone(
-        pace_s=0.2 if quick else 1.0, num_seqs=num_streams + 64, max_connections=num_streams + 512
-    ) as router:
-        seen = run_loop(_open_streams(router, num_streams, num_tokens, at_once))
-    failed, peak, kib = seen
-    figures = {"streams": float(num_streams), "open at once": float(peak), "KiB each": kib}
-    title = f"{num_streams} slow streams"
-    return [
-        Claim(f"{title}: failures", float(failed), 0.0, "lower", figures),
-        Claim(f"{title}: router memory each / 30 KiB", kib / STREAM_LIMIT_KIB, 1.0, "lower", figures),
-    ]
-
-
-async def _open_streams(router: Alone, num_streams: int, num_tokens: int, at_once: int) -> tuple[int, int, float]:
-    """(failures, most streams open at one time, KiB of the router for each of them then); `at_once` begin together."""
-    rng = random.Random(0)
-    for _ in range(2):  # warm
-        await asyncio.gather(*(_stream(router, rng, 4) for _ in range(32)))
-    base = router.memory_kib()
-    replies = [Reply(0.0) for _ in range(num_streams)]
-    tasks: list[asyncio.Task[Reply]] = []
-    peak, memory = 0, base
-    while not tasks or not all(task.done() for task in tasks):
-        num_waiting = sum(not reply.stamps and not task.done() for reply, task in zip(replies, tasks, strict=False))
-        for reply in replies[len(tasks) : len(tasks) + at_once - num_waiting]:
-            tasks.append(asyncio.create_task(_stream(router, rng, num_tokens, reply)))
-        await asyncio.wait(tasks, timeout=0.5)
-        num_open = sum(bool(r.stamps) and not task.done() for r, task in zip(replies, tasks, strict=False))
-        if num_open > peak:
-            peak, memory = num_open, router.memory_kib()
-    return sum(not reply.ok for reply in replies), peak, (memory - base) / max(peak, 1)
-
-
-async def _stream(router: Alone, rng: random.Random, num_tokens: int, reply: Reply | None = None) -> Reply:
-    prompt = random_prompt(rng, 10)
-    return await complete(router.url, model=router.model, prompt=prompt, max_tokens=num_tokens, reply=reply)
-
-
-# --- time ---------------------------------------------------------------------------------------------------------
-
-
-def added_latency(quick: bool) -> Claim:
-    """One request at a time, through the router and straight to the engine's socket by turns: paired differences."""
-    rounds = 8 if quick else 200
-    rng = random.Random(0)
-    with router_alone(pace_s=PACE_S, num_seqs=8) as router, EngineLink(router.endpoint) as link:
-
-        def through_router(prompt: list[int]) -> Timing:
-            reply = run_loop(complete(router.url, model=router.model, prompt=prompt, max_tokens=16))
-            check([reply])
-            return Timing(reply.ttft, reply.stamps[-1] - reply.sent)
-
-        def ask(way: Callable[[list[int]], Timing]) -> Timing:
-            time.sleep(5 * PACE_S)  # the engine is idle, whichever way is next
-            return way(random_prompt(rng, 32))
-
-        ways = {"router": partial(ask, through_router), "engine": partial(ask, lambda p: link.complete(p, 16))}
-        took = take_turns(ways, rounds, warm=4)
-    pairs = list(zip(took["router"], took["engine"], strict=True))
-    first, end = (median(routed[i] - straight[i] for routed, straight in pairs) * 1e3 for i in range(2))
-    figures = {"to the first token ms": first, "to the end ms": end}
-    worst = max(figures.values())
-    return Claim("latency that the router adds, p50 / 2 ms", worst / LATENCY_LIMIT_MS, 1.0, "lower", figures)
-
-
-def refusals(quick: bool) -> Claim:
-    """429s, one after the other and each on a connection of its own, while the queue is full and 64 streams run."""
-    num_seqs, num_queued, num_refusals = (4, 4, 20) if quick else (64, 32, 200)
-    with router_alone(pace_s=0.01, num_seqs=num_seqs, max_queued_requests=num_queued) as router:
-        seconds = run_loop(_refusals(router, 2 * num_seqs + num_queued, num_refusals))
-    figures = {"p50 ms": median(seconds) * 1e3, "worst ms": max(seconds) * 1e3}
-    p99 = sorted(seconds)[len(seconds) * 99 // 100] * 1e3
-    return Claim("a full queue's 429, p99 / 10 ms", p99 / REFUSAL_LIMIT_MS, 1.0, "lower", figures)
-
-
-async def _refusals(router: Alone, num_streams: int, number: int) -> list[float]:
-    """Seconds of each, by the clock of another process than that of the streams."""
-    rng = random.Random(0)
-    streams = [asyncio.create_task(_stream(router, rng, 900)) for _ in range(num_streams)]  # some may be refused, too
-    try:
-        command = [sys.executable, "-m", "benchmarks.refused", router.url, router.model, str(number)]
-        process = await asyncio.create_subprocess_exec(*command, cwd=Path(__file__).parent.parent, stdout=PIPE)
-        output, _ = await process.communicate()
-        if process.returncode:
-            raise RuntimeError("benchmarks.refused failed")
-        return [float(word) for word in output.split()]
-    finally:
-        for stream in streams:
-            stream.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.servers import pdkv, process_cpu_seconds, router_pids
-from pdkv.launch.run_dir import running_launches
 
 MAX_LEN = 1024
 _STEP_TOKENS = 1 << 17
@@ -29,7 +28,6 @@ class Alone(NamedTuple):
     url: str
     model: str
     pid: int
-    endpoint: str  # of the engine
     fronts: tuple[int, ...] = ()  # their pids
 
     def cpu_seconds(self) -> float:
@@ -39,10 +37,6 @@ class Alone(NamedTuple):
     def fronts_cpu_seconds(self) -> float:
         """The fronts', since their start."""
         return sum(map(process_cpu_seconds, self.fronts))
-
-    def memory_kib(self) -> int:
-        """As `own_memory_kib`, of the router."""
-        return own_memory_kib(self.pid)
 
 
 def own_memory_kib(pid: int) -> int:
@@ -58,8 +52,6 @@ def router_alone(
     *,
     pace_s: float,
     num_seqs: int,
-    max_connections: int | None = None,
-    max_queued_requests: int | None = None,
     num_fronts: int = 0,
 ) -> Iterator[Alone]:
     """A router with the default options, but for these, and an engine whose steps take `pace_s`."""
@@ -67,14 +59,9 @@ def router_alone(
     options = ["--max-num-seqs", str(num_seqs), "--max-num-batched-tokens", str(_STEP_TOKENS), "--max-steps-ahead", "0"]
     options += ["--kv-cache-memory", f"{pool_kib}KiB"]
     options += ["--router-fronts", str(num_fronts)] if num_fronts else []
-    if max_connections is not None:
-        options += ["--max-connections", str(max_connections)]
-    if max_queued_requests is not None:
-        options += ["--max-queued-requests", str(max_queued_requests)]
     with tempfile.TemporaryDirectory(prefix="pdkv-bench-") as folder:
         profile = Path(folder, "pace.toml")
         profile.write_text(f"step_s = {pace_s}\n{_PROFILE}")
         with pdkv(Path(f"paced:{profile}"), prefill=0, decode=1, options=options) as server:
-            [run_dir] = [launch.path for launch in running_launches() if launch.pid == server.pid]
             pid, *fronts = router_pids(server.pid)
-            yield Alone(server.url, server.model, pid, f"ipc://{run_dir}/engine-0", tuple(fronts))
+            yield Alone(server.url, server.model, pid, tuple(fronts))

@@ -1,6 +1,5 @@
-"""A connector's effect on steps: during a slow transfer, and by the scheduler side's calls."""
+"""A connector's effect on steps during a slow transfer."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from statistics import mean, median
 
@@ -10,8 +9,6 @@ from pdkv.connector_kit.bench.plan import Plan, open_setting, sized
 from pdkv.connector_kit.bench.timed_rank import TimedRank
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer
 from pdkv.connector_kit.rig import protocol as p
-from pdkv.connector_kit.rig.handover import new_name, new_text
-from pdkv.connector_kit.rig.request import Request
 
 THROTTLED_TO = 0.1
 """Share of the pace at which the forward pass makes KV."""
@@ -29,15 +26,6 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: float  # 0.1: a tenth longer
 
 
-class SchedulerCost(msgspec.Struct, frozen=True, kw_only=True):
-    """CPU time of the scheduler side for one request."""
-
-    connector: str
-    cached_blocks: int  # with content that others have
-    handoff_us: float
-    lookup_us: float | None  # content that no engine has; None: it finds nothing by content
-
-
 class Steps(TimedTransfer):
     """A prompt with timed chunks."""
 
@@ -49,7 +37,7 @@ class Steps(TimedTransfer):
         self.sender.num_confirmed = stop
         if stop < self.num_tokens:
             self.producer.confirm(self.sender)
-        return span.ended - span.began + self.writer.take_cost().wall_s
+        return span.ended - span.began + self.writer.take_cost()
 
     def tail(self) -> float:
         """Seconds from the end of the last chunk's step until the reader has all of the prompt."""
@@ -71,7 +59,7 @@ class Steps(TimedTransfer):
         tokens = p.TokenRange(list(self.sender.text), start, stop, self.sender.block_tables)
         self.writer.take_cost()
         span = self.writer.run_timed(replace(self.producer.plan(), writes=[tokens]))
-        return span.ended - span.began + self.writer.take_cost().wall_s
+        return span.ended - span.began + self.writer.take_cost()
 
     @property
     def starts(self) -> range:
@@ -153,47 +141,3 @@ def _throttle(world: BenchWorld, rate: float) -> None:
 def come_to_rest(world: BenchWorld) -> None:
     """Wait until neither engine has anything to do."""
     world.until(lambda: world.writer.is_idle and world.reader.is_idle, "both sides come to rest")
-
-
-def measure_scheduler_cost(
-    plan: Plan, num_cached: Sequence[int], *, num_tokens: int = 1024, repeats: int = 15
-) -> list[SchedulerCost]:
-    """Measure hand-offs and lookups by content, with an ascending number of other prompts' blocks cached at the
-    peer.
-    """
-    tokens = num_cached[-1] * plan.producer.block_size + 2 * repeats * num_tokens
-    shapes = [sized(shape, tokens, plan.region_bytes) for shape in (plan.producer, plan.consumer)]
-    costs = []
-    with open_setting(plan) as setting, BenchWorld(setting, *shapes) as world:
-        world.scatter("contiguous")
-        per_prompt = num_tokens // shapes[0].block_size
-        cached = 0
-        for wanted in num_cached:
-            while cached < wanted:
-                TimedTransfer(world, num_tokens).measure()
-                cached += per_prompt
-            timings = [TimedTransfer(world, num_tokens).measure() for _ in range(repeats)]
-            cached += repeats * per_prompt
-            lookups = [_lookup_s(world, num_tokens) for _ in range(repeats)]
-            found = world.reader.card.content_addressed
-            costs.append(SchedulerCost(
-                connector=plan.connector,
-                cached_blocks=cached,
-                handoff_us=median(timing.scheduler_cpu_s for timing in timings) * 1e6,
-                lookup_us=median(lookups) * 1e6 if found else None,
-            ))  # fmt: skip
-    return costs
-
-
-def _lookup_s(world: BenchWorld, num_tokens: int) -> float:
-    """Seconds that the scheduler side takes to look for content that no engine has."""
-    reader = world.reader
-    request = Request(
-        new_text(num_tokens), num_tokens, kv="local", transfer_id=new_name(), attempt=0, layout=reader.layout
-    )
-    reader.take_cost()
-    reader.ask(TimedRank.match, request.view(), 0)
-    seconds = reader.take_cost().cpu_s
-    reader.tell_aborted(request.transfer_key)
-    reader.step()
-    return seconds

@@ -23,19 +23,11 @@ class Span(NamedTuple):
     ended: float
 
 
-class Cost(NamedTuple):
-    """CPU and wall seconds of one thread."""
-
-    wall_s: float
-    cpu_s: float
-
-
 class Timing(NamedTuple):
     """The times of one transfer; for a store, its saves precede it."""
 
     transfer_s: float  # from the step that begins it to its report on all of the reader's ranks
     scheduler_s: float  # allocation and metadata, where it begins
-    scheduler_cpu_s: float  # the same plus earlier queries, without waiting for a processor
     producer_step_s: float  # CPU time of all of the connector's calls on the step thread of rank 0, on both sides
     consumer_step_s: float
     save_s: float | None  # store: from the step that begins it to its report on the writer
@@ -75,13 +67,11 @@ class TimedEngine(Engine):
         self.send_part(plan)
         return self.take_span()
 
-    def take_cost(self) -> Cost:
+    def take_cost(self) -> float:
         """Seconds of the scheduler side's calls since the last time."""
         taken = self.ask(TimedRank.take_calls)
         self.step_cpu_s += sum(record.cpu_s for record in taken if record.name not in _BETWEEN_STEPS)
-        records = [record for record in taken if record.name in _ON_SCHEDULER]
-        cpu_s = sum(record.cpu_s for record in records)
-        return Cost(cpu_s + sum(record.blocked_s for record in records), cpu_s)
+        return sum(record.cpu_s + record.blocked_s for record in taken if record.name in _ON_SCHEDULER)
 
     def digest(self, tokens: p.TokenRange) -> dict[int, int]:
         """A number for the content of each KV head of the model, at the place of `tokens`."""
@@ -170,16 +160,15 @@ class TimedTransfer(Handover):
             self.compute(start)
         self.hand_off()
         save_s = self._save() if self.producer.card.kind == "store" else None
-        self.reader.take_cost()
         self.find()
-        match = self.reader.take_cost()
+        self.reader.take_cost()
         self.allocate()
         self._remember()
         self.consumer.start_load(self.receiver, self.num_external, check=False)
         plan = self.consumer.plan()
         cost = self.reader.take_cost()
         span = self.reader.run_and_await(plan, [self.key])
-        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, 0.0, 0.0, save_s)
+        return Timing(span.ended - span.began, cost, 0.0, 0.0, save_s)
 
     def _save(self) -> float:
         span = self.writer.run_and_await(self.producer.plan(), [self.key])
@@ -190,9 +179,7 @@ class TimedTransfer(Handover):
         is_late = "concurrent" in self.producer.card.orders
         if is_late:
             self.prefill()
-        self.reader.take_cost()
         self.find()
-        match = self.reader.take_cost()
         self.allocate()
         self.start()
         self.bring_ticket()
@@ -203,7 +190,7 @@ class TimedTransfer(Handover):
         plan = self.producer.plan()
         cost = self.writer.take_cost()
         span = push_span(self.writer, self.reader, plan, self.key)
-        return Timing(span.ended - span.began, cost.wall_s, match.cpu_s + cost.cpu_s, 0.0, 0.0, None)
+        return Timing(span.ended - span.began, cost, 0.0, 0.0, None)
 
     def _remember(self) -> None:
         self._source_ids, self._target_ids = list(self.leased), list(self.receiver.block_ids)
