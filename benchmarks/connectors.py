@@ -5,9 +5,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from benchmarks import kv_hierarchy
 from benchmarks.report import Claim, Context
-from benchmarks.support import redis_server
 from pdkv.connector_kit.bench.effects import measure_slowdown
 from pdkv.connector_kit.bench.measure import Row, measure, measure_in_turns
 from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES, Plan, make_plan
@@ -76,19 +74,6 @@ def run_p2p(context: Context) -> list[Claim]:
         if sockets == "unix":
             claims.append(_step_thread("p2p", rows[0]))
     return [*claims, *_tails(context, "p2p", {}), _slowdown(context, "p2p", {})]
-
-
-def run_store_redis(context: Context) -> list[Claim]:
-    """A store's hits against redis-py's pipelined GET, and behind the layers that compute."""
-    with redis_server() as url:
-        options = {"url": url}
-        [row] = _rows(context, "store", options, patterns=["aged"], **({} if context.quick else {"repeats": 9}))
-        name = f"mid, {row.tokens} tokens, of a bare pipelined GET"
-        claims = [Claim.of(name, _known(row.ratio_to_raw), 0.7, "higher", _figures(row))]
-        claims.append(_step_thread("store on Redis", row))
-        claims.append(_slowdown(context, "store", options))
-        claims += kv_hierarchy.run_store(context, url)
-    return claims
 
 
 # --- parts --------------------------------------------------------------------------------------------------------

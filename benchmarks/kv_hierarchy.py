@@ -33,7 +33,6 @@ QUESTION, ANSWER = (40.0, 0.9), (90.0, 0.7)
 
 LONGEST = 400
 LIMIT = 0.25
-PREFIX = 2048
 SUFFIX = 64
 HIT_LIMIT = 1.1
 
@@ -43,24 +42,24 @@ def run_hits(context: Context) -> list[Claim]:
     claims = [_in_host_memory(context)]
     with _tiers() as tiers:
         for where, url in tiers.items():
-            claims += run_store(context, url, where=where, tokens=TOKENS, cut={"load": "async"})
+            claims.append(_in_store(context, where, url))
     return [*claims, _at_a_peer(context)]
 
 
-def run_store(
-    context: Context, url: str, *, where: str = "the store", tokens: int = PREFIX, cut: Mapping[str, str] | None = None
-) -> list[Claim]:
-    """TTFT with a hit in a store, between two deployments that share it: one computes, the other has never seen it.
-
-    Args:
-        where: what the store is called in the claim.
-        cut: options of the store connector (default: a layerwise load, behind the layers that compute).
-    """
-    cut = {"load": "layerwise"} | dict(cut or {})
-    prefix, rounds = (256, 2) if context.quick else (tokens, 7)
+def _in_store(context: Context, where: str, url: str) -> Claim:
+    """Two deployments that share a store: one computes the prompts, the other has never seen them."""
+    prefix, rounds = (256, 2) if context.quick else (TOKENS, 7)
     model = find_model(context.models, "tiny" if context.quick else "mid")
-    options = ("--threads", "2", "--kv-cache-memory", "1GiB", "--connector", "store")
-    options += ("--connector-config", f"url={url}", *(f"{k}={v}" for k, v in cut.items()))
+    options = (
+        "--threads",
+        "2",
+        "--kv-cache-memory",
+        "1GiB",
+        "--connector",
+        "store",
+        "--connector-config",
+        f"url={url}",
+    )
     rng = random.Random(1)
     stored, local = [], []
     with (
@@ -76,7 +75,7 @@ def run_store(
             if turn:
                 stored.append(from_store.ttft)
                 local.append(from_pool.ttft)
-    return [_claim_of_hits(f"{prefix} tokens in {where}", stored, local, "store", {"url": url, **cut}, prefix)]
+    return _claim_of_hits(f"{prefix} tokens in {where}", stored, local, "store", {"url": url}, prefix)
 
 
 def _claim_of_hits(

@@ -19,7 +19,7 @@ from benchmarks.report import RESULTS, Claim
 DOCS = Path(__file__).parents[1] / "docs"
 SUPERSEDED = {"structured": "2026-11-23", "shapes": "2026-11-23", "dtypes": "2026-11-22", "swap": "2026-11-26"}
 SUPERSEDED |= dict.fromkeys(("identity_mid", "identity_large", "many"), "2026-11-22")
-SUPERSEDED |= dict.fromkeys(("kv_busy_steps", "kv_codecs", "kv_inside_vllm"), "2026-11-26")
+SUPERSEDED |= dict.fromkeys(("connector_store_redis", "kv_busy_steps", "kv_codecs", "kv_inside_vllm"), "2026-11-26")
 """The day up to which a benchmark's figures, or a report, are of replaced code or of a benchmark that is gone."""
 COMMANDS = {
     "autoscale": "python -m benchmarks.autoscale",

@@ -80,7 +80,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     "connector_shared_memory": connectors.run_shared_memory,
     "connector_nixl": connectors.run_nixl,
     "connector_p2p": connectors.run_p2p,
-    "connector_store_redis": connectors.run_store_redis,
     "kv_hits": kv_hierarchy.run_hits,
     "kv_turns": kv_hierarchy.run_turns,
     "sampler": sampler.run,

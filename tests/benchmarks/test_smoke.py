@@ -28,7 +28,6 @@ from benchmarks import (
 )
 from benchmarks.models import find_model
 from benchmarks.report import Claim, Context
-from benchmarks.support import redis_server
 from pdkv.kernels import host
 from pdkv.kernels.linear import PackedWeight, available
 from pdkv.models.config import load_model_config
@@ -119,7 +118,6 @@ def test_linear_layers_are_compared_with_the_machines_limits(tmp_path: Path) -> 
         connectors.run_shared_memory,
         pytest.param(connectors.run_nixl, marks=needs_nixl),
         connectors.run_p2p,
-        pytest.param(connectors.run_store_redis, marks=needs_redis),
     ],
 )
 def test_connectors_are_compared_with_what_lies_below_them(
@@ -152,15 +150,6 @@ def test_servers_with_digests_and_without_take_turns_for_each_connector(monkeypa
     assert [claim.name.partition(",")[0] for claim in claims] == list(ttft.CONNECTORS)
     assert all(claim.ratio == pytest.approx(1.5) and claim.quartiles is not None for claim in claims)
     assert asked[:6] == ["on", "off", "on", "off", "off", "on"]  # warm, then by turns
-
-
-@pytest.mark.slow
-@needs_redis
-def test_a_hit_in_a_store_is_compared_with_a_local_one(tmp_path: Path) -> None:
-    with redis_server() as url:
-        [claim] = kv_hierarchy.run_store(Context(tmp_path, None, quick=True), url)
-    check([claim])
-    assert claim.figures["local ms"] > 0
 
 
 @pytest.mark.slow
