@@ -426,25 +426,22 @@ static int64_t take_rows(const linear *all, const layer *const *layers, const in
     return n;
 }
 
-/* Layers of equal sizes by rows of their own: those of layer i are [ends[i - 1], ends[i]) of `x_rows` and of `out`. */
+/* Layers of equal sizes by rows of their own: those of layer i are [ends[i - 1], ends[i]) of `x_rows` and of `out`. Every
+ * thread of a team calls it. */
 static void multiply_group(const layer *const *layers, const int64_t *ends, int64_t groups, const void *x,
-                           const int64_t *x_rows, int64_t x_stride, void *out, void *scratch, int num_threads,
-                           int64_t before) {
+                           const int64_t *x_rows, int64_t x_stride, void *out, void *scratch, int64_t before) {
     const linear all = {layers[0], x, NULL, out, scratch, ends[groups - 1], x_stride, 0, {before, NULL, 0}, x_rows};
     const int64_t panels = num_panels(layers[0]);
-#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
-    {
-        float sums[BLOCK_ROWS * COLUMNS] __attribute__((aligned(64)));
-        some_rows taken[BLOCK_ROWS];
-        for (int64_t group = 0, row = 0, n; (n = take_rows(&all, layers, ends, groups, &group, &row, taken)) > 0;) {
-            for (int64_t i = 0; i < n; i++) lay_out_block(&taken[i].of, taken[i].row, taken[i].by, taken[i].count);
+    float sums[BLOCK_ROWS * COLUMNS] __attribute__((aligned(64)));
+    some_rows taken[BLOCK_ROWS];
+    for (int64_t group = 0, row = 0, n; (n = take_rows(&all, layers, ends, groups, &group, &row, taken)) > 0;) {
+        for (int64_t i = 0; i < n; i++) lay_out_block(&taken[i].of, taken[i].row, taken[i].by, taken[i].count);
 #pragma omp barrier
 #pragma omp for schedule(dynamic, 4)
-            for (int64_t i = 0; i < n * panels; i++) {
-                const some_rows *const own = &taken[i / panels];
-                run_panel(own->of.of, kernel(own->of.of), own->of.scratch, sums, own->by, i % panels);
-                write_panel(&own->of, sums, own->row, own->count, i % panels);
-            }
+        for (int64_t i = 0; i < n * panels; i++) {
+            const some_rows *const own = &taken[i / panels];
+            run_panel(own->of.of, kernel(own->of.of), own->of.scratch, sums, own->by, i % panels);
+            write_panel(&own->of, sums, own->row, own->count, i % panels);
         }
     }
 }
@@ -468,10 +465,11 @@ void pdkv_experts(const experts *a) {
     for (int64_t i = 0; i < count; i++) ends[a->experts[i]]++;
     for (int64_t i = 0; i < a->num; i++) begin += ends[i], ends[i] = begin - ends[i];
     for (int64_t i = 0; i < count; i++) rows[places[i] = ends[a->experts[i]]++] = i / a->chosen; /* ends are reached */
-    multiply_group(a->gate_up, ends, a->num, a->x, rows, a->gate_up[0]->inputs, a->gates, a->scratch,
-                   (int)a->num_threads, AS_THEY_ARE);
-    multiply_group(a->down, ends, a->num, a->gates, NULL, a->gate_up[0]->outputs, a->products, a->scratch,
-                   (int)a->num_threads, GATED);
+#pragma omp parallel num_threads((int)a->num_threads) if (a->num_threads > 1)
+    {
+        multiply_group(a->gate_up, ends, a->num, a->x, rows, a->gate_up[0]->inputs, a->gates, a->scratch, AS_THEY_ARE);
+        multiply_group(a->down, ends, a->num, a->gates, NULL, a->gate_up[0]->outputs, a->products, a->scratch, GATED);
+    }
     add_weighted(a->products, places, a->weights, a->residual, a->out, a->rows, a->chosen, hidden, a->down[0]->dtype,
                  a->num_threads);
 }

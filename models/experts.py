@@ -28,14 +28,18 @@ class Router:
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """For rows x (n, hidden): (n, chosen) int64 experts, (n, chosen) float32 weights."""
         config, logits = self._config, self._scores(x.float())
-        scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
-        wanted = scores if self._bias is None else scores + self._bias
-        if config.groups > 1:
-            wanted = self._of_best_groups(wanted)
-        experts = wanted.topk(config.chosen, dim=-1).indices
-        weights = scores.gather(1, experts)
-        if config.normalised:
-            weights /= weights.sum(-1, keepdim=True).add_(1e-20)
+        if config.scoring == "softmax" and config.normalised and self._bias is None and config.groups == 1:
+            best, experts = logits.topk(config.chosen, dim=-1)
+            weights = best.softmax(-1)  # of all, divided by the sum of the chosen
+        else:
+            scores = logits.softmax(-1) if config.scoring == "softmax" else logits.sigmoid()
+            wanted = scores if self._bias is None else scores + self._bias
+            if config.groups > 1:
+                wanted = self._of_best_groups(wanted)
+            experts = wanted.topk(config.chosen, dim=-1).indices
+            weights = scores.gather(1, experts)
+            if config.normalised:
+                weights /= weights.sum(-1, keepdim=True).add_(1e-20)
         return experts, weights if config.scale == 1.0 else weights.mul_(config.scale)
 
     def _of_best_groups(self, wanted: torch.Tensor) -> torch.Tensor:
