@@ -17,6 +17,7 @@
 #define MOST_BY_TABLE 10 /* rows whose sums leave registers for a table of FP8 */
 #define LINE_BYTES (CHUNK_BYTES / COLUMNS) /* of a row in a chunk */
 #define PACKED_CHUNKS 16 /* laid out at once: a KiB of each row */
+#define PAIRED_ROWS 6    /* of a tile of two panels */
 #define BLOCK_ROWS 126   /* whose sums a thread keeps: with their inputs, they stay in the second cache */
 
 enum { INT8 = 3, FP8 }; /* e4m3fn without NaN */
@@ -44,38 +45,41 @@ typedef struct {
     const int64_t *x_rows; /* (rows,) of x, or NULL: as they lie */
 } linear;
 
-#define FETCH_AHEAD(k) /* the lines of a step, or one for several steps: what tiles share out lies together */          \
-    if (fetch && ((k) & every) == 0) {                                                                                \
-        __builtin_prefetch(fetch + ((k) * 128 >> share), 0, 3);                                                       \
-        if (share == 0) __builtin_prefetch(fetch + (k) * 128 + 64, 0, 3);                                             \
-    }
-
 #define EACH_ROW UNROLL for (int r = 0; r < R; r++)
 #define EACH_VECTOR UNROLL for (int c = 0; c < C; c++)
 
 /* How many vectors of a panel go at once with so many rows: as many as sums have room for in registers. */
 #define MOST_VECTORS (COLUMNS / WIDTH)
+#define MOST_SUMS (2 * MOST_VECTORS) /* of a row by a pair of panels */
 #define VECTORS(R) ((R) * MOST_VECTORS <= MAX_SUMS ? MOST_VECTORS : (R) * MOST_VECTORS <= 2 * MAX_SUMS ? MOST_VECTORS / 2 : MOST_VECTORS / 4)
 
-/* Up to MAX_ROWS rows by 32 columns. STEP(k) multiplies step k's weights by each row's inputs. */
-#define DEFINE_TILE(NAME, X_BYTES, HAS_SCALES, STEP)                                                                  \
+/* Up to MAX_ROWS rows by 32 columns, or PAIRED_ROWS by those of two panels. STEP(k) multiplies step k's weights by each
+ * row's inputs. TOGETHER steps are written out; they fetch without conditions, some lines beyond the share of a tile,
+ * which lies together. */
+#define DEFINE_TILE(NAME, X_BYTES, HAS_SCALES, HAS_PAIRS, TOGETHER, STEP)                                             \
     INLINE void NAME##_part(const tile *t, const int R, const int C, const int from, const char *fetch) {             \
-        vec sums[MAX_ROWS][MOST_VECTORS];                                                                             \
-        const char *weights = t->weights, *x = t->x;                                                                  \
-        const int64_t share = t->share, every = (1 << share >> 1) - (share > 0);                                      \
-        const float *const scales = HAS_SCALES ? t->scales : NULL;                                                    \
+        vec sums[MAX_ROWS][MOST_SUMS];                                                                                \
+        const char *weights = t->weights, *x = t->x, *ahead = fetch ? fetch : weights;                                \
+        const int64_t apart = fetch ? TOGETHER * 128 >> t->share : 0;                                                 \
+        const int64_t next = C > MOST_VECTORS ? t->next : 0;                                                          \
+        const float *const scales = HAS_SCALES && C <= MOST_VECTORS ? t->scales : NULL;                               \
         EACH_ROW EACH_VECTOR sums[r][c] =                                                                             \
-            t->is_first || scales ? (vec){0} : load_float32(t->sums + r * COLUMNS + from + c * WIDTH);                \
+            t->is_first || scales ? (vec){0} : load_float32(SUMS_AT(t->sums));                                        \
         for (int64_t chunk = 0; chunk < t->chunks; chunk++) {                                                         \
-            _Pragma("GCC unroll 4") for (int k = 0; k < 16; k++) {                                                    \
-                FETCH_AHEAD(k)                                                                                        \
-                STEP(k)                                                                                               \
+            for (int of = 0; of < 16; of += TOGETHER, ahead += apart) {                                               \
+                UNROLL for (int k = of; k < of + TOGETHER; k++) {                                                     \
+                    __builtin_prefetch(ahead + (k - of) * 64, 0, 3);                                                  \
+                    if (C > MOST_VECTORS) __builtin_prefetch(ahead + next + (k - of) * 64, 0, 3);                     \
+                    STEP(k)                                                                                           \
+                    if (TOGETHER > 1) __asm__ volatile("" ::: "memory"); /* weights loaded early take registers of sums */\
+                }                                                                                                     \
+                if (apart == TOGETHER * 128)                                                                          \
+                    UNROLL for (int i = TOGETHER; i < 2 * TOGETHER; i++) __builtin_prefetch(ahead + i * 64, 0, 3);    \
             }                                                                                                         \
             weights += CHUNK_BYTES, x += R * X_BYTES;                                                                 \
-            if (fetch) fetch += CHUNK_BYTES >> share;                                                                 \
         }                                                                                                             \
         EACH_ROW EACH_VECTOR {                                                                                        \
-            float *const to = t->sums + r * COLUMNS + from + c * WIDTH;                                               \
+            float *const to = SUMS_AT(t->sums);                                                                       \
             if (scales)                                                                                               \
                 sums[r][c] = fused(sums[r][c], load_float32(scales + from + c * WIDTH),                               \
                                    t->is_first ? (vec){0} : load_float32(to));                                        \
@@ -89,6 +93,9 @@ typedef struct {
             NAME##_part(t, R, C, 2 * C * WIDTH, NULL), NAME##_part(t, R, C, 3 * C * WIDTH, NULL);                     \
     }                                                                                                                 \
     static void NAME(const tile *t, int rows) {                                                                       \
+        if (HAS_PAIRS && t->next) {                                                                                   \
+            EACH_PAIRED(NAME)                                                                                         \
+        }                                                                                                             \
         switch (rows) {                                                                                               \
         case 1: NAME##_of(t, 1, VECTORS(1)); break;                                                                   \
         case 2: NAME##_of(t, 2, VECTORS(2)); break;                                                                   \
@@ -99,7 +106,17 @@ typedef struct {
         default: NAME##_of(t, MAX_ROWS, VECTORS(MAX_ROWS)); break;                                                    \
         }                                                                                                             \
     }
+#define SUMS_AT(of) (of) + (c / MOST_VECTORS * BLOCK_ROWS + r) * COLUMNS + from + c % MOST_VECTORS * WIDTH
 #if MAX_ROWS == 14
+#define EACH_PAIRED(NAME)                                                                                             \
+        switch (rows) {                                                                                               \
+        case 1: NAME##_part(t, 1, MOST_SUMS, 0, t->fetch); return;                                                    \
+        case 2: NAME##_part(t, 2, MOST_SUMS, 0, t->fetch); return;                                                    \
+        case 3: NAME##_part(t, 3, MOST_SUMS, 0, t->fetch); return;                                                    \
+        case 4: NAME##_part(t, 4, MOST_SUMS, 0, t->fetch); return;                                                    \
+        case 5: NAME##_part(t, 5, MOST_SUMS, 0, t->fetch); return;                                                    \
+        default: NAME##_part(t, PAIRED_ROWS, MOST_SUMS, 0, t->fetch); return;                                         \
+        }
 #define EACH_LARGER(NAME)                                                                                             \
         case 6: NAME##_of(t, 6, VECTORS(6)); break;                                                                   \
         case 7: NAME##_of(t, 7, VECTORS(7)); break;                                                                   \
@@ -110,6 +127,7 @@ typedef struct {
         case 12: NAME##_of(t, 12, VECTORS(12)); break;                                                                \
         case 13: NAME##_of(t, 13, VECTORS(13)); break;
 #else
+#define EACH_PAIRED(NAME)
 #define EACH_LARGER(NAME)
 #endif
 
@@ -125,10 +143,10 @@ static const words UPPER = {
 
 #define STEP_OF(input, WEIGHTS, bytes)                                                                                \
     {                                                                                                                 \
-        vec w[MOST_VECTORS];                                                                                          \
-        EACH_VECTOR w[c] = WEIGHTS(own + c * WIDTH * (bytes));                                                        \
+        vec w[MOST_SUMS];                                                                                             \
+        EACH_VECTOR w[c] = WEIGHTS(own + c % MOST_VECTORS * WIDTH * (bytes) + c / MOST_VECTORS * next);               \
         EACH_ROW {                                                                                                    \
-            const vec number = all_of(input);                                                                         \
+            const vec number = all_of(((const float *)x)[input]);                                                     \
             EACH_VECTOR sums[r][c] = fused(number, w[c], sums[r][c]);                                                 \
         }                                                                                                             \
     }
@@ -136,14 +154,14 @@ static const words UPPER = {
 #define EVEN(from) (vec)((words)AS_FLOATS(from) << 16)
 #define ODD(from) (vec)((words)AS_FLOATS(from) & *(const volatile words *)&UPPER) /* of memory: no register is left */
 #define OWN(k) const char *own = weights + (k) * 128 + from * 4;
-#define STEP_FLOAT32(k) OWN(k) STEP_OF(((const float *)x)[r * 16 + k], AS_FLOATS, 4)
+#define STEP_FLOAT32(k) OWN(k) STEP_OF(r * 16 + k, AS_FLOATS, 4)
 #define STEP_WIDE(k) /* weights are loaded twice: kept, they would take registers of sums */                          \
-    OWN(k) STEP_OF(((const float *)x)[r * 32 + 2 * k], EVEN, 4)                                                       \
+    OWN(k) STEP_OF(r * 32 + 2 * k, EVEN, 4)                                                                           \
     __asm__("" : "+r"(own));                                                                                          \
-    STEP_OF(((const float *)x)[r * 32 + 2 * k + 1], ODD, 4)
+    STEP_OF(r * 32 + 2 * k + 1, ODD, 4)
 
-DEFINE_TILE(float32, 64, 0, STEP_FLOAT32)
-DEFINE_TILE(wide, 128, 0, STEP_WIDE)
+DEFINE_TILE(float32, 64, 0, 1, 4, STEP_FLOAT32)
+DEFINE_TILE(wide, 128, 0, 1, 2, STEP_WIDE)
 
 /* 8 bits of one input for WIDTH outputs, as floats. An FP8 is a half of the same digits with an exponent 8 less, which
  * the scales make up for. */
@@ -173,12 +191,12 @@ INLINE vec floats_of_fp8(const char *from) {
 #define STEP_OF_8_BITS(k, FLOATS)                                                                                     \
     UNROLL for (int i = 0; i < 4; i++) {                                                                              \
         const char *const own = OF_8_BITS(k, i);                                                                      \
-        STEP_OF(((const float *)x)[r * 64 + 4 * k + i], FLOATS, 1)                                                    \
+        STEP_OF(r * 64 + 4 * k + i, FLOATS, 1)                                                                        \
     }
 #define STEP_INT8(k) STEP_OF_8_BITS(k, floats_of_int8)
 #define STEP_FP8(k) STEP_OF_8_BITS(k, floats_of_fp8)
-DEFINE_TILE(int8, 256, 1, STEP_INT8)
-DEFINE_TILE(fp8, 256, 1, STEP_FP8)
+DEFINE_TILE(int8, 256, 1, 1, 1, STEP_INT8)
+DEFINE_TILE(fp8, 256, 1, 1, 1, STEP_FP8)
 
 #if HAS_DOT
 #define DOT(input, weights) /* each row's pair of inputs by pairs of weights */                                       \
@@ -228,9 +246,9 @@ INLINE void pairs_of_fp8(const char *from, __m512i *to) {
             pairs_of_fp8(OF_8_BITS(k, 2 * i), w);                                                                     \
             DOT(r * 32 + 2 * k + i, w[c])                                                                             \
         }
-DEFINE_TILE(dot, 64, 0, STEP_DOT)
-DEFINE_TILE(dot_int8, 128, 1, STEP_DOT_INT8)
-DEFINE_TILE(dot_fp8, 128, 1, STEP_DOT_FP8)
+DEFINE_TILE(dot, 64, 0, 0, 4, STEP_DOT)
+DEFINE_TILE(dot_int8, 128, 1, 0, 2, STEP_DOT_INT8)
+DEFINE_TILE(dot_fp8, 128, 1, 0, 1, STEP_DOT_FP8)
 #else
 #define dot NULL
 #define dot_int8 NULL
@@ -329,7 +347,14 @@ static run_tile *kernel(const layer *l) {
     return kernels[l->weights_dtype][is_dot(l)];
 }
 
-static void run_panel(const layer *l, run_tile *run, const char *x, float *sums, division by, int64_t panel) {
+/* Whether tiles are of two panels. A processor with two products a cycle may load only one vector of 64 bytes a cycle, a
+ * number spread over it included: 6 rows by 4 vectors take 10 loads for 24 products, 14 by 2 take 16 for 28. */
+INLINE int in_pairs(const layer *l, int64_t rows) {
+    return WIDTH == 16 && rows > MAX_ROWS && !is_dot(l) && !l->group_chunks;
+}
+
+static void run_panel(const layer *l, run_tile *run, const char *x, float *sums, division by, int64_t panel,
+                      int is_paired) {
     const int reads_once = by.tiles == 1 && VECTORS(by.base) == MOST_VECTORS;
     const int64_t shared = by.tiles < MANY_TILES ? BLOCK_CHUNKS : 2 * BLOCK_CHUNKS;
     const int64_t chunks = num_chunks(l), group = l->group_chunks;
@@ -343,14 +368,17 @@ static void run_panel(const layer *l, run_tile *run, const char *x, float *sums,
             const int64_t first = first_row(by, i), rows = first_row(by, i + 1) - first;
             const char *const weights = (const char *)l->weights + (panel * chunks + chunk) * CHUNK_BYTES;
             const int64_t some = chunks - chunk < block ? chunks - chunk : block;
+            const int64_t is_next = is_paired && chunk + SHARED_AHEAD >= chunks; /* pair of panels */
+            const int64_t far = ahead + is_next * chunks * CHUNK_BYTES;
             const tile of = {
                 .weights = weights,
                 .x = x + (first * chunks + rows * chunk) * x_bytes(l),
                 .sums = sums + first * COLUMNS,
+                .next = is_paired ? chunks * CHUNK_BYTES : 0,
                 .chunks = some,
                 .is_first = chunk == 0,
                 .scales = scales ? scales + chunk / group * COLUMNS : NULL,
-                .fetch = i >> share ? NULL : weights + ahead + (i * some * CHUNK_BYTES >> share),
+                .fetch = i >> share ? NULL : weights + far + (i * some * CHUNK_BYTES >> share),
                 .share = share,
             };
             run(&of, (int)rows);
@@ -381,20 +409,23 @@ void pdkv_linear(const layer *l, const void *x, int64_t x_stride, const void *re
     if (rows == 0) return;
 #pragma omp parallel num_threads((int)num_threads) if (num_threads > 1)
     {
-        float sums[BLOCK_ROWS * COLUMNS] __attribute__((aligned(64)));
+        float sums[2 * BLOCK_ROWS * COLUMNS] __attribute__((aligned(64)));
         const division blocks = divide(rows, BLOCK_ROWS); /* equal ones: a small one would read all weights for few rows */
         for (int64_t b = 0; b < blocks.tiles; b++) {
             const int64_t row = first_row(blocks, b), count = first_row(blocks, b + 1) - row;
-            const division by = divide(count, MAX_ROWS);
+            const int pairs = in_pairs(l, count);
+            const division by = divide(count, pairs ? PAIRED_ROWS : MAX_ROWS);
             if (!in_place(&a)) {
                 lay_out_block(&a, row, by, count);
 #pragma omp barrier
             }
             const char *const block = in_place(&a) ? x : scratch;
 #pragma omp for schedule(static)
-            for (int64_t panel = 0; panel < panels; panel++) {
-                run_panel(l, run, block, sums, by, panel);
+            for (int64_t panel = 0; panel < panels; panel += 1 + pairs) {
+                const int is_paired = pairs && panel + 1 < panels;
+                run_panel(l, run, block, sums, by, panel, is_paired);
                 write_panel(&a, sums, row, count, panel);
+                if (is_paired) write_panel(&a, sums + BLOCK_ROWS * COLUMNS, row, count, panel + 1);
             }
         }
     }
@@ -440,7 +471,7 @@ static void multiply_group(const layer *const *layers, const int64_t *ends, int6
 #pragma omp for schedule(dynamic, 4)
         for (int64_t i = 0; i < n * panels; i++) {
             const some_rows *const own = &taken[i / panels];
-            run_panel(own->of.of, kernel(own->of.of), own->of.scratch, sums, own->by, i % panels);
+            run_panel(own->of.of, kernel(own->of.of), own->of.scratch, sums, own->by, i % panels, 0);
             write_panel(&own->of, sums, own->row, own->count, i % panels);
         }
     }

@@ -15,6 +15,7 @@ typedef struct {
     const float *scales; /* of 8 bits: (32,), by which what these chunks add is multiplied; NULL: 1 */
     const char *fetch; /* weights that will be needed soon, as many bytes as these chunks have >> share; NULL: none */
     int64_t share;
+    int64_t next;      /* how far behind these weights those of a second panel lie; 0: none */
 } tile;
 
 typedef void run_tile(const tile *, int rows);
