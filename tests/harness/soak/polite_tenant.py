@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import sys
 import time
 from typing import Any
@@ -24,6 +25,7 @@ SHAPED_EVERY = 4
 
 PROMPT_TOKENS, MAX_TOKENS = 48, 32
 FILLER_TOKENS = 64
+_BODY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 _BOUND_S = 120.0
 SHAPE = {
     "type": "object",
@@ -46,11 +48,15 @@ class Polite:
         self.gaps_ms: list[float] = []
         self.shaped_ms: list[float] = []
         self.failed: list[str] = []
+        self._rng = random.Random(os.getpid())
 
-    async def stream(self, number: int) -> None:
-        """One stream, no prompt twice."""
-        prompt = [3 + (number * 7 + i) % 250 for i in range(PROMPT_TOKENS - 1)] + [3 + number // 250 % 250]
-        body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True}
+    def prompt(self, num_tokens: int) -> list[int]:
+        """A prompt that no process asked for before: what is cached costs less, in engines and in a key's books."""
+        return [3 + self._rng.randrange(250) for _ in range(num_tokens)]
+
+    async def stream(self) -> None:
+        """One stream."""
+        body = {**_BODY, "prompt": self.prompt(PROMPT_TOKENS), "max_tokens": MAX_TOKENS, "stream": True}
         began = last = time.perf_counter()
         num_events, tail = 0, ""
         async with self.client.stream("POST", "/v1/completions", json=body) as reply:
@@ -74,10 +80,9 @@ class Polite:
             raise ValueError(f"{answer!r} has another shape")
         self.shaped_ms.append(1e3 * (time.perf_counter() - began))
 
-    async def filler(self, number: int) -> None:
+    async def filler(self) -> None:
         """Tokens, and nothing is measured."""
-        prompt = [3 + (number * 11 + i) % 250 for i in range(FILLER_TOKENS)]
-        body = {"prompt": prompt, "max_tokens": FILLER_TOKENS, "temperature": 0, "ignore_eos": True}
+        body = {**_BODY, "prompt": self.prompt(FILLER_TOKENS), "max_tokens": FILLER_TOKENS}
         (await self.client.post("/v1/completions", json=body)).raise_for_status()
 
     async def guarded(self, asked: Any, what: str) -> None:
@@ -114,7 +119,7 @@ async def _main(host: str, port: int, key: str, tokens_per_s: float) -> None:
     period_s = 2 * FILLER_TOKENS / tokens_per_s if tokens_per_s else PERIOD_S
     due, tasks, number = time.monotonic(), set[asyncio.Task[None]](), 0
     while not ended.done():
-        asked = [tenant.filler(number)] if tokens_per_s else [tenant.stream(number)]
+        asked = [tenant.filler()] if tokens_per_s else [tenant.stream()]
         if not tokens_per_s and number % SHAPED_EVERY == 0:
             asked.append(tenant.shaped(number))
         for one in asked:

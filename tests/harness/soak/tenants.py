@@ -31,6 +31,7 @@ from soak.small_launch import launched
 
 FLAGS = ("--kv-cache-memory", "64MiB", "--max-num-seqs", "64", "--in-turn-below-s", "0.05")
 MAX_FACTOR = 1.3
+MIN_SHARE = 0.8  # of the hostile tenant's tokens, for the polite one: with fewer, two different loads are compared
 MAX_MORE_RESIDENT = 100 << 20
 LATE_S = 1.0
 TENANTS = ("victim", "hostile", "polite")
@@ -133,7 +134,7 @@ def disturb(deployment: Running, keys: dict[str, str], seconds: float) -> Result
     if deployment.child_pid("pd router") != router or deployment.pids() != engines:
         result.violations.append("a process ended")
     result.violations += tracebacks(deployment.lines)
-    _judge(result)
+    judge(result)
     return result
 
 
@@ -155,7 +156,8 @@ def _found(deployment: Running, key: str) -> dict[str, float]:
     }
 
 
-def _judge(result: Result) -> None:
+def judge(result: Result) -> None:
+    """Note what was wrong."""
     for name, seen in (("hostile", result.victim), ("polite", result.victim_before)):
         result.violations += [f"beside the {name} tenant: {text}" for text in seen["failed"]]
     result.violations += [f"a means gave up: {text}" for text in result.hostile["broken"]]
@@ -166,6 +168,8 @@ def _judge(result: Result) -> None:
     more = int(result.health["resident_worst"] - result.health["resident_before"])
     if more > MAX_MORE_RESIDENT:
         result.violations.append(f"the router's memory grew by {more >> 20} MiB")
+    if (polite := result.tokens["polite"]) < MIN_SHARE * (hostile := result.tokens["hostile"]):
+        result.slow.append(f"the polite tenant was granted {polite} tokens, and the hostile one {hostile}: too few")
     if result.late_s > LATE_S:
         result.slow.append(f"an engine was late by {result.late_s} s")
     for name in ("ttft", "gap"):
