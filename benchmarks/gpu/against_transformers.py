@@ -2,14 +2,12 @@
 
 import gc
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks.gpu import host_gaps
-from benchmarks.models import find_model, models_folder
 from benchmarks.report import Claim
 from pdkv import LLM, SamplingParams
 from pdkv.connector_kit.bench.turns import times_in_turns
@@ -45,6 +43,13 @@ def _logprobs(model: Any, prompt: list[int], output: list[int]) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, tokens[0, len(prompt) :, None])[:, 0].cpu()
 
 
+def bytes_of_step(model: Path) -> int:
+    """What a step reads of the weights: of the embedding a row per token, which is nothing beside the others."""
+    config = load_model_config(model)
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return size - config.vocab_size * config.hidden_size * getattr(torch, config.dtype).itemsize
+
+
 class Card(NamedTuple):
     """What a card does in a second."""
 
@@ -56,65 +61,43 @@ class Card(NamedTuple):
         weights and of the KV before it.
         """
         config = load_model_config(model)
-        size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-        item = getattr(torch, config.dtype).itemsize
-        size -= config.vocab_size * config.hidden_size * item  # the embedding, of which a step reads a row per token
+        size, item = bytes_of_step(model), getattr(torch, config.dtype).itemsize
         kv = 2 * config.num_layers * config.num_kv_heads * config.head_size * item  # bytes of a token
         steps = range(1, output_len)
         read = len(steps) * size + BATCH * kv * sum(input_len + step for step in steps)
         return read / self.copied + 2 * size / item * BATCH * input_len / self.multiplied
 
 
-def speed(device: str, is_tiny: bool, card: Card) -> Iterator[Claim]:
+def speed(model: Path, device: str, dtype: torch.dtype, card: Card, *, is_tiny: bool) -> Iterator[Claim]:
     """Tokens/s of a batch, of those that the card allows, beside those of transformers; then the engine's host gaps."""
-    size, dtype = ("tiny", torch.float32) if is_tiny else ("8b", torch.bfloat16)
     input_len, output_len = (16, 4) if is_tiny else (INPUT_LEN, OUTPUT_LEN)
     batches = (4, 8) if is_tiny else host_gaps.BATCHES
     prompts = [[(7 * i + j) % 4000 + 2 for j in range(input_len)] for i in range(BATCH)]
-    with models_folder() as folder:
-        model = find_model(folder, size, device)
-        took = {"transformers": _time_transformers(model, device, dtype, prompts, output_len)}
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        most = max(BATCH, *batches)
-        options: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "max_model_len": 512}
-        with LLM(model, device=device, max_num_seqs=most, **options) as llm:
-            took["pdkv"] = _time_pdkv(llm, prompts, output_len)
-            rates = {f"{name} tok/s": BATCH * output_len / seconds for name, seconds in took.items()}
-            least_s = card.least_s(model, input_len, output_len)
-            rates |= {
-                "bound tok/s": BATCH * output_len / least_s,
-                "of transformers": took["transformers"] / took["pdkv"],
-            }
-            name = (
-                f"{size}, {BATCH} x {input_len} in, {output_len} out: tokens/s / what the card's copy and matmul allow"
-            )
-            yield Claim(name, least_s / took["pdkv"], 0.85, "higher", rates)
-            for batch in batches:
-                yield host_gaps.claim(llm, batch, size, device)
+    took = {"transformers": _time_transformers(model, device, dtype, prompts, output_len)}
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    most = max(BATCH, *batches)
+    options: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "max_model_len": 512}
+    with LLM(model, device=device, max_num_seqs=most, **options) as llm:
+        took["pdkv"] = _time_pdkv(llm, prompts, output_len)
+        least_s = card.least_s(model, input_len, output_len)
+        rates = {f"{name} tok/s": BATCH * output_len / seconds for name, seconds in (took | {"bound": least_s}).items()}
+        rates["of transformers"] = took["transformers"] / took["pdkv"]
+        shape = f"{model.name}, {BATCH} x {input_len} in, {output_len} out"
+        name = f"{shape}: tokens/s / what the card's copy and matmul allow"
+        yield Claim(name, least_s / took["pdkv"], 0.85, "higher", rates)
+        for batch in batches:
+            yield host_gaps.claim(llm, batch, model.name, device)
 
 
-def _time_transformers(
-    model: Path, device: str, dtype: torch.dtype, prompts: list[list[int]], output_len: int
-) -> float:
-    """Seconds for the batch; the median of rounds."""
-    generate = partial(_generate, _load(model, device, dtype), torch.tensor(prompts, device=device), output_len)
-    return times_in_turns({"": generate}, ROUNDS)[""].median / 1e3
-
-
-@torch.inference_mode()
-def _generate(model: Any, tokens: torch.Tensor, output_len: int) -> list[list[int]]:
-    """To the host, so that it has ended."""
-    output: list[list[int]] = model.generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        do_sample=False,
-        min_new_tokens=output_len,
-        max_new_tokens=output_len,
-        pad_token_id=0,
-    ).tolist()
-    return output
+def _time_transformers(path: Path, device: str, dtype: torch.dtype, prompts: list[list[int]], output_len: int) -> float:
+    """Seconds for the batch, whose tokens come to the host; the median of rounds."""
+    model, tokens = _load(path, device, dtype), torch.tensor(prompts, device=device)
+    lengths = {"min_new_tokens": output_len, "max_new_tokens": output_len}
+    options = {"attention_mask": torch.ones_like(tokens), "do_sample": False, "pad_token_id": 0, **lengths}
+    with torch.inference_mode():
+        return times_in_turns({"": lambda: model.generate(tokens, **options).tolist()}, ROUNDS)[""].median / 1e3
 
 
 def _time_pdkv(llm: LLM, prompts: list[list[int]], output_len: int) -> float:

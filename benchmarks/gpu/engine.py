@@ -2,37 +2,23 @@
 tokens a second, of those that the card's copy and matmul allow; and how long the device waits for its host.
 """
 
-import json
-import tempfile
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from benchmarks.gpu import host_gaps
-from benchmarks.gpu.against_transformers import Card, speed
+from benchmarks.gpu.against_transformers import Card, bytes_of_step, speed
 from benchmarks.gpu.kernels import FULL, SMALL, Bench
+from benchmarks.models import find_model, models_folder
 from benchmarks.repeated_step import RepeatedStep
 from benchmarks.report import Claim
 from pdkv.connector_kit.bench.turns import times_in_turns
 from pdkv.engine.worker.graphs import decode_sizes, make_recorder, prompt_sizes
-from pdkv.models.config import ModelConfig, load_model_config
+from pdkv.models.config import load_model_config
 from pdkv.models.decoder import Decoder
-from pdkv.models.linear import linear_kind
-from pdkv.models.loader import Loader
-
-SHAPE = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128_256,
-    "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16", "eos_token_id": 128_001, "bos_token_id": 128_000,
-}  # fmt: skip
-TINY = {
-    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 512, "eos_token_id": 1, "bos_token_id": 0,
-}  # fmt: skip
+from pdkv.models.loader import load_decoder
 
 
 class Case(NamedTuple):
@@ -53,42 +39,21 @@ CHUNK = 192
 ROUNDS = 5
 
 
-class RandomWeights:
-    """Tensors of any name, made where they are used."""
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
-        self._dtype = dtype
-        self.num_bytes = 0
-
-    def __contains__(self, name: str) -> bool:
-        return True
-
-    def get(self, name: str, shape: tuple[int, ...], part: tuple[slice, ...] = ()) -> torch.Tensor:
-        """Numbers that keep activations at their size."""
-        tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
-        tensor = tensor.normal_(std=0.02) if len(shape) > 1 else tensor.fill_(1.0)
-        self.num_bytes += tensor.nbytes
-        return tensor[part]
-
-
 def run(device: str, scale: str) -> Iterator[Claim]:
     """One claim for each number of sequences, one beside transformers, and one for each batch of an engine."""
     where, dtype = torch.device(device), torch.float32 if device == "cpu" else torch.bfloat16
     is_tiny = scale == "tiny"
     bench = Bench(where, dtype, SMALL if is_tiny else FULL, 1 if is_tiny else 10)
     copied, multiplied = bench.copy_yardstick(), bench.matmul_yardstick()
-    config = _config(SHAPE | TINY if is_tiny else SHAPE)
-    weights = RandomWeights(where, dtype)
-    model = Loader(weights, config, dtype, where, linear_kind(dtype, where)).decoder(2048)
-    embedding = config.vocab_size * config.hidden_size * dtype.itemsize  # of which a step reads a row per token
-    num_bytes = weights.num_bytes - embedding
-    for case in CASES:
-        one = case._replace(context=64, num_steps=2) if is_tiny else case
-        yield from _claims(one, model, dtype, num_bytes, copied.rate)
-    yield _with_prompt(one, model, dtype, 24 if is_tiny else CHUNK)
-    del model, weights  # the next one needs their memory
-    yield from speed(device, is_tiny, Card(copied.rate * 1e9, multiplied.rate * 1e12))
+    with models_folder() as folder:
+        path = find_model(folder, "tiny" if is_tiny else "8b", device)
+        model = load_decoder(path, load_model_config(path), dtype=dtype, device=where, max_model_len=2048)
+        for case in CASES:
+            one = case._replace(context=64, num_steps=2) if is_tiny else case
+            yield from _claims(one, model, dtype, bytes_of_step(path), copied.rate)
+        yield _with_prompt(one, model, dtype, 24 if is_tiny else CHUNK)
+        del model  # the next one needs its memory
+        yield from speed(path, device, dtype, Card(copied.rate * 1e9, multiplied.rate * 1e12), is_tiny=is_tiny)
 
 
 def _claims(case: Case, model: Decoder, dtype: torch.dtype, num_bytes: int, rate: float) -> Iterator[Claim]:
@@ -119,9 +84,3 @@ def _with_prompt(case: Case, model: Decoder, dtype: torch.dtype, chunk: int) -> 
         figures |= {f"{name} {key}".strip(): value for key, value in found.items()}
     name = f"8B shape, {case.sequences} decodes and {chunk} of a prompt: time in which the device waits for its host"
     return Claim(f"{name} / all of it", figures["waits ms"] / figures["ms"], host_gaps.LIMIT, "lower", figures)
-
-
-def _config(fields: dict[str, object]) -> ModelConfig:
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(fields))
-        return load_model_config(Path(folder))
