@@ -4,7 +4,7 @@ against the reference in float64. On a CPU they run in Triton's interpreter (slo
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import cycle, pairwise
 from typing import Any, NamedTuple
 
@@ -116,7 +116,9 @@ class Bench:
             yield self.torch_attention(new, num_tokens)
             yield self.attention([(new, num_tokens)], _prefill(new, num_tokens), "TFLOP/s")
         yield from self.passes()
-        yield from self.block_copies()
+        for num_layers, num_heads in self.sizes.copies:
+            for to_pool in (False, True):
+                yield self.copy_of_blocks(num_layers, num_heads, to_pool=to_pool)
         for outputs, inputs in self.sizes.row_layers:
             yield self.linear_row(outputs, inputs)
         for rows in self.sizes.linear_rows:
@@ -209,14 +211,8 @@ class Bench:
             seconds = self.seconds(case.call)
             yield Result(case.name, case.shape, seconds * 1e3, case.num_bytes / seconds / 1e9, "GB/s", error)
 
-    def block_copies(self) -> Iterator[Result]:
-        """Random blocks to and from a transfer buffer: all layers, one layer, and half of the heads."""
-        for num_layers, num_heads in self.sizes.copies:
-            for to_pool in (False, True):
-                yield self.copy_of_blocks(num_layers, num_heads, to_pool=to_pool)
-
     def copy_of_blocks(self, num_layers: int, num_heads: int, *, to_pool: bool) -> Result:
-        """Half of a pool's blocks in random order into a buffer, or a buffer into them."""
+        """Half of a pool's blocks in random order into a buffer, or a buffer into them; of so many layers and heads."""
         from pdkv.kernels.kv_copy import copy_units_reference
         from pdkv.kernels.kv_copy_triton import copy_units_triton
 
@@ -323,17 +319,18 @@ class Bench:
         return pool.normal_()
 
 
-_YARDSTICKS = {"gather_blocks": 0.9, "scatter_blocks": 0.9, "rms_norm": 0.8, "silu_mul": 0.8, "pass_heads": 0.8}
-"""Kernels that copy, or compute little: the least share of the device's own copy."""
-
-_LINEARS = {
+_WANTED = {
+    **dict.fromkeys([("gather_blocks", "GB/s"), ("scatter_blocks", "GB/s")], ("copy", 0.9)),
+    **dict.fromkeys([("rms_norm", "GB/s"), ("silu_mul", "GB/s"), ("pass_heads", "GB/s")], ("copy", 0.8)),
+    ("paged_attention", "GB/s"): ("copy", 0.9),
+    ("paged_attention", "TFLOP/s"): ("torch_attention", 0.75),
     ("linear_row", "GB/s"): ("copy", 0.85),
     ("linear_int4", "GB/s"): ("copy", 0.6),
     ("linear_int4", "TFLOP/s"): ("matmul", 0.6),
     ("linear_fp8", "GB/s"): ("copy", 0.6),
     ("linear_fp8", "TFLOP/s"): ("matmul", 1.0),
 }
-"""Layers: what bounds them, few rows and many, and the least share of it."""
+"""What bounds a kernel, of few rows (GB/s) and of many, and the least share of it."""
 
 _STEP_BYTES = 15.1e9
 """What a decode step of Llama 3.1 8B reads."""
@@ -360,23 +357,13 @@ def run(device: str, scale: str) -> Iterator[Claim]:
             yield Claim(f"{name}: of a step that reads 15.1 GB", share, limit, "lower", {"ms": result.milliseconds})
             yield Claim(f"{name}: other tokens than on a CPU", result.max_error, 0.0, "lower", {})
             continue
-        yard, limit = _wanted(result, yardsticks)
+        yardstick, limit = _WANTED[result.name, result.unit]
+        yard = yardsticks[yardstick]
+        limit = 0.7 if result.shape.startswith("decode, 1 x") else limit
         figures = {result.unit: result.rate, f"{yard.name} {yard.unit}": yard.rate, "ms": result.milliseconds}
         yield Claim(f"{name}: of {yard.name}", result.rate / yard.rate, limit, "higher", figures)
         bound = _MAX_ERROR[torch.bfloat16 if result.name == "linear_fp8" else dtype]
         yield Claim(f"{name}: error over bound", result.max_error / bound, 1.0, "lower", {"error": result.max_error})
-
-
-def _wanted(result: Result, yardsticks: Mapping[str, Result]) -> tuple[Result, float]:
-    """What a result is compared with, and the least share of it."""
-    if result.name in _YARDSTICKS:
-        return yardsticks["copy"], _YARDSTICKS[result.name]
-    if (result.name, result.unit) in _LINEARS:
-        yardstick, limit = _LINEARS[result.name, result.unit]
-        return yardsticks[yardstick], limit
-    if result.shape.startswith("prefill"):
-        return yardsticks["torch_attention"], 0.75
-    return yardsticks["copy"], 0.7 if result.shape.startswith("decode, 1 x") else 0.85
 
 
 def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
