@@ -32,6 +32,7 @@ class Arrivals(NamedTuple):
 
     interval_s: float
     output_len: int
+    prompt_len: int = PROMPT_LEN
 
 
 def run(context: Context, size: str) -> list[Claim]:
@@ -63,13 +64,17 @@ def run(context: Context, size: str) -> list[Claim]:
 
 def _all_gaps(server: Server, interval_s: float, seconds: float) -> dict[int, float]:
     """p99 of the gaps in seconds by the load's tokens of output; 0: no load."""
-    run_loop(_gaps(server, None, min(seconds, 3.0)))  # warm
+    p99_gap(server, None, min(seconds, 3.0))  # warm
     loads = {0: None, 1: Arrivals(interval_s, 1), 64: Arrivals(interval_s, 64)}
-    return {key: percentile(run_loop(_gaps(server, load, seconds)), 99) for key, load in loads.items()}
+    return {key: p99_gap(server, load, seconds) for key, load in loads.items()}
+
+
+def p99_gap(server: Server, arrivals: Arrivals | None, seconds: float) -> float:
+    """p99 of the gaps in seconds between tokens within streams that ran so long. Raises RuntimeError if any failed."""
+    return percentile(run_loop(_gaps(server, arrivals, seconds)), 99)
 
 
 async def _gaps(server: Server, arrivals: Arrivals | None, seconds: float) -> list[float]:
-    """Gaps between tokens within streams that ran `seconds`. Raises RuntimeError if anything failed."""
     rng = random.Random(7)
     replies: list[Reply] = []
     prompts: list[Reply] = []
@@ -84,9 +89,9 @@ async def _gaps(server: Server, arrivals: Arrivals | None, seconds: float) -> li
                 return
             length = STREAM_LEN
 
-    async def one_prompt(output_len: int) -> None:
-        prompt = random_prompt(rng, PROMPT_LEN)
-        prompts.append(await complete(server.url, model=server.model, prompt=prompt, max_tokens=output_len))
+    async def one_prompt(load: Arrivals) -> None:
+        prompt = random_prompt(rng, load.prompt_len)
+        prompts.append(await complete(server.url, model=server.model, prompt=prompt, max_tokens=load.output_len))
 
     # Streams begin at different places in their lives, so that they do not all end together.
     tasks = [asyncio.create_task(stream(STREAM_LEN * (i + 1) // NUM_STREAMS)) for i in range(NUM_STREAMS)]
@@ -96,7 +101,7 @@ async def _gaps(server: Server, arrivals: Arrivals | None, seconds: float) -> li
     count = 0
     while arrivals is not None and began + count * arrivals.interval_s < end:
         await asyncio.sleep(began + count * arrivals.interval_s - time.perf_counter())
-        tasks.append(asyncio.create_task(one_prompt(arrivals.output_len)))
+        tasks.append(asyncio.create_task(one_prompt(arrivals)))
         count += 1
     await asyncio.sleep(max(0.0, end - time.perf_counter()))
     for task in tasks:

@@ -81,7 +81,7 @@ def test_the_parts_that_do(tmp_path: Path) -> None:
     claims = claims_of(tmp_path)
     assert [claim["met"] for claim in claims["launch"]] == [True] * 3, done.stderr
     names = [claim["name"].split(":")[0] for claim in claims["transfer"]]
-    assert names[1:] == ["nixl"] * 3 + ["shared_memory"] * 3
+    assert names[1:] == ["nixl"] * 4 + ["shared_memory"] * 4
 
 
 def test_how_long_a_device_waits_between_what_it_does() -> None:
