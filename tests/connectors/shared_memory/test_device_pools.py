@@ -10,13 +10,14 @@ import torch
 from digests_in_torch import use_digests_in_torch
 from recorded_streams import RecordedStreams, check_every_call, use_recorded
 from shared_memory_rig import Engine, Engines, Gate, closing_engines, view
+from traffic import wait_until_true
 from twin_pools import use_twin_pools
 
 from pdkv.connectors.arena.arena import ArenaAddress
-from pdkv.connectors.base import NO_MATCH, RequestView
+from pdkv.connectors.base import NO_MATCH, ConfirmedRange, RequestView
 from pdkv.connectors.step_done import make_step_done
 from pdkv.connectors.transfer.digest import PoolDigests
-from pdkv.wire.kv import ChecksumMode
+from pdkv.wire.kv import ChecksumMode, KVHandoff
 
 torch.set_num_threads(1)
 
@@ -64,6 +65,41 @@ def loads_behind_a_late_step(recorded: RecordedStreams, kv_checksum: ChecksumMod
 @pytest.mark.parametrize("kv_checksum", ["off", "on"])
 def test_a_load_comes_behind_the_readers_step_and_ends_when_it_is_there(kv_checksum: ChecksumMode) -> None:
     check_every_call(lambda recorded: loads_behind_a_late_step(recorded, kv_checksum))
+
+
+@pytest.mark.parametrize("kv_checksum", ["off", "on"])
+def test_a_chunk_is_read_while_the_device_computes_the_next_one(
+    kv_checksum: ChecksumMode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the copy nor the digests at its source wait for the step under way."""
+    recorded = use_recorded(monkeypatch)
+    use_twin_pools(monkeypatch)
+    with closing_engines("cuda") as make:
+        prefill, decode = (make(name, kv_checksum=kv_checksum) for name in "pd")
+        decode.meet(prefill.card)
+        kv, request = torch.randn(3, *prefill.kv.shape[1:]), view("t", kv="handoff", num_tokens=41)
+        prefill.earlier_steps = make_step_done(prefill.kv.device)
+        with recorded.compute.on():
+            prefill.kv.index_copy_(0, torch.tensor(SOURCE[:2]), kv[:2])
+            prefill.earlier_steps.record()
+        recorded.finish()  # its output has been read
+        recorded.compute.hold()
+        with recorded.compute.on():
+            prefill.kv.index_copy_(0, torch.tensor(SOURCE[2:]), kv[2:])
+        prefill.step(confirmed=[ConfirmedRange(request, 0, 32, [SOURCE[:2]], False)])
+        payload = prefill.scheduler.name_confirmed(request, [SOURCE[:2]], 32)
+        assert payload is not None
+        part = KVHandoff("h", 1, "h", prefill.card.engine, prefill.card.epoch, 32, payload, more=True)
+        assert decode.start(view("t", kv="await_peer", num_tokens=41, handoff=part), OWN, 0) == 40
+        wait_until_true(lambda: not decode.workers[0].num_open_jobs, "the first two blocks have been read")
+        assert torch.equal(decode.kv[OWN[:2]], kv[:2])
+        assert not torch.equal(prefill.kv[SOURCE[2:]], kv[2:])
+        recorded.compute.release()
+        recorded.finish()
+        rest = hand_off(prefill)
+        decode.start(rest, OWN, 0)
+        assert not decode.loaded(rest).code
+        assert torch.equal(decode.kv[OWN], kv)
 
 
 def test_what_lands_is_digested_behind_its_copy_in_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:

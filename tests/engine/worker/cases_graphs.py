@@ -191,6 +191,25 @@ def test_steps_with_prompts_whose_capture_fails_are_launched_one_by_one(
     assert "3 of decode steps, 1 of steps with prompts" in caplog.text
 
 
+def test_requests_of_few_tokens_are_launched_apart_from_prompts_whichever_the_plan_names_first(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = Driver(model_dir, decode_sizes=(1,))
+    few = driver.add("few", [3, 4, 5])
+    driver.step({few: 3})
+    launches: list[tuple[int, int]] = []
+    make = attention_kernels._Launch.of
+
+    def note(*arguments: Any) -> Any:
+        launch = make(*arguments)
+        launches.append((launch.num_seqs, launch.num_tokens))
+        return launch
+
+    monkeypatch.setattr(attention_kernels._Launch, "of", note)
+    driver.step({driver.add("prompt", [7] * 12): 12, few: 1})
+    assert launches == driver.model.config.num_layers * [(1, 1), (1, 12)]
+
+
 def play_watched(model_dir: Path, **options: Any) -> None:
     """Nothing but the slots of each step's tokens is written."""
     driver = Driver(model_dir, decode_sizes=SIZES, **options)
