@@ -17,6 +17,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import families, host_gaps, launch
 from benchmarks.gpu.dry_run import dry_run
 from benchmarks.models import FAMILIES
+from benchmarks.report import Claim
 from pdkv.models.family import FAMILIES as SERVED
 
 ROOT = Path(__file__).parent.parent.parent
@@ -118,6 +119,21 @@ def test_a_part_that_is_not_done_in_time_ends_with_its_servers(
     wait_until_true(all_are_gone, "the end of what the part started")
     said = capsys.readouterr().out
     assert said.splitlines()[-3:] == ["failed:", "launch: FAILED: not done in 3 s", "engine: not begun"]
+
+
+def test_a_figure_that_is_missed_is_named_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def part(name: str, options: object, left_s: float, claims: list[Claim]) -> str:
+        claims += [Claim(f"{name} {ratio}", ratio, 0.5, "higher", {}) for ratio in (0.6, 0.4)]
+        return ""
+
+    monkeypatch.setattr(gpu, "_run_part", part)
+    assert gpu.main(["launch", "kernels", "--device", "cpu", "--scale", "tiny", "--out", str(tmp_path)]) == 1
+    first, *missed = capsys.readouterr().out.splitlines()[-3:]
+    assert first == "failed:"
+    assert [line.split(" | ")[1] for line in missed] == ["launch 0.4", "kernels 0.4"]
+    assert [len(claims) for claims in claims_of(tmp_path).values()] == [2, 2]
 
 
 def test_without_a_card_make_gpu_says_of_each_part_why_it_is_skipped() -> None:
