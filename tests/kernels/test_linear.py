@@ -1,10 +1,8 @@
 """The compiled linear layers against torch in float64: every kernel, odd sizes, what lies beside what they may read."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
+import warm
 from isas import kernels_of
 
 from pdkv.kernels.compiled import levels
@@ -76,7 +74,7 @@ def test_a_weight_is_laid_out_on_all_cpus_of_a_process_whose_steps_have_one_thre
     count = "len(os.listdir('/proc/self/task'))"
     code = f"""import os, torch; torch.set_num_threads(1); from pdkv.kernels.linear import pack; before = {count}
 pack([torch.zeros(640, 64)]); print({count} - before, len(os.sched_getaffinity(0)) - 1)"""
-    added, expected = subprocess.check_output([sys.executable, "-P", "-c", code]).split()
+    added, expected = warm.run([*warm.PYTHON, "-c", code]).stdout.split()
     assert added == expected
 
 

@@ -1,8 +1,6 @@
 """Several ranks compute what one computes, and a rank that does not come is an error with a type."""
 
-import os
 import subprocess
-import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -12,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from rank_threads import join_over_gloo, on_ranks
 from torch.distributed import FileStore
+from warm import PYTHON, WarmPopen
 
 from pdkv.errors import RankError, RankGone, RankTimeout
 from pdkv.models.config import load_model_config
@@ -216,11 +215,8 @@ sys.stdin.read()
 
 def test_a_rank_whose_process_is_killed_is_gone(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
-    search = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", _ANOTHER_RANK, path]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": search}
-    ) as other:
+    command = [*PYTHON, "-c", _ANOTHER_RANK, path]
+    with WarmPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         try:
             ours = join_over_gloo(Shard(0, 2), FileStore(path, 2), 120.0)

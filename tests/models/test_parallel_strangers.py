@@ -5,13 +5,12 @@ import os
 import socket
 import stat
 import subprocess
-import sys
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from rank_threads import on_ranks
+from warm import PYTHON, WarmPopen
 
 from pdkv.errors import RankGone
 from pdkv.models.parallel import TensorParallel, join_ranks
@@ -44,11 +43,8 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 def test_strangers_that_connect_in_a_loop_end_no_rank() -> None:
     """Each connection used to cost a descriptor; without any left, the rank was aborted."""
-    support = str(Path(__file__).parents[1] / "support")
-    with subprocess.Popen(
-        [sys.executable, "-c", _RANKS],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": support},
-    ) as ranks, contextlib.ExitStack() as connections:  # fmt: skip
+    with WarmPopen([*PYTHON, "-c", _RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ranks, \
+            contextlib.ExitStack() as connections:  # fmt: skip
         assert ranks.stdout is not None
         assert ranks.stdout.readline() == "ready\n"
         for address in listening(ranks.pid):

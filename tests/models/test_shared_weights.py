@@ -8,7 +8,6 @@ import os
 import resource
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 import torch
 from other_weights import merge_adapter, rewrite
+from warm import PYTHON, WarmPopen
 
 from pdkv.host.held_file import HeldFile
 from pdkv.host.huge_pages import can_share_huge_pages
@@ -237,8 +237,8 @@ def child(model: Path, tmp_path: Path) -> Iterator[Callable[[int], "subprocess.P
     running: list[subprocess.Popen[str]] = []
 
     def start(stops_at: int) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-P", "-c", CHILD, str(model), str(tmp_path / "weights"), str(stops_at)]
-        running.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        command = [*PYTHON, "-c", CHILD, str(model), str(tmp_path / "weights"), str(stops_at)]
+        running.append(WarmPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
         return running[-1]
 
     yield start
