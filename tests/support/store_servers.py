@@ -27,6 +27,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from warm import PYTHON, WarmPopen
 
 PATIENT = {"operation_timeout_s": "60", "connect_timeout_s": "60"}
 """Options of stores whose calls must succeed."""
@@ -73,7 +74,7 @@ class StoreServer:
 
     def start(self) -> None:
         """Start it (again), at the same address."""
-        self.process = subprocess.Popen(
+        self.process = WarmPopen(
             self._command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
@@ -173,7 +174,7 @@ class LMCacheServer(StoreServer):
             pytest.skip("lmcache is not installed")
         held = hold_port()
         port = held.getsockname()[1]
-        command = [sys.executable, "-P", "-c", _LMCACHE, "127.0.0.1", str(port)]
+        command = [*PYTHON, "-c", _LMCACHE, "127.0.0.1", str(port)]
         super().__init__(f"lmcache://127.0.0.1:{port}", command, "Server started at", held)
 
 
