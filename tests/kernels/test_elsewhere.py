@@ -47,7 +47,7 @@ def lines(file: str, flags: list[str], compiler: str, runner: list[str], program
 
 
 @pytest.mark.parametrize(
-    "file", [pytest.param(file, marks=pytest.mark.slow) if "linear" in FILES[file] else file for file in FILES]
+    "file", [pytest.param(file, marks=pytest.mark.slow) if "passes" in FILES[file] else file for file in FILES]
 )
 def test_neon_gives_what_this_host_gives(file: str, libraries: Any, tmp_path: Path) -> None:
     (flags,) = (flags for sources, flags in libraries if file in sources)
