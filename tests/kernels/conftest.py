@@ -44,10 +44,11 @@ def in_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     if device.type == "cpu":
         from pdkv.engine.worker.attention import cuda as attention_cuda
         from pdkv.kernels import kv_copy
+        from pdkv.kernels import paged_attention_triton as attention_kernels
         from pdkv.kernels.kv_copy_triton import write_kv_triton
-        from pdkv.kernels.paged_attention_triton import paged_attention_triton
 
-        monkeypatch.setattr(attention_cuda, "paged_attention", paged_attention_triton)
+        monkeypatch.setattr(attention_kernels, "_PROGRAMS", 4)
+        monkeypatch.setattr(attention_cuda, "paged_attention", attention_kernels.paged_attention_triton)
         monkeypatch.setattr(kv_copy, "write_kv", write_kv_triton)
 
 

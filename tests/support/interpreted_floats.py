@@ -4,16 +4,19 @@ Its own bfloat16 and FP8 are wrong: products are of the bits, rounding is toward
 too large for FP8 becomes another number (Triton 3.6 to 3.9). Here torch converts: to the nearest, ties to even, and
 FP8 e4m3fn saturates as the instruction of GPUs does (PTX, cvt.rn.satfinite). Products are taken in float32.
 
-And without half of its work: it prepares the language anew for each call of a function, and guards each sum of integers
-against overflow.
+And without most of its work: it prepares the language anew for each call of a function, guards each sum of integers
+against overflow, describes each tensor's type anew, and broadcasts what has one shape already.
 """
 
+import functools
+import math
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _DTYPES = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}  # which numpy keeps as bits
@@ -55,6 +58,27 @@ def save_work() -> None:
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
     interpreter.interpreter_builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    interpreter.TensorHandle.__post_init__ = lambda self: None
+    broadcast, describe = TritonSemantic.broadcast_impl_value, tl.block_type.__init__
+    types: dict[Any, dict[str, Any]] = {}
+    shapes = functools.cache(lambda *shape: (tl.constexpr(math.prod(shape)), tl.tuple([*map(tl.constexpr, shape)])))
+    scalar = tl.constexpr(1), tl.tuple([])
+
+    def broadcast_unequal(self: Any, a: Any, b: Any) -> Any:
+        return (a, b) if a.type.is_block() and a.shape is b.shape else broadcast(self, a, b)
+
+    def described(self: Any, element: Any, shape: Any) -> None:
+        key = element.name, *shape
+        if key not in types:
+            describe(self, element, shape)
+            types[key] = vars(self) | {"in_tensors": shapes(*self.shape)}
+        vars(self).update(types[key], element_ty=element)
+
+    def make(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = type.in_tensors if type.is_block() else scalar
+
+    TritonSemantic.broadcast_impl_value, tl.block_type.__init__, tl.tensor.__init__ = broadcast_unequal, described, make
 
 
 def _convert(source: Any, target: Any) -> Any:
