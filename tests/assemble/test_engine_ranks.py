@@ -120,7 +120,7 @@ class Ranked:
         sockets = [self.pairs[rank - 1][1]], self.peers[rank]
         fields = {"config": config, "handoff": handoff, "name": f"tp{config.tp}", "epoch": "1", "kv_shards": 4}
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["busy_device"])
+        context.set_forkserver_preload(["pdkv.assemble.engine"])
         return context.Process(target=follow_on_busy_device, args=(rank, *sockets, 60.0), kwargs=fields)
 
     def worker(self, rank: int) -> RankWorker:

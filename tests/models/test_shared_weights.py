@@ -112,6 +112,10 @@ def load(path: Path, dtype: torch.dtype = torch.float32, shard: Shard | None = N
     return load_decoder(path, config, dtype=dtype, device=torch.device("cpu"), max_model_len=64, parallel=parallel)
 
 
+FAMILIES = ("llama", "qwen2", "deepseek_v3", "qwen3_moe", "gemma2")
+"""Untied, tied or with biases, latent, of experts, tied."""
+
+
 class OneRank(TensorParallel):
     """A rank that loads, and exchanges nothing."""
 
@@ -141,9 +145,12 @@ def addresses(directory: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "deepseek_v3", "qwen3_moe", "gemma2"]
-)  # untied, tied or with biases, latent, of experts, tied
-@pytest.mark.parametrize("how", ["", "int8"])
+    ("family", "how"),
+    [
+        *((family, "") for family in FAMILIES),
+        *(pytest.param(f, "int8", marks=() if f in ("llama", "qwen3_moe") else pytest.mark.slow) for f in FAMILIES),
+    ],
+)
 def test_the_second_maps_all_and_lays_nothing_out(
     family: str, how: str, hf_model: Callable[..., Path], directory: Path, packs: list[str],
     monkeypatch: pytest.MonkeyPatch,
