@@ -114,10 +114,17 @@ def same_for_all(count: int, **values: Any) -> DrawParams:
     return DrawParams(*(np.full(count, (off | values)[name], dtypes.get(name, np.float64)) for name in off))
 
 
+FILTERS = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 50, "top_p": 0.8, "min_p": 0.001}]
+
+
 @needs_compiled_kernel
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "values", [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.02}, {"top_k": 50, "top_p": 0.8, "min_p": 0.001}], ids=str
+    ("values", "dtype"),
+    [
+        pytest.param(v, d, marks=() if d == torch.float32 or v is FILTERS[-1] else pytest.mark.slow, id=f"{v}-{d}")
+        for v in FILTERS
+        for d in DTYPES
+    ],
 )
 def test_a_large_vocabulary(values: dict[str, Any], dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(5)
