@@ -90,7 +90,6 @@ def test_a_signal_ends_it_with_0_while_a_stream_runs(launch: Launch, number: sig
     assert said.index("stopping") < said.index("stopped")
 
 
-@pytest.mark.usefixtures("real_pd")
 def test_a_killed_launcher_leaves_no_process_that_was_stopped(launch: Launch) -> None:
     """F24: what is stopped cannot see that the launcher is gone, so the kernel continues it."""
     deployment = launch("--prefill", "1", "--decode", "1")

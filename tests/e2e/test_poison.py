@@ -10,44 +10,31 @@ from traffic import Answer, Ask, client_of, send_all, wait_for_engines
 POISON = [77] * 8
 """How the prompts begin that no engine survives."""
 
-SITE = f"""
-import importlib.machinery
+CONNECTOR = f"""
 import os
-import sys
+
+from pdkv.connectors.shared_memory.connector import SharedMemoryConnector as Poisoned
+from pdkv.engine.worker.executor import InProcessExecutor
+
+launch, poisons = InProcessExecutor.launch, set()
 
 
-class Patch:
-    '''Ends the process in the step that has a poisonous request, as a kernel would that crashes on it.'''
-
-    def find_spec(self, name, path, target=None):
-        if name != "pdkv.engine.worker.executor":
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        load = spec.loader.exec_module
-
-        def exec_module(module):
-            load(module)
-            launch, poisons = module.InProcessExecutor.launch, set()
-
-            def poisoned(self, plan):
-                poisons.update(new.key for new in plan.new if new.prompt_token_ids[:8] == {POISON})
-                if any(scheduled.key in poisons for scheduled in plan.scheduled):
-                    os._exit(77)
-                return launch(self, plan)
-
-            module.InProcessExecutor.launch = poisoned
-
-        spec.loader.exec_module = exec_module
-        return spec
+def poisoned(self, plan):
+    poisons.update(new.key for new in plan.new if new.prompt_token_ids[:8] == {POISON})
+    if any(scheduled.key in poisons for scheduled in plan.scheduled):
+        os._exit(77)
+    return launch(self, plan)
 
 
-sys.meta_path.insert(0, Patch())
+InProcessExecutor.launch = poisoned
 """
+"""Engines that import it end in the step that has a poisonous request, as with a kernel that crashes on it."""
 
 
 def test_of_three_prompts_that_end_real_engines_and_30_others_those_three_fail(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(SITE)
-    deployment = launch("--prefill", "2", "--decode", "1", environment={"PYTHONPATH": str(tmp_path)})
+    (tmp_path / "poisoned.py").write_text(CONNECTOR)
+    flags = ("--prefill", "2", "--decode", "1", "--connector", "poisoned:Poisoned")
+    deployment = launch(*flags, environment={"PYTHONPATH": str(tmp_path)})
     prompts = [f"Question {i}: " + "and so on, " * (i % 5) for i in range(30)]
     asks = [Ask(prompt, 20, stream=bool(i % 2), fields=FEW_TOKENS) for i, prompt in enumerate(prompts)]
 

@@ -215,53 +215,39 @@ def subreaper() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("subreaper")
-async def test_an_engine_that_nobody_knows_of_ends(lifeline: int) -> None:
-    """F24: its fork server died owing the answer; another process serves under its name by then."""
-    server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
-    ack_socket = AckSocket()
-    try:
-        child = await server.fork_engine(SPEC, ack_socket.child_fd, timeout_s=20)
-        ack_socket.close()
-        assert await child.wait() == 1
-    finally:
-        server.close()
-        await server.child.wait()
-
-
-@pytest.mark.usefixtures("subreaper")
-@pytest.mark.parametrize("how", ["whoever asked is cancelled", "the fork server is killed"])
-async def test_an_engine_that_nobody_knows_of_is_reaped(lifeline: int, how: str) -> None:
-    """It was a zombie as long as the launch lived. Found by a soak."""
+async def test_an_engine_that_nobody_knows_of_ends_and_is_reaped(lifeline: int) -> None:
+    """F24: whoever asked for it is cancelled, or its fork server dies owing the answer. It was a zombie as long as the
+    launch lived, which a soak found.
+    """
     strangers = {child.pid for child in psutil.Process().children()}  # servers of other tests
+    server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
 
-    def others_than(server: ForkServer) -> set[int]:
+    def others() -> set[int]:
         """Children of this process, zombies included."""
         return {child.pid for child in psutil.Process().children()} - {server.child.pid} - strangers
 
-    server = ForkServer("pdkv.connectors.memory.connector:MemoryConnector", lifeline)
-    first, second = AckSocket(), AckSocket()
+    first, second, third = AckSocket(), AckSocket(), AckSocket()
     known = await server.fork_engine(SPEC, first.child_fd, timeout_s=20)
     forking = asyncio.create_task(server.fork_engine(SPEC, second.child_fd, timeout_s=20))
-    if how == "the fork server is killed":
-        asyncio.get_running_loop().remove_reader(server._control)  # its answer is not read
     await asyncio.sleep(0)
     assert not forking.done()  # it has asked
-    if how == "the fork server is killed":
-        await until(lambda: len(others_than(server)) == 2)
-        server.child.send_signal(signal.SIGKILL)
-        await server.child.wait()
-        server.close()
-    else:
-        forking.cancel()
-        await until(lambda: not server._answers)
-    await asyncio.gather(forking, return_exceptions=True)
+    forking.cancel()
+    await until(lambda: not server._answers)
     second.close()
-    await until(lambda: others_than(server) == {known.pid})
+    await until(lambda: others() == {known.pid})
+
+    asyncio.get_running_loop().remove_reader(server._control)  # its answer is not read
+    forking = asyncio.create_task(server.fork_engine(SPEC, third.child_fd, timeout_s=20))
+    await until(lambda: len(others()) == 2)
+    server.child.send_signal(signal.SIGKILL)
+    await server.child.wait()
+    server.close()
+    await asyncio.gather(forking, return_exceptions=True)
+    third.close()
+    await until(lambda: others() == {known.pid})
     first.close()
     assert await known.wait() == 1
-    server.close()
-    await server.child.wait()
-    assert not others_than(server)
+    assert not others()
 
 
 _CLIENT = (
