@@ -44,7 +44,6 @@ def test_first_pass_and_replay_by_a_push_of_a_prompt_whose_decode_has_room(workl
         run_twice(deployment, workload)
 
 
-@pytest.mark.usefixtures("real_pd")
 def test_unequal_blocks_and_ranks(workload: Workload) -> None:
     """F20."""
     shapes = ("--prefill-block-size", "16", "--decode-block-size", "32", "--decode-tp", "2")
