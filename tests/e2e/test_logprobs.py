@@ -49,18 +49,22 @@ def random_prompt(seed: int, length: int) -> list[int]:
     return random.Random(seed).choices(range(2, VOCAB_SIZE), k=length)
 
 
+def check_near(values: Any, expected: torch.Tensor) -> None:
+    told = torch.tensor(values, dtype=torch.float64).reshape(expected.shape)
+    torch.testing.assert_close(told, expected.double(), rtol=0, atol=TOLERANCE)
+
+
 def check_legacy(shown: dict[str, Any], token_ids: Sequence[int], logprobs: torch.Tensor, num_top: int) -> None:
     """The `logprobs` of a completion: `token_ids` drawn at the rows of `logprobs`."""
     assert len(shown["tokens"]) == len(shown["token_logprobs"]) == len(shown["text_offset"]) == len(token_ids)
-    for i, token_id in enumerate(token_ids):
-        row = logprobs[i]
-        assert shown["token_logprobs"][i] == pytest.approx(float(row[token_id]), abs=TOLERANCE)
-        best = row.topk(num_top)
-        expected = best.values.tolist()
-        if token_id not in best.indices:
-            expected.append(float(row[token_id]))
-        values = sorted(shown["top_logprobs"][i].values(), reverse=True)
-        assert values == pytest.approx(expected, abs=TOLERANCE)
+    rows, drawn = logprobs[: len(token_ids)], torch.tensor(token_ids)[:, None]
+    best = rows.topk(num_top)
+    check_near(shown["token_logprobs"], rows.gather(1, drawn)[:, 0])
+    values = [sorted(top.values(), reverse=True) for top in shown["top_logprobs"]]
+    check_near([row[:num_top] for row in values], best.values)
+    is_beside = (best.indices != drawn).all(1)
+    assert [len(row) - num_top for row in values] == is_beside.tolist()
+    check_near([row[-1] for row in values if len(row) > num_top], rows.gather(1, drawn)[is_beside, 0])
 
 
 def check_prompt_logprobs(
@@ -69,16 +73,17 @@ def check_prompt_logprobs(
     """vLLM's `prompt_logprobs`: entry i is of prompt[i], at row i - 1 of `logprobs`."""
     assert len(shown) == len(prompt)
     assert shown[0] is None
-    for i, entry in enumerate(shown[1:], 1):
-        row = logprobs[i - 1]
+    told, ranked = list[tuple[int, int, float]](), list[list[float]]()
+    for row, (token_id, entry) in enumerate(zip(prompt[1:], shown[1:], strict=True)):
         assert entry is not None
-        assert str(prompt[i]) in entry
+        assert str(token_id) in entry
         assert len(entry) in (NUM_TOP, NUM_TOP + 1)
-        for token_id, value in entry.items():
-            assert value["logprob"] == pytest.approx(float(row[int(token_id)]), abs=TOLERANCE)
+        told += [(row, int(token), value["logprob"]) for token, value in entry.items()]
         by_rank = {value["rank"]: value["logprob"] for value in entry.values()}
-        best = row.topk(NUM_TOP).values.tolist()
-        assert [by_rank[rank] for rank in range(1, NUM_TOP + 1)] == pytest.approx(best, abs=TOLERANCE)
+        ranked.append([by_rank[rank] for rank in range(1, NUM_TOP + 1)])
+    at, token_ids, values = ([entry[i] for entry in told] for i in range(3))
+    check_near(values, logprobs[at, token_ids])
+    check_near(ranked, logprobs[: len(ranked)].topk(NUM_TOP).values)
 
 
 def check_reply(reply: dict[str, Any], expected: Expected, model: Oracle) -> None:

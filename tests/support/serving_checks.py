@@ -21,6 +21,7 @@ POLL_S = 0.02
 SOURCES = ("computed", "recomputed", "local_hit", "remote", "store")
 ROLES = ("prefill", "decode", "any")
 ROUTER = "router"  # in place of a role
+COUNTED = ("pdkv_engine_", "pdkv_moves_total", "pdkv_kv_loans_total")
 
 Metrics = dict[tuple[str, ...], int]
 """Samples by (name, role) and, for prompt tokens by source, (name, role, source), summed over a role's engines."""
@@ -105,7 +106,8 @@ def read_books(deployment: Running) -> Books:
 
 def _parse_books(text: str) -> Books:
     counts: Counter[tuple[str, ...]] = Counter()
-    for family in text_string_to_metric_families(text):
+    lines = [line for line in text.splitlines() if line.startswith(COUNTED) and "_total" in line]
+    for family in text_string_to_metric_families("\n".join(lines)):  # they are a part of it
         for sample in family.samples:
             if sample.name == "pdkv_moves_total":
                 counts["moves", ROUTER] = int(sample.value)
@@ -135,9 +137,8 @@ def settled_books(deployment: Running, done: Callable[[Books], bool]) -> Books:
     with httpx.Client(base_url=deployment.url, timeout=REQUEST_BOUND_S, verify=False) as client:
         while True:
             engines = client.get("/topology?fresh=true").json()["engines"]
-            books = _parse_books(client.get("/metrics?fresh=true").text)
-            if at_rest(engines) and done(books):
+            if at_rest(engines) and done(books := _parse_books(client.get("/metrics?fresh=true").text)):
                 return books
             if time.monotonic() > deadline:
-                raise AssertionError(f"not settled: {books}\n{engines}\n{deployment.log}")
+                raise AssertionError(f"not settled: {engines}\n{read_books(deployment)}\n{deployment.log}")
             time.sleep(POLL_S)
