@@ -36,6 +36,13 @@ COMMAND = [*PYTHON, "-m", "pdkv.cli"]
 READ_AT_START = ("PYTHON", "LD_", "GLIBC_", "MALLOC_", "OMP_", "KMP_", "MKL_", "OPENBLAS_")
 """How variables begin that are read when an interpreter starts or a library is loaded."""
 
+MODULES = (
+    "pdkv.cli.main", "pdkv.launch.launcher", "pdkv.launch.router_process", "pydantic.v1", "pdkv.parsers.hermes",
+    "pdkv.parsers.llama3_json", "pdkv.parsers.mistral", "pdkv.parsers.pythonic", "pdkv.connectors.multi.connector",
+    "pdkv.connectors.p2p.connector", "pdkv.connectors.shared_memory.connector", "pdkv.connectors.store.url",
+)  # fmt: skip
+"""What most launchers and routers import when they start, beside what fork servers do."""
+
 IMPORTED = ("sitecustomize.py", "pdkv")
 
 _MAX_REQUEST_BYTES = 128 * 1024
@@ -145,7 +152,7 @@ def _folders(environment: Mapping[str, str]) -> list[str]:
 def _main(control_fd: int) -> None:
     """Import, then fork until nobody asks any more; in what was forked, run the program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for module in (*PRELOADED, "pdkv.cli.main", "pdkv.launch.launcher", "pdkv.launch.router_process"):
+    for module in (*PRELOADED, *MODULES):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # a collection in a child would copy every page that it marks
