@@ -25,6 +25,7 @@ def multi(*names: str, **options: str) -> list[str]:
     return ["--connector", "multi", "--connector-config", *pairs]
 
 
+@pytest.mark.slow  # tests/e2e/test_kv_tiers.py has such a pair, whose engines are killed, in every run
 def test_tokens_over_shared_memory_and_a_store(workload: Workload, tmp_path: Path) -> None:
     """Two passes, then other engines: what they find is the store's, and it is right."""
     flags = multi("shared_memory", "shared_storage", shared_storage__path=f"{tmp_path}/kv")
