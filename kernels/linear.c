@@ -195,8 +195,8 @@ INLINE vec floats_of_fp8(const char *from) {
     }
 #define STEP_INT8(k) STEP_OF_8_BITS(k, floats_of_int8)
 #define STEP_FP8(k) STEP_OF_8_BITS(k, floats_of_fp8)
-DEFINE_TILE(int8, 256, 1, 1, 1, STEP_INT8)
-DEFINE_TILE(fp8, 256, 1, 1, 1, STEP_FP8)
+DEFINE_TILE(int8, 256, 1, 0, 1, STEP_INT8)
+DEFINE_TILE(fp8, 256, 1, 0, 1, STEP_FP8)
 
 #if HAS_DOT
 #define DOT(input, weights) /* each row's pair of inputs by pairs of weights */                                       \
@@ -348,9 +348,10 @@ static run_tile *kernel(const layer *l) {
 }
 
 /* Whether tiles are of two panels. A processor with two products a cycle may load only one vector of 64 bytes a cycle, a
- * number spread over it included: 6 rows by 4 vectors take 10 loads for 24 products, 14 by 2 take 16 for 28. */
+ * number spread over it included: 6 rows by 4 vectors take 10 loads for 24 products, 14 by 2 take 16 for 28. Weights of
+ * 8 bits would be widened more often; 16 rows of float32 are bound by memory. */
 INLINE int in_pairs(const layer *l, int64_t rows) {
-    return WIDTH == 16 && rows > MAX_ROWS && !is_dot(l) && !l->group_chunks;
+    return WIDTH == 16 && !is_dot(l) && rows > (l->weights_dtype == FLOAT32 ? 16 : MAX_ROWS) && l->weights_dtype < INT8;
 }
 
 static void run_panel(const layer *l, run_tile *run, const char *x, float *sums, division by, int64_t panel,
