@@ -351,7 +351,8 @@ static run_tile *kernel(const layer *l) {
  * number spread over it included: 6 rows by 4 vectors take 10 loads for 24 products, 14 by 2 take 16 for 28. Weights of
  * 8 bits would be widened more often; 16 rows of float32 are bound by memory. */
 INLINE int in_pairs(const layer *l, int64_t rows) {
-    return WIDTH == 16 && !is_dot(l) && rows > (l->weights_dtype == FLOAT32 ? 16 : MAX_ROWS) && l->weights_dtype < INT8;
+    const int64_t single = l->weights_dtype == FLOAT32 ? 16 : MAX_ROWS;
+    return WIDTH == 16 && !is_dot(l) && l->weights_dtype < INT8 && rows > single;
 }
 
 static void run_panel(const layer *l, run_tile *run, const char *x, float *sums, division by, int64_t panel,
