@@ -63,6 +63,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ProcessGuard())
     else:
         Deployment.popen = WarmPopen
+        WarmPopen.around = dict(os.environ)
 
 
 LONGEST_FIRST = (

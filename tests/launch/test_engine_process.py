@@ -1,5 +1,6 @@
 """The engine's loop over a scripted core and socket: what wakes it, what it does with messages, how it ends."""
 
+import contextlib
 import math
 import os
 import signal
@@ -209,12 +210,13 @@ def test_a_full_pipe_is_notified_already(notifier: Notifier) -> None:
 def test_weights_are_shared_with_all_launches_but_not_with_other_nodes(
     cpu_bind: str | None, cpus: list[int] | None, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(launch_cpus, "_NODES", tmp_path)
     for node, text in enumerate(("0-3", "4-7")):
         (tmp_path / f"node{node}").mkdir()
         (tmp_path / f"node{node}/cpulist").write_text(text)
-    with RunDirectory() as own, RunDirectory() as other:
+    with tempfile.TemporaryDirectory() as folder, monkeypatch.context() as patch, contextlib.ExitStack() as launches:
+        patch.setattr(tempfile, "tempdir", folder)  # its path is short enough for sockets, and no other launch is there
+        own, other = (launches.enter_context(RunDirectory()) for _ in range(2))
         config = EngineConfig(device="cpu", cpu_bind=cpu_bind)
         spec = EngineSpec(
             name="a", role="any", epoch="1", config=config, handoff=HandoffConfig(), connector=NO_PLAN, endpoint="",

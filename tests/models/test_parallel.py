@@ -1,6 +1,8 @@
 """Several ranks compute what one computes, and a rank that does not come is an error with a type."""
 
+import os
 import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -216,7 +218,8 @@ sys.stdin.read()
 def test_a_rank_whose_process_is_killed_is_gone(tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     command = [*PYTHON, "-c", _ANOTHER_RANK, path]
-    with WarmPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with WarmPopen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as other:
         assert other.stdout is not None
         try:
             ours = join_over_gloo(Shard(0, 2), FileStore(path, 2), 120.0)

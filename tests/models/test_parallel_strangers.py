@@ -5,6 +5,7 @@ import os
 import socket
 import stat
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -43,8 +44,10 @@ def listening(pid: int) -> list[tuple[str, int]]:
 
 def test_strangers_that_connect_in_a_loop_end_no_rank() -> None:
     """Each connection used to cost a descriptor; without any left, the rank was aborted."""
-    with WarmPopen([*PYTHON, "-c", _RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as ranks, \
-            contextlib.ExitStack() as connections:  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with WarmPopen(
+        [*PYTHON, "-c", _RANKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as ranks, contextlib.ExitStack() as connections:  # fmt: skip
         assert ranks.stdout is not None
         assert ranks.stdout.readline() == "ready\n"
         for address in listening(ranks.pid):

@@ -53,6 +53,9 @@ _UNMARKED = "0" * 32
 class WarmPopen(subprocess.Popen[Any]):
     """A command, forked where it is `pd`."""
 
+    around: Mapping[str, str] = os.environ
+    """The environment of the process that forks: one that a test has changed would not serve the others."""
+
     def _execute_child(self, args: Any, *rest: Any) -> None:
         """What starts the process, of the standard library's class."""
         _, preexec_fn, _, pass_fds, cwd, env, _, _, _, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[
@@ -91,7 +94,7 @@ class _Warm:
 
     def __init__(self) -> None:
         self._control, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._environment = {**ENVIRONMENT, **os.environ, MARK: _UNMARKED}
+        self._environment = {**ENVIRONMENT, **WarmPopen.around, MARK: _UNMARKED}
         self._lock = threading.Lock()
         path = [*sys.path, os.environ.get("PYTHONPATH")]  # which a test may have set behind this interpreter's start
         self._process = subprocess.Popen(
