@@ -55,6 +55,7 @@ def test_the_step_thread_is_measured_under_each_connector(tmp_path: Path) -> Non
     claims = step_thread.run(Context(tmp_path, None, quick=True))
     check(claims)
     assert len(claims) >= len([name for name in step_thread.CONNECTORS if "nixl" not in name])
+    assert all(ms > 0 for ms in claims[-1].figures.values())
 
 
 @pytest.mark.slow
