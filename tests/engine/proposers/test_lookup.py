@@ -118,10 +118,3 @@ def test_earlier_outputs_stay_within_their_bound() -> None:
 def test_a_wrong_configuration_is_refused_by_name(config: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_proposer({"num_speculative_tokens": "3", **config})
-
-
-@pytest.mark.parametrize("method", ["ngram", "suffix", "prediction"])
-def test_without_compiled_lookups_these_methods_are_refused(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdkv.engine.proposers.lookup.available", lambda: False)
-    with pytest.raises(ConfigError, match="without a C compiler"):
-        make_proposer({"method": method})
