@@ -23,7 +23,7 @@ LIBRARIES = {
     "codec": (["cachegen", "rans"], EXACT),
     "sampler": (["sampler"], EXACT),
 }
-"""Sources and flags; without a compiler numpy and torch serve, or an option that needs one is refused."""
+"""Sources and flags; without a compiler numpy and torch serve."""
 HEADERS = ["lanes", "passes", "rans", "tiles", "vectors"]
 
 

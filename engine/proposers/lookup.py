@@ -15,7 +15,7 @@ from pdkv.engine.plan import NewRequest
 from pdkv.engine.proposers.base import Asked, Guesses, Place, Proposer, ProposerOptions
 from pdkv.errors import ConfigError
 from pdkv.kernels.int_lists import int32_array
-from pdkv.kernels.ngrams import Job, Texts, available
+from pdkv.kernels.ngrams import Job, Texts
 
 _GRAM = 2
 """Tokens by which a prediction, or an earlier output, is looked up."""
@@ -32,15 +32,6 @@ _Order = Annotated[int, Meta(ge=1, le=64)]
 
 class PredictionProposer(Proposer):
     """Follows the predicted outputs that requests bring along; the other requests have no guesses."""
-
-    def __init__(self, options: Any = None) -> None:
-        """Raises ConfigError: pdkv was installed without a compiler, which lookups need."""
-        super().__init__(options)
-        if not available():
-            text = (
-                "this method's guesses are looked up by a compiled kernel, but pdkv was installed without a C compiler"
-            )
-            raise ConfigError(f"speculative_config: {text}")
 
     def attach(self, place: Place) -> None:
         slots = place.max_num_seqs

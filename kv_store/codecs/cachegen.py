@@ -8,7 +8,7 @@ from typing import ClassVar, Final
 import numpy as np
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
-from pdkv.errors import ConfigError, KVCorrupted, KVNotCodable
+from pdkv.errors import KVCorrupted, KVNotCodable
 from pdkv.kernels import cachegen
 from pdkv.kernels.cachegen import Parts, Shape
 from pdkv.kernels.rans import LANES
@@ -28,12 +28,6 @@ class CacheGenCodec(Codec):
     number: ClassVar[int] = 3
     levels: ClassVar[range] = range(len(_MAX_BITS))
     default_level: ClassVar[int] = 1
-
-    def __init__(self, level: int | None = None) -> None:
-        """Raises ConfigError also if pdkv was installed without a compiler."""
-        super().__init__(level)
-        if not cachegen.available():
-            raise ConfigError("codec cachegen is a compiled kernel, but pdkv was installed without a C compiler")
 
     def max_bytes(self, shape: PartShape) -> int:
         return HEADER_BYTES + _fixed_bytes(shape) + 2 * self._max_words(shape)

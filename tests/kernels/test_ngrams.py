@@ -1,4 +1,4 @@
-"""Lookups of the last tokens in texts: what follows the longest, newest match."""
+"""Lookups of the last tokens in texts, compiled and by numpy: what follows the longest, newest match."""
 
 import random
 from collections.abc import Sequence
@@ -6,7 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from pdkv.kernels import ngrams
 from pdkv.kernels.ngrams import Job, Texts
+
+
+@pytest.fixture(params=["compiled", "numpy"], autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "numpy":
+        monkeypatch.setattr(ngrams, "_look_up", lambda: None)
+    else:
+        assert ngrams.available()
 
 
 def guess(

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from pdkv.kernels import cachegen, compiled, digest, host, linear, passes, prompts, stream
+from pdkv.kernels import cachegen, compiled, digest, host, linear, passes, prompts, rans, stream
 
-MODULES = (compiled, host, digest, stream, linear, passes, prompts, cachegen)
+MODULES = (compiled, host, digest, stream, linear, passes, prompts, cachegen, rans)
 
 
 def _forget() -> None:
