@@ -51,15 +51,8 @@ def _in_store(context: Context, where: str, url: str) -> Claim:
     prefix, rounds = (256, 2) if context.quick else (TOKENS, 7)
     model = find_model(context.models, "tiny" if context.quick else "mid")
     options = (
-        "--threads",
-        "2",
-        "--kv-cache-memory",
-        "1GiB",
-        "--connector",
-        "store",
-        "--connector-config",
-        f"url={url}",
-    )
+        "--threads", "2", "--kv-cache-memory", "1GiB", "--connector", "store", "--connector-config", f"url={url}",
+    )  # fmt: skip
     rng = random.Random(1)
     stored, local = [], []
     with (

@@ -62,7 +62,7 @@ typedef struct {
         const char *weights = t->weights, *x = t->x, *ahead = fetch ? fetch : weights;                                \
         const int64_t apart = fetch ? TOGETHER * 128 >> t->share : 0;                                                 \
         const int64_t next = C > MOST_VECTORS ? t->next : 0;                                                          \
-        const float *const scales = HAS_SCALES && C <= MOST_VECTORS ? t->scales : NULL;                               \
+        const float *const scales = HAS_SCALES ? t->scales : NULL;                                                    \
         EACH_ROW EACH_VECTOR sums[r][c] =                                                                             \
             t->is_first || scales ? (vec){0} : load_float32(SUMS_AT(t->sums));                                        \
         for (int64_t chunk = 0; chunk < t->chunks; chunk++) {                                                         \

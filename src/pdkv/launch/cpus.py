@@ -55,18 +55,22 @@ def numa_node(index: int, nodes: Path = _NODES) -> frozenset[int] | None:
     None: this process may use the CPUs of one node only, or the kernel names no nodes.
     """
     usable = os.sched_getaffinity(0)
-    lists = [path.read_text().strip() for path in sorted(nodes.glob("node[0-9]*/cpulist"))]
-    found = [cpus for text in lists if text and (cpus := usable.intersection(parse_numbers("cpulist", text)))]
+    found = [cpus for of_node in _cpus_of_nodes(nodes).values() if (cpus := usable & of_node)]
     return frozenset(found[index % len(found)]) if len(found) > 1 else None
 
 
 def nodes_of(cpus: Iterable[int] | None) -> str:
     """The NUMA nodes that have these CPUs, such as "0" or "0,1"; "": there is one, or all CPUs are meant."""
-    texts = {path.parent.name[4:]: path.read_text().strip() for path in sorted(_NODES.glob("node[0-9]*/cpulist"))}
-    nodes = {name: parse_numbers("cpulist", text) for name, text in texts.items() if text}
+    nodes = _cpus_of_nodes(_NODES)
     if cpus is None or len(nodes) < 2:
         return ""
-    return ",".join(name for name, of_node in nodes.items() if not set(of_node).isdisjoint(cpus))
+    return ",".join(name for name, of_node in nodes.items() if not of_node.isdisjoint(cpus))
+
+
+def _cpus_of_nodes(folder: Path) -> dict[str, set[int]]:
+    """The CPUs of each NUMA node that has any, by its number."""
+    texts = {path.parent.name[4:]: path.read_text().strip() for path in sorted(folder.glob("node[0-9]*/cpulist"))}
+    return {name: set(parse_numbers("cpulist", text)) for name, text in texts.items() if text}
 
 
 def split_cpu_bind(text: str | None, num_engines: int) -> list[frozenset[int] | None]:
