@@ -1,6 +1,6 @@
 """Connectors against memcpy and against the bare transport below them, as `pd connector bench` measures them."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -30,12 +30,8 @@ QUICK_REGION_BYTES = 1 << 22
 
 def run_shared_memory(context: Context) -> list[Claim]:
     """Loads against memcpy."""
-    rows = _rows(context, "shared_memory", {})
-    claims = [
-        Claim.of(f"mid, {row.tokens} tokens, {row.pattern}, of memcpy", row.ratio_to_memcpy, 0.5, "higher",
-                 _figures(row))
-        for row in rows
-    ]  # fmt: skip
+    rows = _large_and_small(context, "shared_memory", {})
+    claims = _of_memcpy("shared_memory", rows, (0.85, 0.7))
     claims += [_step_thread("shared_memory", rows[0]), _digests(context, "shared_memory", {})]
     return [*claims, _slowdown(context, "shared_memory", {})]
 
@@ -43,20 +39,15 @@ def run_shared_memory(context: Context) -> list[Claim]:
 def run_nixl(context: Context) -> list[Claim]:
     """Pull and push within a host, beside the other paths that there are."""
     claims = []
-    for mode in ("pull", "push"):
+    for mode, limit in (("pull", 0.85), ("push", 0.8)):
         for path, options in list(PATHS.items())[: 1 if context.quick else None]:
             large, _ = rows = _large_and_small(context, "nixl", {"mode": mode, **options})
             if path == "ucx":
                 claims.append(Claim.of(f"{mode} by ucx, 512 KiB pieces, of one READ of the same bytes",
                                        _known(large.ratio_to_raw), 0.9, "higher", _figures(large)))  # fmt: skip
                 continue
-            claims += [
-                Claim.of(f"{mode} by {path}, {piece} pieces, of a memcpy of such pieces from a mapped arena",
-                         _known(row.ratio_to_per_piece), limit, "higher", _figures(row))
-                for piece, limit, row in zip(PIECES, (0.95, 0.7), rows, strict=True)
-            ]  # fmt: skip
-            if path == "arena":
-                claims += [_step_thread(f"nixl {mode}", large), _digests(context, "nixl", {"mode": mode, **options})]
+            claims += _of_memcpy(f"nixl {mode}", rows, (limit, 0.7))
+            claims += [_step_thread(f"nixl {mode}", large), _digests(context, "nixl", {"mode": mode, **options})]
     return [*claims, *_tails(context, "nixl", {"mode": "push"}), _slowdown(context, "nixl", {"mode": "push"})]
 
 
@@ -68,7 +59,7 @@ def run_p2p(context: Context) -> list[Claim]:
         claims += [
             Claim.of(f"{sockets}, {piece} pieces, of one bare message over such a socket", _known(row.ratio_to_raw),
                      limit, "higher", _figures(row))
-            for piece, limit, row in zip(PIECES, (0.95, 0.8), rows, strict=True)
+            for piece, limit, row in zip(PIECES, (0.95, 0.7), rows, strict=True)
         ]  # fmt: skip
         claims.append(_digests(context, "p2p", options))
         if sockets == "unix":
@@ -114,6 +105,14 @@ def _large_and_small(context: Context, connector: str, options: Mapping[str, str
         context, connector, options, patterns=["aged"], layout=SCATTERED, tokens=tokens, piece_bytes=16 * 1024
     )
     return large, small
+
+
+def _of_memcpy(name: str, rows: Sequence[Row], limits: Sequence[float]) -> list[Claim]:
+    """Transfers of blocks of each size, whose bytes are digested, against one memcpy of as many bytes."""
+    return [
+        Claim.of(f"{name}, {piece} pieces, of memcpy", row.ratio_to_memcpy, limit, "higher", _figures(row))
+        for piece, limit, row in zip(PIECES, limits, rows, strict=True)
+    ]
 
 
 def _step_thread(name: str, row: Row) -> Claim:
