@@ -11,7 +11,6 @@ from typing import Any
 import psutil
 import pytest
 from traffic import wait_until_true
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import families, host_gaps, launch
@@ -161,6 +160,8 @@ def test_what_a_part_lacks_without_a_card_is_named_last(
 
 def test_every_family_that_is_served_is_launched(capsys: pytest.CaptureFixture[str]) -> None:
     """Each by a configuration of its own, which a run without a card names."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
     names = {model_type: MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type] for model_type in FAMILIES}
     assert {*names.values()} == {*SERVED.shipped}
     assert "families" in gpu.SETS["full"]

@@ -3,16 +3,17 @@
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import torch
 from deployments import Launch, Running
-from openai import AsyncOpenAI, OpenAI
-from openai_replies import chat, complete, gather
+from openai_replies import chat, client_of, complete, gather
 
 from pdkv.text import Tokenizer
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI, OpenAI
 
 PROMPT = "To be, or not to be, that is the question: whether it is nobler"  # 63 tokens: not a whole number of blocks
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -25,13 +26,13 @@ def deployment(module_launch: Launch) -> Running:
 
 
 @pytest.fixture(scope="module")
-def client(deployment: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=deployment.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+def client(deployment: Running) -> Iterator["OpenAI"]:
+    with client_of(deployment.url) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def letter_ids(client: OpenAI) -> list[int]:
+def letter_ids(client: "OpenAI") -> list[int]:
     """The token ids of a to z."""
     reply = client.completions.create(
         model="served", prompt=ALPHABET, max_tokens=1, extra_body={"return_token_ids": True}
@@ -48,12 +49,12 @@ def spelled(letter_ids: list[int]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def text(client: OpenAI, spelled: dict[str, Any]) -> str:
+def text(client: "OpenAI", spelled: dict[str, Any]) -> str:
     """What the model writes behind the prompt in 24 letters."""
     return complete(client, PROMPT, max_tokens=24, **spelled).only["text"]  # type: ignore[no-any-return]
 
 
-def test_a_chat_is_its_template_completed(client: OpenAI, spelled: dict[str, Any]) -> None:
+def test_a_chat_is_its_template_completed(client: "OpenAI", spelled: dict[str, Any]) -> None:
     messages = [
         {"role": "system", "content": "You count."},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
@@ -67,7 +68,7 @@ def test_a_chat_is_its_template_completed(client: OpenAI, spelled: dict[str, Any
     assert chat(client, messages, max_tokens=12, **spelled).choices == reply.choices
 
 
-def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(client: OpenAI) -> None:
+def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(client: "OpenAI") -> None:
     prompt = "x" * 900
     reply = client.chat.completions.create(
         model="served", messages=[{"role": "user", "content": prompt}], extra_body={"ignore_eos": True}
@@ -77,7 +78,7 @@ def test_a_chat_without_a_limit_goes_on_to_the_end_of_the_context(client: OpenAI
     assert reply.usage.total_tokens == 1024
 
 
-def test_a_stop_string_is_cut_and_named(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
+def test_a_stop_string_is_cut_and_named(client: "OpenAI", text: str, spelled: dict[str, Any]) -> None:
     stop = text[7:10]
     cut = text[: text.index(stop)]
     for stops in (stop, ["no such text", stop]):
@@ -89,12 +90,12 @@ def test_a_stop_string_is_cut_and_named(client: OpenAI, text: str, spelled: dict
     assert (reply.only["text"], reply.only["finish_reason"]) == (first[: first.index(first[4:6])], "stop")
 
 
-def test_the_first_token_may_complete_a_stop_string(client: OpenAI, text: str, spelled: dict[str, Any]) -> None:
+def test_the_first_token_may_complete_a_stop_string(client: "OpenAI", text: str, spelled: dict[str, Any]) -> None:
     reply = complete(client, PROMPT, max_tokens=24, **spelled, stop=text[0])
     assert (reply.only["text"], reply.only["stop_reason"]) == ("", text[0])
 
 
-def test_the_end_of_sequence_ignored_and_put_off(client: OpenAI) -> None:
+def test_the_end_of_sequence_ignored_and_put_off(client: "OpenAI") -> None:
     end: dict[str, Any] = {"max_tokens": 10, "logit_bias": {str(END): 100}}
     ends = complete(client, PROMPT, **end)
     assert (ends.only["text"], ends.only["finish_reason"], ends.usage["completion_tokens"]) == ("", "stop", 1)
@@ -105,13 +106,15 @@ def test_the_end_of_sequence_ignored_and_put_off(client: OpenAI) -> None:
     assert END not in later.only["token_ids"][:5]
 
 
-def test_logit_bias_forces_and_bans(client: OpenAI, letter_ids: list[int], text: str, spelled: dict[str, Any]) -> None:
+def test_logit_bias_forces_and_bans(
+    client: "OpenAI", letter_ids: list[int], text: str, spelled: dict[str, Any]
+) -> None:
     assert complete(client, PROMPT, max_tokens=4, logit_bias={str(letter_ids[4]): 100}).only["text"] == "eeee"
     banned = {**spelled["logit_bias"], str(letter_ids[ALPHABET.index(text[0])]): -100}
     assert text[0] not in complete(client, PROMPT, max_tokens=8, logit_bias=banned).only["text"]
 
 
-def test_a_repeated_prompt_is_cached_but_not_under_another_salt(client: OpenAI) -> None:
+def test_a_repeated_prompt_is_cached_but_not_under_another_salt(client: "OpenAI") -> None:
     prompt = "What only this test asks, and long enough for some blocks of tokens."
 
     def cached(salt: str | None) -> int:
@@ -129,20 +132,24 @@ def test_a_repeated_prompt_is_cached_but_not_under_another_salt(client: OpenAI) 
     assert cached("yours") == 0
 
 
-def test_a_tiny_deadline_is_a_timeout_of_the_server(client: OpenAI) -> None:
-    with pytest.raises(openai.InternalServerError) as late:
+def test_a_tiny_deadline_is_a_timeout_of_the_server(client: "OpenAI") -> None:
+    from openai import InternalServerError
+
+    with pytest.raises(InternalServerError) as late:
         client.completions.create(
             model="served", prompt="x" * 900, max_tokens=100, extra_headers={"x-pd-timeout-s": "0.001"}
         )
     assert (late.value.status_code, late.value.code) == (504, "timeout")
 
 
-def test_many_requests_at_once(client: OpenAI, deployment: Running, spelled: dict[str, Any]) -> None:
+def test_many_requests_at_once(client: "OpenAI", deployment: Running, spelled: dict[str, Any]) -> None:
     """Completions and chat, streamed and not, of 3 to 500 tokens: each gets what it gets alone."""
+    from openai import AsyncOpenAI
+
     prompts = [f"{number}: " + "go on " * (number % 7 * 13) for number in range(32)]
     common: dict[str, Any] = {"model": "served", "max_tokens": 10, "temperature": 0.8, **spelled}
 
-    async def ask(client: AsyncOpenAI, number: int) -> str:
+    async def ask(client: "AsyncOpenAI", number: int) -> str:
         fields = {**common, "seed": number, "stream": bool(number & 1)}
         if number & 2:
             messages = [{"role": "user", "content": prompts[number]}]
@@ -167,7 +174,7 @@ def test_many_requests_at_once(client: OpenAI, deployment: Running, spelled: dic
 
 
 def test_embeddings_are_those_of_transformers_and_of_prefill_engines(
-    deployment: Running, client: OpenAI, served_model: Path
+    deployment: Running, client: "OpenAI", served_model: Path
 ) -> None:
     """More inputs than an engine runs at once, as text and as token ids."""
     texts = [PROMPT[: i % 60 + 1] for i in range(300)]
@@ -178,6 +185,7 @@ def test_embeddings_are_those_of_transformers_and_of_prefill_engines(
     assert (reply.usage.prompt_tokens, reply.usage.total_tokens) == (sum(map(len, texts)),) * 2
     ids = Tokenizer.from_dir(served_model).encode(texts[59])
     [of_ids] = client.embeddings.create(model="served", input=ids, encoding_format="float").data
+    from openai import BadRequestError
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
@@ -187,7 +195,7 @@ def test_embeddings_are_those_of_transformers_and_of_prefill_engines(
     for found in (of_ids.embedding, reply.data[59].embedding):
         assert found == pytest.approx(expected, abs=1e-4)
     for given, words in (("", "must not be empty"), ("x" * 2000, "2000 tokens"), (["x"] * 2049, "2048, got 2049")):
-        with pytest.raises(openai.BadRequestError, match=words):
+        with pytest.raises(BadRequestError, match=words):
             client.embeddings.create(model="served", input=given)
 
 

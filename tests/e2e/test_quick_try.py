@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from deployments import Launch
 
@@ -26,6 +25,8 @@ CODEX: dict[str, Any] = {
 
 
 def test_openais_client_over_a_unix_socket_with_the_key_of_the_environment(launch: Launch, tmp_path: Path) -> None:
+    import openai
+
     path = tmp_path / "pd.sock"
     flags = ("--prefill", "1", "--decode", "1", "--uds", str(path), "--tool-parser", "hermes")
     deployment = launch(*flags, environment={"PDKV_API_KEY": KEY})

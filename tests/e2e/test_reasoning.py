@@ -7,12 +7,15 @@ import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import tokenizers
 from deployments import launches, write_tokenizer
-from openai import OpenAI
+from openai_replies import client_of
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 FIRST_TAG = 258
@@ -25,7 +28,7 @@ TOOLS: Any = [{"type": "function", "function": {"name": "get_time", "parameters"
 
 
 @pytest.fixture(scope="module")
-def client(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+def client(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator["OpenAI"]:
     path = tmp_path_factory.mktemp("models") / "served"
     shutil.copytree(hf_model("llama"), path)
     write_tokenizer(path)
@@ -34,13 +37,11 @@ def client(hf_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFacto
     assert {tag: backend.token_to_id(tag) for tag in IDS} == IDS
     backend.save(str(path / "tokenizer.json"))
     flags = ("--prefill", "1", "--decode", "1", "--tool-parser", "hermes", "--reasoning-parser", "qwen3")
-    with launches(path) as launch:
-        url = launch(*flags).url + "/v1"
-        with OpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-            yield client
+    with launches(path) as launch, client_of(launch(*flags).url) as client:
+        yield client
 
 
-def ask(client: OpenAI, biases: dict[str, int], **fields: Any) -> dict[str, Any]:
+def ask(client: "OpenAI", biases: dict[str, int], **fields: Any) -> dict[str, Any]:
     """The answer, which is the same whole and streamed; the model writes what has most bias where it may."""
     bias = {str(IDS[tag]): value for tag, value in biases.items()}
     fields = {"model": "served", "messages": USER, "seed": 4, "max_tokens": 200, "logit_bias": bias, **fields}
@@ -64,7 +65,7 @@ THINKS = {"<think>": 100, "</think>": 99, "</s>": 100}
 """Thoughts are opening tags, until the dice say that they end."""
 
 
-def test_a_shape_behind_thoughts(client: OpenAI) -> None:
+def test_a_shape_behind_thoughts(client: "OpenAI") -> None:
     answer = ask(client, THINKS, response_format=SHAPE)
     assert answer["reasoning_content"]
     assert json.loads(answer["content"])["zone"] in ("UTC", "CET")
@@ -74,7 +75,7 @@ def test_a_shape_behind_thoughts(client: OpenAI) -> None:
     assert json.loads(at_once["content"])["zone"] in ("UTC", "CET")
 
 
-def test_a_required_call_behind_thoughts(client: OpenAI) -> None:
+def test_a_required_call_behind_thoughts(client: "OpenAI") -> None:
     answer = ask(client, THINKS, tools=TOOLS, tool_choice="required")
     assert answer["reasoning_content"]
     [call] = answer["tool_calls"]
@@ -82,7 +83,7 @@ def test_a_required_call_behind_thoughts(client: OpenAI) -> None:
     assert (answer["content"], answer["finish_reason"]) == (None, "tool_calls")
 
 
-def test_a_call_that_the_model_begins(client: OpenAI) -> None:
+def test_a_call_that_the_model_begins(client: "OpenAI") -> None:
     begins = {"<tool_call>": 100, "<think>": -100, "</s>": 90}
     answer = ask(client, begins, tools=TOOLS, parallel_tool_calls=False)
     [call] = answer["tool_calls"]

@@ -4,15 +4,18 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from enum import Enum
-from typing import Any, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal
 
 import jsonschema
 import pytest
 from client_programs import python_with, run_program
 from deployments import Launch, Running
-from openai import OpenAI, pydantic_function_tool
-from openai.lib.streaming.chat import ContentDeltaEvent
+from openai_replies import client_of
 from pydantic import BaseModel, Field
+
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 USER: Any = [{"role": "user", "content": "Where is it warm?"}]
 
@@ -47,11 +50,17 @@ class Route(BaseModel):
 
 
 MODELS: dict[str, type[BaseModel]] = {"Weather": Weather, "Route": Route}
-TOOLS: Any = [pydantic_function_tool(model) for model in MODELS.values()]
-FREE: Any = [
-    {"type": "function", "function": {name: value for name, value in tool["function"].items() if name != "strict"}}
-    for tool in TOOLS
-]
+
+
+@cache
+def tools_of(*, strict: bool) -> Any:
+    """Both models as functions, whose arguments are their schemas'."""
+    from openai import pydantic_function_tool
+
+    functions: list[Any] = [pydantic_function_tool(model)["function"] for model in MODELS.values()]
+    if not strict:
+        functions = [{name: value for name, value in function.items() if name != "strict"} for function in functions]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 ORDERS = {
@@ -74,13 +83,13 @@ def deployment(module_launch: Launch, request: pytest.FixtureRequest) -> Running
 
 
 @pytest.fixture(scope="module")
-def client(deployment: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=deployment.url + "/v1", api_key="none", max_retries=0, timeout=120) as client:
+def client(deployment: Running) -> Iterator["OpenAI"]:
+    with client_of(deployment.url) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
-def bias(client: OpenAI) -> Bias:
+def bias(client: "OpenAI") -> Bias:
     """A logit_bias by which the model takes one of some characters where it may."""
 
     def bias(*chars: str) -> dict[str, int]:
@@ -94,7 +103,7 @@ def bias(client: OpenAI) -> Bias:
     return bias
 
 
-def ask(client: OpenAI, **fields: Any) -> list[dict[str, Any]]:
+def ask(client: "OpenAI", **fields: Any) -> list[dict[str, Any]]:
     """The choices, asked for whole and streamed; both have to be the same but for ids."""
     fields = {"model": "served", "messages": USER, "temperature": 1, "seed": 3, "max_tokens": 600, **fields}
     whole = [choice.model_dump() for choice in client.chat.completions.create(**fields).choices]
@@ -145,16 +154,17 @@ def check_arguments(calls: list[tuple[str, str]]) -> None:
         MODELS[name].model_validate_json(arguments)
 
 
-@pytest.mark.parametrize("tools", [TOOLS, FREE], ids=["strict", "free"])
-def test_required_calls(client: OpenAI, tools: Any, bias: Bias) -> None:
-    choices = ask(client, tools=tools, tool_choice="required", n=8, logit_bias=bias(END))
+@pytest.mark.parametrize("strict", [True, False])
+def test_required_calls(client: "OpenAI", strict: bool, bias: Bias) -> None:
+    choices = ask(client, tools=tools_of(strict=strict), tool_choice="required", n=8, logit_bias=bias(END))
     for choice in choices:
         assert (len(check_calls(choice)), choice["finish_reason"]) == (1, "tool_calls")
     assert {name for choice in choices for name, _ in calls_of(choice)} == MODELS.keys()
 
 
-def test_several_required_calls_or_one(client: OpenAI, bias: Bias) -> None:
-    fields = {"tools": FREE, "tool_choice": "required", "n": 4, "logit_bias": bias("\n")}  # a call is followed by one
+def test_several_required_calls_or_one(client: "OpenAI", bias: Bias) -> None:
+    newline = bias("\n")  # a call is followed by one
+    fields = {"tools": tools_of(strict=False), "tool_choice": "required", "n": 4, "logit_bias": newline}
     for choice in ask(client, **fields, max_tokens=400):
         assert (choice["finish_reason"], len(calls_of(choice)) > 1) == ("length", True)
         *whole, _ = calls_of(choice)
@@ -163,35 +173,37 @@ def test_several_required_calls_or_one(client: OpenAI, bias: Bias) -> None:
         assert (len(check_calls(choice)), choice["finish_reason"]) == (1, "tool_calls")
 
 
-def test_a_named_tool(client: OpenAI) -> None:
+def test_a_named_tool(client: "OpenAI") -> None:
     choice = {"type": "function", "function": {"name": "Route"}}
-    for answer in ask(client, tools=FREE, tool_choice=choice, n=4, temperature=0):
+    for answer in ask(client, tools=tools_of(strict=False), tool_choice=choice, n=4, temperature=0):
         [(name, _)] = check_calls(answer)
         assert (name, answer["finish_reason"]) == ("Route", "stop")
 
 
-def test_the_model_chooses_between_text_and_calls(client: OpenAI, bias: Bias) -> None:
-    [answer] = ask(client, tools=TOOLS, max_tokens=60)
+def test_the_model_chooses_between_text_and_calls(client: "OpenAI", bias: Bias) -> None:
+    [answer] = ask(client, tools=tools_of(strict=True), max_tokens=60)
     assert answer["message"]["content"]
     shape: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["warm", "cold"]}}}
-    [called] = ask(client, tools=TOOLS, response_format=shape, logit_bias=bias("<", END))
+    [called] = ask(client, tools=tools_of(strict=True), response_format=shape, logit_bias=bias("<", END))
     assert len(check_calls(called)) == 1
-    [answered] = ask(client, tools=TOOLS, response_format=shape, logit_bias=bias('"'))
+    [answered] = ask(client, tools=tools_of(strict=True), response_format=shape, logit_bias=bias('"'))
     assert answered["message"]["content"] in ('"warm"', '"cold"')
     assert answered["finish_reason"] == "stop"
 
 
-def test_models_of_pydantic_are_parsed(client: OpenAI, bias: Bias) -> None:
+def test_models_of_pydantic_are_parsed(client: "OpenAI", bias: Bias) -> None:
     fields: Any = {"model": "served", "messages": USER, "seed": 5, "max_tokens": 600}
     reply = client.chat.completions.parse(**fields, response_format=Route)
     assert isinstance(reply.choices[0].message.parsed, Route)
-    reply = client.chat.completions.parse(**fields, tools=TOOLS, tool_choice="required", logit_bias=bias(END))
+    reply = client.chat.completions.parse(
+        **fields, tools=tools_of(strict=True), tool_choice="required", logit_bias=bias(END)
+    )
     [call, *_] = reply.choices[0].message.tool_calls or []
     assert isinstance(call.function.parsed_arguments, Weather | Route)
     text = ""
     with client.chat.completions.stream(**fields, response_format=Weather) as stream:
         for event in stream:
-            if isinstance(event, ContentDeltaEvent):
+            if event.type == "content.delta":
                 text += event.delta
         final = stream.get_final_completion().choices[0].message
     assert final.content == text
@@ -206,7 +218,7 @@ def test_models_of_pydantic_are_parsed(client: OpenAI, bias: Bias) -> None:
         ({"grammar": 'root ::= [a-c] ("-" [a-c]){2}'}, {"pattern": "^[a-c](-[a-c]){2}$"}),
     ],
 )
-def test_shapes_of_completions(client: OpenAI, shape: dict[str, Any], judge: dict[str, Any]) -> None:
+def test_shapes_of_completions(client: "OpenAI", shape: dict[str, Any], judge: dict[str, Any]) -> None:
     for body in ({"structured_outputs": shape}, {f"guided_{name}": value for name, value in shape.items()}):
         reply = client.completions.create(
             model="served", prompt=["It is", "Then"], n=3, max_tokens=20, seed=1, extra_body=body
@@ -217,7 +229,7 @@ def test_shapes_of_completions(client: OpenAI, shape: dict[str, Any], judge: dic
             assert choice.finish_reason == "stop"
 
 
-def test_json_objects(client: OpenAI, bias: Bias) -> None:
+def test_json_objects(client: "OpenAI", bias: Bias) -> None:
     for answer in ask(client, response_format={"type": "json_object"}, n=4, logit_bias=bias("}", '"', "]")):
         assert isinstance(json.loads(answer["message"]["content"]), dict)
 
@@ -225,10 +237,9 @@ def test_json_objects(client: OpenAI, bias: Bias) -> None:
 # --- the Responses API -----------------------------------------------------------------------------------------------
 
 FIELDS: Any = {"model": "served", "input": "Where is it warm?", "temperature": 0.8, "extra_body": {"seed": 4}}
-TOOL: Any = {"type": "function", **pydantic_function_tool(Weather)["function"]}
 
 
-def test_a_response_is_the_chats_answer(client: OpenAI) -> None:
+def test_a_response_is_the_chats_answer(client: "OpenAI") -> None:
     fields: Any = {**FIELDS, "instructions": "Be brief.", "max_output_tokens": 24}
     whole = client.responses.create(**fields)
     events = list(client.responses.create(**fields, stream=True))
@@ -247,9 +258,10 @@ def test_a_response_is_the_chats_answer(client: OpenAI) -> None:
         assert (usage.input_tokens, usage.output_tokens) == (chat.usage.prompt_tokens, 24)
 
 
-def test_a_function_is_called_and_its_result_sent_back(client: OpenAI) -> None:
+def test_a_function_is_called_and_its_result_sent_back(client: "OpenAI") -> None:
     choice: Any = {"type": "function", "name": "Weather"}
-    fields: Any = {**FIELDS, "tools": [TOOL], "tool_choice": choice}
+    tool = {"type": "function", **tools_of(strict=True)[0]["function"]}
+    fields: Any = {**FIELDS, "tools": [tool], "tool_choice": choice}
     with client.responses.stream(**fields) as stream:
         streamed: Any = stream.get_final_response().output
     whole = client.responses.create(**fields)
@@ -263,7 +275,7 @@ def test_a_function_is_called_and_its_result_sent_back(client: OpenAI) -> None:
     assert after.output[0].type == "message"
 
 
-def test_models_of_pydantic_are_parsed_from_responses(client: OpenAI) -> None:
+def test_models_of_pydantic_are_parsed_from_responses(client: "OpenAI") -> None:
     parsed = client.responses.parse(**FIELDS, text_format=Weather).output_parsed
     assert isinstance(parsed, Weather)
     with client.responses.stream(**FIELDS, text_format=Weather) as stream:
@@ -276,7 +288,7 @@ def test_models_of_pydantic_are_parsed_from_responses(client: OpenAI) -> None:
 def test_thoughts_are_an_item_that_can_be_sent_back(launch: Launch) -> None:
     """The model's thoughts, which DeepSeek's parser takes its answers to begin with, never end."""
     deployment = launch("--prefill", "1", "--decode", "1", "--reasoning-parser", "deepseek_r1")
-    with OpenAI(base_url=deployment.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with client_of(deployment.url) as client:
         fields: Any = {**FIELDS, "max_output_tokens": 12}
         whole = client.responses.create(**fields)
         events = client.responses.create(**fields, stream=True)

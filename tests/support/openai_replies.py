@@ -1,9 +1,11 @@
 """Asks with the official client, whole and streamed; both must say the same."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from openai import OpenAI
+if TYPE_CHECKING:
+    from openai import OpenAI
 
 
 class Reply(NamedTuple):
@@ -24,7 +26,16 @@ class Reply(NamedTuple):
         return choice
 
 
-def complete(client: OpenAI, prompt: Any, **fields: Any) -> Reply:
+@contextmanager
+def client_of(url: str, timeout_s: float = 120) -> Iterator["OpenAI"]:
+    """A client that does not retry. The package takes a second to import: only tests that run need it."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=url + "/v1", api_key="none", max_retries=0, timeout=timeout_s) as client:
+        yield client
+
+
+def complete(client: "OpenAI", prompt: Any, **fields: Any) -> Reply:
     """POST /v1/completions twice: whole, then streamed."""
     fields = {"model": "served", "prompt": prompt, "temperature": 0, **fields}
     whole = client.completions.create(**fields).model_dump()
@@ -32,7 +43,7 @@ def complete(client: OpenAI, prompt: Any, **fields: Any) -> Reply:
     return _compare(whole, [chunk.model_dump() for chunk in chunks])
 
 
-def chat(client: OpenAI, messages: list[dict[str, Any]] | str, **fields: Any) -> Reply:
+def chat(client: "OpenAI", messages: list[dict[str, Any]] | str, **fields: Any) -> Reply:
     """POST /v1/chat/completions twice: whole, then streamed."""
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]

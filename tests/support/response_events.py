@@ -2,12 +2,10 @@
 
 import json
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-
-_EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 DELTAS = {
     "response.output_text.delta": ("text", "response.output_text.done"),
@@ -15,6 +13,13 @@ DELTAS = {
     "response.function_call_arguments.delta": ("arguments", "response.function_call_arguments.done"),
     "response.custom_tool_call_input.delta": ("input", "response.custom_tool_call_input.done"),
 }
+
+
+@cache
+def _event_type() -> TypeAdapter[Any]:
+    from openai.types.responses import ResponseStreamEvent  # a second, which collecting tests does not need
+
+    return TypeAdapter(ResponseStreamEvent)
 
 
 def typed_events(body: bytes) -> list[dict[str, Any]]:
@@ -27,13 +32,15 @@ def typed_events(body: bytes) -> list[dict[str, Any]]:
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         assert event["sequence_number"] == number
-        _EVENTS.validate_python(event, strict=False)
+        _event_type().validate_python(event, strict=False)
         events.append(event)
     return events
 
 
 def whole_of(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The response that a stream ends with, whose items came in order, each as its deltas say."""
+    from openai.types.responses import Response
+
     created, in_progress, *between, end = events
     assert (created["type"], in_progress["type"]) == ("response.created", "response.in_progress")
     assert created["response"] == in_progress["response"]

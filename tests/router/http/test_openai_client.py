@@ -2,26 +2,29 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
 import uvicorn
 import uvloop
 from fake_dispatcher import FakeDispatcher, say, tokens
-from openai import AsyncOpenAI
 from small_app import MODEL, eos, ids, make_app
 from starlette.types import ASGIApp
 
 from pdkv.config import HttpApi
 from pdkv.errors import EngineDied, EngineUnavailable
 
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
 event_loop = uvloop.new_event_loop  # the router's kind
 
 
 @asynccontextmanager
-async def serve(app: ASGIApp) -> AsyncIterator[AsyncOpenAI]:
+async def serve(app: ASGIApp) -> AsyncIterator["AsyncOpenAI"]:
     """A server on a free port, and a client that does not retry."""
+    from openai import AsyncOpenAI
+
     config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", lifespan="off", ws="none")
     server = uvicorn.Server(config)
     config.load()
@@ -91,6 +94,8 @@ async def test_chat_streaming_and_not() -> None:
 
 
 async def test_responses_streaming_and_not() -> None:
+    import openai
+
     async with serve(make_app(FakeDispatcher(say([*ids("hé"), eos()])))) as client:
         whole = await client.responses.create(model=MODEL, input="hi", instructions="Be brief.", store=False)
         assert (whole.output_text, whole.status, whole.usage and whole.usage.output_tokens) == ("hé", "completed", 4)
@@ -128,6 +133,8 @@ async def test_calls_of_functions_and_thoughts_by_responses() -> None:
 
 
 async def test_models_and_headers() -> None:
+    import openai
+
     async with serve(make_app(FakeDispatcher(say(ids("a"))))) as client:
         assert [model.id async for model in client.models.list()] == [MODEL]
         assert (await client.models.retrieve(MODEL)).id == MODEL
@@ -145,6 +152,8 @@ async def test_models_and_headers() -> None:
 
 
 async def test_errors_are_the_clients_own_types() -> None:
+    import openai
+
     async with serve(make_app(FakeDispatcher(lambda _: [EngineUnavailable("none")]))) as client:
         with pytest.raises(openai.BadRequestError) as bad:
             await client.completions.create(model=MODEL, prompt="x", best_of=3)
@@ -158,6 +167,8 @@ async def test_errors_are_the_clients_own_types() -> None:
 
 
 async def test_a_broken_stream_is_an_error_for_the_client() -> None:
+    import openai
+
     died = EngineDied("engine decode-1 died", request_id="r")
     async with serve(make_app(FakeDispatcher(lambda _: [tokens(*ids("a")), died]))) as client:
         stream = await client.completions.create(model=MODEL, prompt="x", stream=True)

@@ -13,7 +13,6 @@ import small_tokenizers
 from asgi_client import Exchange, call
 from coroutines import run
 from fake_dispatcher import FakeDispatcher, tokens
-from openai.types import CreateEmbeddingResponse
 from small_app import MAX_MODEL_LEN, TEMPLATE, ids, make_app, model_config, served
 
 from pdkv.models.pooling_config import Pooling
@@ -44,6 +43,8 @@ def ask(path: str, body: Any, answer: Any = pooling, **changes: Any) -> tuple[Ex
 
 
 def test_embeddings_have_length_one_and_the_order_of_the_inputs() -> None:
+    from openai.types import CreateEmbeddingResponse
+
     got, dispatcher = ask(EMBEDDINGS, {"input": ["a", "bc", "d"], "user": "u", "encoding_format": "float"})
     body = got.json()
     CreateEmbeddingResponse.model_validate(body)

@@ -10,7 +10,6 @@ import small_tokenizers
 from asgi_client import Exchange, begin, call
 from coroutines import run
 from fake_dispatcher import Answer, FakeDispatcher, logprob, say, tokens
-from openai.types.responses import Response
 from recorded_answers import ANSWERS, THOUGHTS, TOOLS, Recorded, Thought
 from response_events import typed_events, whole_of
 from small_app import MODEL, eos, ids, make_app, tokenizer
@@ -37,6 +36,8 @@ def ask(answer: Answer | str, parser: str = "hermes", thinks: str = "none", **fi
 
 def response(exchange: Exchange) -> dict[str, Any]:
     """A response, streamed or not, that is what OpenAI's client takes it for."""
+    from openai.types.responses import Response
+
     assert exchange.status == 200, exchange.body
     if exchange.headers["content-type"].startswith("text/event-stream"):
         return whole_of(typed_events(exchange.body))

@@ -13,9 +13,6 @@ from fake_dispatcher import FakeDispatcher, say
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from openai.types import Completion
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.responses import Response
 from reply_check import check
 from small_app import MODEL, eos, ids, make_app
 from starlette.routing import Route
@@ -89,6 +86,10 @@ def test_the_page_needs_nothing_from_elsewhere() -> None:
 @pytest.mark.parametrize("extras", [{}, {"return_token_ids": True, "n": 2}, {"prompt_logprobs": 1, "stop": "b"}])
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_whole_replies_have_openai_s_types(extras: dict[str, Any], logprobs: bool) -> None:
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion
+    from openai.types.responses import Response
+
     app = make_app(answering())
     asked: dict[str, Any] = {"logprobs": 2} if logprobs else {}
     body = {"prompt": "xy", **asked, **extras}
@@ -102,6 +103,8 @@ def test_whole_replies_have_openai_s_types(extras: dict[str, Any], logprobs: boo
 
 @pytest.mark.parametrize("continuous", [False, True])
 def test_chunks_have_openai_s_type(continuous: bool) -> None:
+    from openai.types.chat import ChatCompletionChunk
+
     options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": continuous}}
     body = {"messages": USER, "logprobs": True, "return_token_ids": True, **options}
     events = run(call(make_app(answering()), "POST", "/v1/chat/completions", body)).events()

@@ -11,7 +11,6 @@ import tokenizers
 from asgi_client import Exchange, call
 from coroutines import run
 from fake_dispatcher import Answer, FakeDispatcher, logprob, say, tokens
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from recorded_answers import ANSWERS, THOUGHTS, TOOLS, Recorded, Thought
 from small_app import MODEL, TEMPLATE, eos, ids, make_app
 
@@ -37,6 +36,8 @@ def ask(answer: Answer | str, parser: str = "hermes", reasoning: str = "none", *
 
 
 def message(exchange: Exchange) -> dict[str, Any]:
+    from openai.types.chat import ChatCompletion
+
     assert exchange.status == 200, exchange.json()
     ChatCompletion.model_validate(exchange.json())
     [choice] = exchange.json()["choices"]
@@ -45,6 +46,8 @@ def message(exchange: Exchange) -> dict[str, Any]:
 
 def streamed(exchange: Exchange, index: int = 0) -> dict[str, Any]:
     """The chunks of one choice put together, by OpenAI's rules for them."""
+    from openai.types.chat import ChatCompletionChunk
+
     events = exchange.events()
     assert events.pop() == "[DONE]"
     whole: dict[str, Any] = {"content": "", "finish_reason": None}
