@@ -125,13 +125,6 @@ def test_a_file_of_something_else_is_a_miss_and_goes(tmp_path: Path, content: by
     assert not path.exists()
 
 
-def test_a_whole_value_of_another_size_stays(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
-    put(store, 1)
-    assert store.get([b"key1"], [memoryview(bytearray(5))]) == [False]
-    assert get(store, 1)
-
-
 def test_a_writer_killed_before_the_rename_leaves_nothing_behind_the_next_start(tmp_path: Path) -> None:
     """F10, F24: what a writer had not finished is invisible; its temporary file goes, that of a live one stays."""
     writer = start(STALLED_WRITER, tmp_path)

@@ -103,10 +103,6 @@ def test_4_bit_layers_compute_what_dense_ones_compute(name: str, tiny_model_dir:
     torch.testing.assert_close(one.add(x, residual), other.add(x, residual), rtol=2.0**-6, atol=2.0**-7)
 
 
-def with_fp8(path: Path) -> ModelConfig:
-    return load_model_config(path).with_fp8_inputs()
-
-
 @pytest.mark.parametrize("is_static", [False, True])
 @pytest.mark.parametrize("name", FP8)
 def test_fp8_layers_are_within_what_rounding_inputs_costs(

@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 import warm
-from shared_memory_rig import WAIT_S, Engine, Engines, Gate, closing_engines, make_layout, view
+from shared_memory_rig import Engine, Engines, Gate, closing_engines, make_layout, view
 from traffic import wait_until_true
 from twin_pools import use_twin_pools
 
 from pdkv.connectors.base import NO_MATCH
-from pdkv.connectors.shared_memory import worker as shared_memory_worker
 from pdkv.errors import ConfigError
-from pdkv.kernels import pool_copy
 from pdkv.wire.kv import EngineCard
 
 torch.set_num_threads(1)
@@ -33,23 +31,6 @@ def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     use_twin_pools(monkeypatch)
     with closing_engines(request.param) as engines:
         yield engines
-
-
-def test_a_queued_load_is_dropped_at_once(make_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill, decode = make_engine("p"), make_engine("d", io_threads="1")
-    decode.meet(prefill.card)
-    gate = Gate(monkeypatch)
-    first, second = (view(name, kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40)) for name in "ab")
-    decode.start(first, [0, 1, 2], 0)
-    gate.wait()
-    decode.start(second, [3, 4, 5], 0)
-    before = decode.kv[[3, 4, 5]].clone()
-    decode.worker.cancel(second.transfer_key, "receive")
-    assert decode.loaded(second).code == "transfer_cancelled"
-    gate.opened.set()
-    assert decode.loaded(first).code == ""
-    assert gate.num_copies == 1
-    assert torch.equal(decode.kv[[3, 4, 5]], before)
 
 
 def test_a_running_load_fails_only_when_its_copy_has_stopped(
@@ -67,42 +48,12 @@ def test_a_running_load_fails_only_when_its_copy_has_stopped(
     assert decode.loaded(request).code == "transfer_cancelled"
 
 
-def test_cancels_after_the_end_are_counted_and_ignored(make_engine: Engines) -> None:
-    prefill, decode = make_engine("p"), make_engine("d")
-    decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
-    decode.worker.cancel(request.transfer_key, "receive")
-    decode.start(request, [0, 1, 2], 0)
-    assert decode.loaded(request).code == ""
-    decode.worker.cancel(request.transfer_key, "receive")
-    assert not decode.worker.get_finished()
-    assert decode.worker.num_unknown_keys == 2
-    decode.start(request, [0, 1, 2], 0)  # the same transfer again, after a preemption
-    assert decode.loaded(request).code == ""
-
-
 def test_a_load_past_its_deadline_fails(make_engine: Engines) -> None:
     prefill, decode = make_engine("p"), make_engine("d", load_timeout_s="1e-9")
     decode.meet(prefill.card)
     request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
     decode.start(request, [0, 1, 2], 0)
     assert decode.loaded(request).code == "transfer_timeout"
-
-
-def test_an_unexpected_error_fails_the_load_and_not_the_thread(
-    make_engine: Engines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    prefill, decode = make_engine("p"), make_engine("d")
-    decode.meet(prefill.card)
-    request = view("t", kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40))
-    with monkeypatch.context() as patch:
-        for module in (shared_memory_worker, pool_copy):
-            patch.setattr(module, "copy_pieces", lambda *_: 1 / 0)
-        decode.start(request, [0, 1, 2], 0)
-        assert decode.loaded(request).code == "transfer_failed"
-    assert "ZeroDivisionError" in caplog.text
-    decode.start(request, [0, 1, 2], 0)
-    assert decode.loaded(request).code == ""
 
 
 @pytest.mark.parametrize(("successor", "code"), [(False, "peer_gone"), (True, "stale_epoch")])
@@ -155,23 +106,6 @@ def test_a_copy_in_flight_outlives_its_peers_removal(make_engine: Engines, monke
     gate.opened.set()
     assert decode.loaded(request).code == ""
     assert torch.equal(decode.tokens([0, 1, 2], 0, 40), prefill.tokens([9, 3, 1], 0, 40))
-
-
-def test_shutdown_ends_loads_in_flight(make_engine: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
-    prefill, decode = make_engine("p"), make_engine("d", io_threads="2")
-    decode.meet(prefill.card)
-    gate = Gate(monkeypatch)
-    requests = [view(n, kv="await_peer", num_tokens=41, handoff=prefill.offer([9, 3, 1], 40)) for n in "abc"]
-    for i, request in enumerate(requests):
-        decode.start(request, [3 * i, 3 * i + 1, 3 * i + 2], 0)
-    gate.wait()
-    gate.wait()
-    stopping = threading.Thread(target=decode.worker.shutdown)
-    stopping.start()
-    gate.opened.set()
-    stopping.join(WAIT_S)
-    assert not stopping.is_alive()
-    assert not [t for t in threading.enumerate() if t.name.startswith("pdkv-load") and t in decode.worker.lanes.threads]
 
 
 @pytest.mark.parametrize(

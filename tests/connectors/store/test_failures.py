@@ -10,7 +10,7 @@ import torch
 from store_rig import WAIT_S, Engine, FaultyStore, MakeEngine, prefill, random_kv, scattered, view
 from traffic import wait_until_true
 
-from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, RequestView, TransferKey
+from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, RequestView
 from pdkv.connectors.transfer.staging import StagingBuffers
 from pdkv.errors import KVNotFound, StoreUnavailable, TransferCancelled, TransferTimeout
 from pdkv.kernels.streams import HOST
@@ -421,15 +421,6 @@ def test_saves_do_not_delay_loads(store: FaultyStore, make: MakeEngine) -> None:
     store.let_go("put")
 
 
-def test_an_unknown_transfer_is_counted_and_ignored(make: MakeEngine) -> None:
-    """F2."""
-    engine = make("o")
-    engine.worker.cancel(TransferKey("nobody", 7), "receive")
-    assert engine.worker.num_unknown_keys == 1
-    engine.collect()
-    assert engine.reported(TransferKey("nobody", 7)) is None
-
-
 def test_a_hundred_transfers_at_once_leave_nothing_behind(store: FaultyStore, make: MakeEngine) -> None:
     source, engine = make("p"), make("o", block_size=32)
     kvs = {}
@@ -446,14 +437,3 @@ def test_a_hundred_transfers_at_once_leave_nothing_behind(store: FaultyStore, ma
         assert torch.equal(engine.tokens([i * 2], 32), kvs[i][:32])
     assert engine.worker.num_open_jobs == 0
     assert not engine.worker._transfers
-
-
-def test_shutdown_ends_what_is_under_way(store: FaultyStore, make: MakeEngine) -> None:
-    engine = make("p")
-    store.hold("put")
-    engine.fill(scattered(64, 16), random_kv(64))
-    engine.confirm(view("a", num_tokens=65), scattered(64, 16), 64)
-    store.wait_held("put")
-    store.let_go("put")
-    engine.close()
-    engine.close()
