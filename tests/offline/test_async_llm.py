@@ -3,8 +3,7 @@
 import asyncio
 import gc
 import threading
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 import warm
-from deployments import link_text_model
 from oracle import oracle
+from traffic import wait_until_true
 
 from pdkv import LLM, AsyncLLM, RequestOutputKind, SamplingParams
 from pdkv.engine.core import EngineCore
@@ -31,11 +30,6 @@ OPTIONS: dict[str, Any] = {"kv_cache_memory": 8 << 20, "threads": 1, "device": "
 
 
 @pytest.fixture(scope="module")
-def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("async-llm"))
-
-
-@pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[AsyncLLM]:
     engine = AsyncLLM(model, **OPTIONS)
     yield engine
@@ -45,7 +39,7 @@ def engine(model: Path) -> Iterator[AsyncLLM]:
 @pytest.fixture
 def llm(engine: AsyncLLM) -> Iterator[AsyncLLM]:
     yield engine
-    wait_until(lambda: is_at_rest(engine))
+    wait_until_true(lambda: is_at_rest(engine), "the engine's thread settles behind its last message")
 
 
 def core_of(llm: AsyncLLM) -> EngineCore:
@@ -63,14 +57,6 @@ def is_at_rest(llm: AsyncLLM) -> bool:
         *(s._in_flight for s in streams),
     ]
     return not any(live) and counts.free + counts.cached == counts.total
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    """The engine's thread settles behind its last message."""
-    deadline = time.monotonic() + 60.0
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
@@ -186,7 +172,7 @@ async def begin(llm: AsyncLLM, request_id: str | None = None, n: int = 1) -> Asy
 async def gone(llm: AsyncLLM) -> None:
     """Within a few steps, long before the model's length ends anything."""
     before = core_of(llm).counters.steps
-    await asyncio.to_thread(wait_until, lambda: is_at_rest(llm))
+    await asyncio.to_thread(wait_until_true, lambda: is_at_rest(llm), "nothing runs")
     assert core_of(llm).counters.steps - before < core_of(llm).card.max_model_len / 4
 
 
@@ -264,7 +250,7 @@ def test_a_wrong_field_is_a_config_error(model: Path) -> None:
     threads = threading.active_count()
     with pytest.raises(ConfigError, match="tp=2 needs one process per rank"):  # on the engine's thread
         AsyncLLM(model, tp=2)
-    wait_until(lambda: threading.active_count() <= threads)
+    wait_until_true(lambda: threading.active_count() <= threads, "its thread has ended")
 
 
 @asynccontextmanager

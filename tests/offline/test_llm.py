@@ -9,18 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from deployments import link_text_model
 
 from pdkv import LLM, SamplingParams
 from pdkv.errors import ConfigError, InvalidRequest
 from pdkv.sampling.shape import StructuredOutputs
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("llm"))
 
 
 @pytest.fixture(scope="module")

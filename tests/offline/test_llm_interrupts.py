@@ -7,18 +7,12 @@ from typing import Any
 
 import pytest
 import warm
-from deployments import link_text_model
 
 from pdkv import LLM, SamplingParams
 from pdkv.errors import EngineUnavailable
 
 PROGRAM = Path(__file__).parents[1] / "support" / "interrupted_llm.py"
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("interrupts"))
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from deployments import link_text_model
 from twin_device import TwinDevice
 
 from pdkv import LLM, SamplingParams
@@ -29,11 +28,6 @@ PARAMS = [
         max_tokens=37, temperature=0.9, seed=2, min_tokens=20, stop="K", bad_words_token_ids=((7,), (9, 11))
     ),
 ]
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("speculation"))
 
 
 def generate(

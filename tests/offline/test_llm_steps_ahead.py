@@ -10,7 +10,6 @@ from types import NoneType
 from typing import Any
 
 import pytest
-from deployments import link_text_model
 from random_proposer import RandomProposer
 
 from pdkv import LLM, SamplingParams
@@ -19,11 +18,6 @@ from pdkv.engine.plan import NewRequest
 from pdkv.engine.step_loop import Ahead
 
 NUM_PROMPTS = 18
-
-
-@pytest.fixture(scope="module")
-def model(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link_text_model(tiny_model_dir, tmp_path_factory.mktemp("steps-ahead"))
 
 
 def asked() -> tuple[list[list[int]], list[SamplingParams]]:

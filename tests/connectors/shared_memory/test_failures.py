@@ -7,30 +7,20 @@ import operator
 import os
 import re
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import warm
-from shared_memory_rig import Engine, Engines, Gate, closing_engines, make_layout, view
+from shared_memory_rig import Engine, Engines, Gate, make_layout, view
 from traffic import wait_until_true
-from twin_pools import use_twin_pools
 
 from pdkv.connectors.base import NO_MATCH
 from pdkv.errors import ConfigError
 from pdkv.wire.kv import EngineCard
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
-    """With pools in host memory, and on devices."""
-    use_twin_pools(monkeypatch)
-    with closing_engines(request.param) as engines:
-        yield engines
 
 
 def test_a_running_load_fails_only_when_its_copy_has_stopped(

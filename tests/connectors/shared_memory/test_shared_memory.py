@@ -1,26 +1,16 @@
 """The shared_memory connector between engines: the right bytes at the right place, or a refusal."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from shared_memory_rig import Engines, Gate, chain, closing_engines, make_layout, view
-from twin_pools import use_twin_pools
+from shared_memory_rig import Engines, Gate, chain, make_layout, view
 
 from pdkv.connectors.base import ASK_AGAIN, NO_MATCH, FinishDecision
 from pdkv.connectors.transfer.block_runs import pack_blocks
 from pdkv.wire.types import MAX_BLOB_BYTES
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def make_engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engines]:
-    """With pools in host memory, and on devices."""
-    use_twin_pools(monkeypatch)
-    with closing_engines(request.param) as engines:
-        yield engines
 
 
 @pytest.mark.parametrize(("source_size", "own_size"), [(16, 16), (32, 32), (16, 32), (32, 16), (48, 16), (32, 48)])

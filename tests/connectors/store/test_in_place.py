@@ -1,15 +1,14 @@
 """Values that are read straight into their blocks: whole ones, and nothing of any other."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from late_step import LateStep
 from store_rig import NUM_BLOCKS, Engine, prefill, scattered, view
 
-from pdkv.connectors.step_done import StepDone
 from pdkv.connectors.store.pieces import Slot
 from pdkv.connectors.store.values import SealedValues
 from pdkv.connectors.transfer.units import UnitPool
@@ -118,25 +117,15 @@ def test_what_the_first_tier_has_lost_comes_from_the_next_one(pair: Pair, store:
     assert torch.equal(pair.reader.tokens(blocks, NUM_TOKENS), pair.kv)
 
 
-class LateStep(StepDone):
-    """It ends when the test says so."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-
-    def wait(self, timeout_s: float) -> None:
-        assert self.ended.wait(timeout_s)
-
-
 def test_nothing_is_written_before_the_step_of_who_had_the_blocks_has_ended(pair: Pair) -> None:
     step = pair.reader.earlier_steps = LateStep()
     request = view("t", kv="await_peer", num_tokens=NUM_TOKENS + 1, handoff=pair.handoff, kv_ready=True, salt="0")
     blocks = scattered(NUM_TOKENS, 16, start=3)
     assert pair.reader.ask(request) == NUM_TOKENS
     pair.reader.start_load(request, blocks, NUM_TOKENS)
-    assert not step.ended.wait(0.1)
+    step.wait_asked()
     assert bool((pair.reader.pools[0] == -1).all())
-    step.ended.set()
+    step.end()
     assert pair.reader.wait(request.transfer_key).code == ""
     assert torch.equal(pair.reader.tokens(blocks, NUM_TOKENS), pair.kv)
 
