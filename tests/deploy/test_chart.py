@@ -21,16 +21,26 @@ from pdkv.config import EngineConfig
 from pdkv.launch.config import HostedEngine
 from pdkv.launch.kv_tiers import plan_with_tiers
 
-helm = pytest.importorskip("helm_python", reason="no wheel of helm-python-sdk for this platform")
-kubernetes_validate = pytest.importorskip("kubernetes_validate")
-kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)  # a megabyte per object
-
 CUSTOM: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "custom_resources.yaml").read_text())
 EVERYTHING = {
     "keda": {"enabled": True},
     "monitoring": {"serviceMonitor": True, "rules": True, "dashboard": True},
     "inferencePool": {"enabled": True, "endpointPicker": {"name": "picker"}},
 }
+
+
+@pytest.fixture(autouse=True, scope="module")
+def helm() -> Any:
+    """85 MB of a library with threads of its own, which no process shall have that only collects this file."""
+    return pytest.importorskip("helm_python", reason="no wheel of helm-python-sdk for this platform")
+
+
+@pytest.fixture(scope="module")
+def kubernetes() -> Any:
+    package = pytest.importorskip("kubernetes_validate")
+    package.utils.schema_contents = cache(package.utils.schema_contents)  # a megabyte per object
+    return package
+
 
 by_file = pytest.mark.parametrize("file", VALUES, ids=lambda file: file.stem)
 
@@ -40,7 +50,7 @@ def of_kind(objects: list[Object], kind: str) -> dict[str, Object]:
 
 
 @by_file
-def test_it_lints_and_what_it_renders_is_valid(file: Path) -> None:
+def test_it_lints_and_what_it_renders_is_valid(file: Path, helm: Any, kubernetes: Any) -> None:
     values = read_values(file)
     report = helm.lint(CHART, values, strict=True)
     assert not report["errors"]
@@ -48,7 +58,7 @@ def test_it_lints_and_what_it_renders_is_valid(file: Path) -> None:
         if found["kind"] in CUSTOM:
             Draft202012Validator(CUSTOM[found["kind"]] | {"$defs": CUSTOM["$defs"]}).validate(found)
         else:
-            kubernetes_validate.validate(found, "1.37", strict=True)
+            kubernetes.validate(found, "1.37", strict=True)
 
 
 @by_file
@@ -89,7 +99,7 @@ def check(arguments: argparse.Namespace) -> None:
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_nonsense_is_refused_by_name(values: Object, named: str) -> None:
+def test_nonsense_is_refused_by_name(values: Object, named: str, helm: Any) -> None:
     with pytest.raises(helm.HelmError, match=named):
         render(values)
 
