@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +145,17 @@ def test_a_worker_that_is_stopped_is_replaced(host: Host) -> None:
     assert host.allowed(A) == [both]
 
 
-COSTLY = lark("start: " + "|".join(f"r{i}" for i in range(20_000)) + "".join(f'\nr{i}: "x{i}"' for i in range(20_000)))
-DEEP = lark("start: r0" + "".join(f'\nr{i}: "a" r{i + 1}' for i in range(50_000)) + '\nr50000: "b"')
-"""Overflows the library's stack."""
+@cache
+def costly() -> Grammar:
+    return lark(
+        "start: " + "|".join(f"r{i}" for i in range(20_000)) + "".join(f'\nr{i}: "x{i}"' for i in range(20_000))
+    )
+
+
+@cache
+def deep() -> Grammar:
+    """It overflows the library's stack."""
+    return lark("start: r0" + "".join(f'\nr{i}: "a" r{i + 1}' for i in range(50_000)) + '\nr50000: "b"')
 
 
 def test_a_worker_that_gets_little_processor_time_is_not_replaced() -> None:
@@ -156,7 +165,7 @@ def test_a_worker_that_gets_little_processor_time_is_not_replaced() -> None:
         made.ask(BITS)
         [pid] = made.pids
         os.kill(pid, signal.SIGSTOP)
-        ticket, books = made.host.ask(COSTLY, ""), made.host._workers
+        ticket, books = made.host.ask(costly(), ""), made.host._workers
         for _ in range(2 * workers.MAX_LOST):
             with books.lock:  # the thread that looks after it has no turn meanwhile
                 before, deadline = process_cpu_ns(pid), time.monotonic() + 60.0
@@ -175,13 +184,13 @@ def test_a_worker_that_gets_little_processor_time_is_not_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grammar", "why"),
-    [(COSTLY, r"more than 0.1 s of processor time to match \(--grammar-time-s\)"), (DEEP, "breaks the library")],
+    ("make", "why"),
+    [(costly, r"more than 0.1 s of processor time to match \(--grammar-time-s\)"), (deep, "breaks the library")],
     ids=["time", "crash"],
 )
-def test_a_grammar_that_costs_too_much_is_given_up_and_no_other(grammar: Grammar, why: str) -> None:
+def test_a_grammar_that_costs_too_much_is_given_up_and_no_other(make: Callable[[], Grammar], why: str) -> None:
     """What goes on beside it in the same process is replayed; the grammar is refused for every tenant at once."""
-    made = Host(time_s=0.1 if grammar is COSTLY else 20.0)
+    grammar, made = make(), Host(time_s=0.1 if make is costly else 20.0)
     try:
         made.open(A, BITS)
         [both] = made.allowed(A)
