@@ -70,16 +70,6 @@ def test_llms_of_one_process_read_each_others_memory() -> None:
         assert answers_of(third) == (ANSWERS, [0, 0, 0])
 
 
-def test_a_damaged_file_is_computed_again(tmp_path: Path) -> None:
-    with make_llm("shared_storage", path=str(tmp_path)) as llm:
-        answers_of(llm)
-    for file in tmp_path.rglob("*"):
-        if file.is_file():
-            file.write_bytes(bytes(file.stat().st_size))
-    with make_llm("shared_storage", path=str(tmp_path), lookup_timeout_s="60") as llm:
-        assert answers_of(llm) == (ANSWERS, [0, 0, 0])
-
-
 class StuckStore(MemoryStore):
     """Saves wait until the test lets them go on, or for ever."""
 

@@ -251,18 +251,6 @@ async def test_death_of_decode_after_the_first_token_touches_no_other_request() 
         assert (moving.flow.attempt, untouched.flow.attempt) == (1, 0)
 
 
-async def test_death_of_decode_before_its_part_begins_goes_unnoticed() -> None:
-    async with live(System(1, 2)) as system:
-        system.backends["prefill-0"].held = True
-        request = make_request()
-        generation = system.dispatcher.start(request)
-        system.backends["decode-0"].die()
-        system.backends["prefill-0"].release()
-        assert (await collect(generation))[0] == expected_output(request)
-        assert generation.decode_engine == "decode-1"
-        assert system.dispatcher.counters.retried == 0
-
-
 async def test_decode_is_bound_with_the_first_part_of_a_prompt_but_for_a_suspect_with_the_whole_hand_off() -> None:
     async with live(System(1, 2)) as system:
         prefill = system.backends["prefill-0"]
