@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,10 @@ LONGEST_FIRST = (
 """Folders whose files take long: what one process begins last shall not take longer than what the others have left."""
 
 
-def place(item: pytest.Item) -> int:
-    """Where its folder is among LONGEST_FIRST."""
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+@cache
+def place(path: Path) -> int:
+    """Where a file's folder is among LONGEST_FIRST."""
+    folder = path.relative_to(Path(__file__).parent).parts[0]
     return LONGEST_FIRST.index(folder) if folder in LONGEST_FIRST else len(LONGEST_FIRST)
 
 
@@ -98,12 +100,17 @@ def pytest_collection() -> Iterator[object]:
         atexit.register(gc.unfreeze)  # libraries complain of what is left when the interpreter ends
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=place)
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Hypothesis's plugin reads the constants of every module that is imported; a test that draws does so anyway."""
+    items.sort(key=lambda item: place(item.path))
     if config.getoption("--check"):
-        left_out = [item for item in items if isinstance(item, pytest.Function) and starts_processes(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in {*left_out}]
+        left_out = {item for item in items if isinstance(item, pytest.Function) and starts_processes(item)}
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hypothesis.internal.conjecture.providers._get_local_constants", dict)
+        return (yield)
 
 
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:

@@ -243,7 +243,7 @@ def test_the_tokens_are_those_of_one_rank(
         for i in range(len(PROMPTS)):
             assert output_of(messages, f"{name}{i}") == output_of(expected, f"a{i}")
     engine.core.shutdown()
-    assert [engine.ended.get(timeout=10) for _ in range(tp - 1)] == [None] * (tp - 1)
+    assert [engine.ended.get(timeout=60) for _ in range(tp - 1)] == [None] * (tp - 1)
 
 
 def test_seeds_penalties_and_logprobs_are_those_of_one_rank(hf_model: HFModel, make_engine: MakeEngine) -> None:
@@ -440,7 +440,7 @@ def test_what_a_rank_raises_is_the_engines_error(tiny_model_dir: Path, make_engi
     engine.core.handle("r", submit([5, 6]), 1.0)
     with pytest.raises(RankError, match="rank 1 failed: ValueError: no such lane"):
         engine.core.step(1.0)
-    assert isinstance(engine.ended.get(timeout=10), ValueError)
+    assert isinstance(engine.ended.get(timeout=60), ValueError)
 
 
 def test_a_rank_that_hangs_is_a_timeout(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
@@ -466,7 +466,7 @@ def test_the_others_end_when_rank_0_is_gone(tiny_model_dir: Path, make_engine: M
     engine = make_engine(tiny_model_dir, 2)
     for ours, _ in engine.pairs:
         ours.shutdown(socket.SHUT_RDWR)
-    assert isinstance(engine.ended.get(timeout=10), RankGone)
+    assert isinstance(engine.ended.get(timeout=60), RankGone)
     with pytest.raises(RankGone, match="rank 1"):
         engine.core.step(1.0)
 
@@ -620,7 +620,7 @@ def test_a_step_that_one_rank_alone_cannot_launch_ends_the_engine(
         go_on(engine.core, steps, orders, 9)
     if not rank:
         engine.core.shutdown()
-    assert isinstance(engine.ended.get(timeout=10), ValueError if rank else RankError)
+    assert isinstance(engine.ended.get(timeout=60), ValueError if rank else RankError)
 
 
 @pytest.mark.usefixtures("device")

@@ -169,7 +169,7 @@ def test_a_hand_off_comes_whatever_it_takes(rig: Rig) -> None:
     assert rig.store.contains(tail) == [True, True]
     prefiller.step(finished=[TransferKey("t", 1)])
     while any(rig.store.contains(tail)):
-        assert prefiller.woken.acquire(timeout=10)
+        assert prefiller.woken.acquire(timeout=60)
         prefiller.collect()
 
 
