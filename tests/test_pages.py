@@ -4,11 +4,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from rows import check_each
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
-IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 LINK = re.compile(r"\]\(([^)\s:#]*)(?:#([^)\s]*))?\)")  # a link with a scheme is another site's
 QUOTED = re.compile(r"`([^`\n]+)`")
@@ -43,35 +42,44 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_every_path_that_a_page_names_exists(page: Path) -> None:
-    missing = [path for path in named_paths(page) if not (ROOT / path).exists()]
-    missing += {quoted for quoted in QUOTED.findall(text_of(page)) if re.fullmatch(r"\w+\.py", quoted)} - MODULES
-    assert not missing
+def test_every_path_that_a_page_names_exists() -> None:
+    def check(page: Path) -> None:
+        missing = [path for path in named_paths(page) if not (ROOT / path).exists()]
+        missing += {quoted for quoted in QUOTED.findall(text_of(page)) if re.fullmatch(r"\w+\.py", quoted)} - MODULES
+        assert not missing
+
+    check_each(PAGES, check)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_every_link_leads_somewhere(page: Path) -> None:
-    for path, anchor in LINK.findall(text_of(page)):
-        target = page.parent / path if path else page
-        assert target.exists(), path
-        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+def test_every_link_leads_somewhere() -> None:
+    def check(page: Path) -> None:
+        for path, anchor in LINK.findall(text_of(page)):
+            target = page.parent / path if path else page
+            assert target.exists(), path
+            assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+    check_each(PAGES, check)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=IDS)
-def test_every_test_and_make_target_that_a_page_names_exists(page: Path) -> None:
-    text = page.read_text()
-    for path, name in TEST.findall(text):
-        assert re.search(rf"^(?:async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{name}"
+def test_every_test_and_make_target_that_a_page_names_exists() -> None:
     phony = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert phony is not None
-    named = {target for line in TARGET.findall(text) for target in line.split()}
-    assert named <= {*phony[1].split()}
+    targets = {*phony[1].split()}
+
+    def check(page: Path) -> None:
+        text = page.read_text()
+        for path, name in TEST.findall(text):
+            assert re.search(rf"^(?:async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), f"{path}::{name}"
+        assert {target for line in TARGET.findall(text) for target in line.split()} <= targets
+
+    check_each(PAGES, check)
 
 
 def test_the_pages_are_found_and_their_paths_recognized() -> None:
     """So that the tests above do not pass because they look at nothing."""
     paths = {path for page in PAGES for path in named_paths(page)}
-    assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/glossary.md"} <= set(IDS)
+    assert {"README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/glossary.md"} <= {
+        str(page.relative_to(ROOT)) for page in PAGES
+    }
     assert {"connectors/base.py", "engine/worker/attention/", "src/pdkv/wire/messages.py"} <= paths
     assert len(paths) > 150

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import check_each
 
 from pdkv.base.options import from_fields, options_of
 from pdkv.base.vllm_names import SHORT, UNSUPPORTED, VLLM, Theirs
@@ -59,8 +60,11 @@ def test_an_option_of_another_name_means_the_same(theirs: str, ours: str, tmp_pa
     assert deployment("--config", str(file)) == expected
 
 
-@pytest.mark.parametrize(("name", "theirs"), UNSUPPORTED.items())
-def test_every_other_option_is_neutral_or_refused_with_what_to_do(name: str, theirs: Theirs) -> None:
+def test_every_other_option_is_neutral_or_refused_with_what_to_do() -> None:
+    check_each(UNSUPPORTED.items(), lambda row: check_unsupported(*row))
+
+
+def check_unsupported(name: str, theirs: Theirs) -> None:
     for value in theirs.neutral:
         if value is True or value is False:
             assert deployment(flag(name) if value else "--no-" + flag(name)[2:]) == deployment()

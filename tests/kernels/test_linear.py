@@ -1,9 +1,12 @@
 """The compiled linear layers against torch in float64: every kernel, odd sizes, what lies beside what they may read."""
 
+from itertools import product
+
 import pytest
 import torch
 import warm
 from isas import kernels_of
+from rows import check_each
 
 from pdkv.kernels.compiled import levels
 from pdkv.kernels.linear import BLOCK_ROWS, GATED, EightBits, PackedExperts, PackedWeight, available, pack
@@ -52,10 +55,11 @@ def check(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *added: torc
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
-@pytest.mark.parametrize(("outputs", "inputs"), SIZES)
-def test_every_size_is_within_rounding(
-    isa: str, dtype: torch.dtype, weight_dtype: WeightKind, outputs: int, inputs: int
-) -> None:
+def test_every_size_is_within_rounding(isa: str, dtype: torch.dtype, weight_dtype: WeightKind) -> None:
+    check_each(SIZES, lambda size: check_size(dtype, weight_dtype, *size))
+
+
+def check_size(dtype: torch.dtype, weight_dtype: WeightKind, outputs: int, inputs: int) -> None:
     numbers, bias = make_weight((outputs, inputs), weight_dtype), make((outputs,), dtype)
     plain = PackedWeight(numbers, None, dtype)
     biased = PackedWeight(numbers, bias, dtype)
@@ -104,26 +108,27 @@ def test_float32_has_the_same_bits_at_every_level_and_with_widened_weights() -> 
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)
-@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-@pytest.mark.parametrize("rows", [1, 3, 20])
-def test_nothing_beside_the_operands_is_read_or_written(
-    isa: str, dtype: torch.dtype, weight_dtype: WeightKind, poison: float, rows: int
-) -> None:
+def test_nothing_beside_the_operands_is_read_or_written(isa: str, dtype: torch.dtype, weight_dtype: WeightKind) -> None:
     """Inputs and residual are unaligned columns of larger tensors full of NaN or infinity; so was the scratch."""
     outputs, inputs = 45, 37
     weight = PackedWeight(make_weight((outputs, inputs), weight_dtype), None, dtype)
-    weight.multiply(torch.full((100, inputs), poison, dtype=dtype), None, 2)
-    x, residual = make((rows, inputs), dtype), make((rows, outputs), dtype)
-    inside = []
-    for part in (x, residual):
-        whole = torch.full((rows + 2, part.shape[1] + 7), poison, dtype=dtype)
-        whole[1:-1, 3 : 3 + part.shape[1]] = part
-        inside.append(whole[1:-1, 3 : 3 + part.shape[1]])
-    before = inside[1].clone()
-    out = weight.multiply(*inside, 2)
-    assert torch.equal(out, weight.multiply(x, residual, 1))
-    assert bool(out.isfinite().all())
-    assert torch.equal(inside[1], before)
+
+    def check_rows(row: tuple[float, int]) -> None:
+        poison, rows = row
+        weight.multiply(torch.full((100, inputs), poison, dtype=dtype), None, 2)
+        x, residual = make((rows, inputs), dtype), make((rows, outputs), dtype)
+        inside = []
+        for part in (x, residual):
+            whole = torch.full((rows + 2, part.shape[1] + 7), poison, dtype=dtype)
+            whole[1:-1, 3 : 3 + part.shape[1]] = part
+            inside.append(whole[1:-1, 3 : 3 + part.shape[1]])
+        before = inside[1].clone()
+        out = weight.multiply(*inside, 2)
+        assert torch.equal(out, weight.multiply(x, residual, 1))
+        assert bool(out.isfinite().all())
+        assert torch.equal(inside[1], before)
+
+    check_each(product([float("nan"), float("inf")], [1, 3, 20]), check_rows)
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), DTYPES)

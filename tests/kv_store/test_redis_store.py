@@ -5,9 +5,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import redis
 from no_descriptors import no_descriptors
 from store_servers import RedisServer, impatient
 
@@ -15,6 +15,9 @@ from pdkv.connectors.registry import plan_connector, probe_connector
 from pdkv.errors import StoreError, StoreFull, StoreReadOnly, StoreTimeout, StoreUnavailable
 from pdkv.kv_store.base import KVStore
 from pdkv.kv_store.terms import Terms
+
+if TYPE_CHECKING:
+    import redis
 
 Open = Callable[..., KVStore]
 MIB = 1 << 20
@@ -33,7 +36,9 @@ def get(store: KVStore, *names: bytes, size: int = MIB) -> list[bool]:
 
 
 @pytest.fixture
-def client(redis_url: str) -> Iterator[redis.Redis]:
+def client(redis_url: str) -> Iterator["redis.Redis"]:
+    import redis
+
     with redis.Redis.from_url(redis_url) as client:
         yield client
 
@@ -72,7 +77,7 @@ def test_what_the_server_evicts_is_a_miss(open_: Open) -> None:
         assert 0 < sum(get(store, *names)) < 20
 
 
-def test_a_time_to_live_goes_with_every_value(redis_url: str, client: redis.Redis, open_: Open) -> None:
+def test_a_time_to_live_goes_with_every_value(redis_url: str, client: "redis.Redis", open_: Open) -> None:
     open_(redis_url, ttl_s="100").put(items(b"mortal", b"mortal too", size=10))
     open_(redis_url).put(items(b"immortal", size=10))
     assert 0 < client.pttl(b"pdkv:mortal") <= 100_000
@@ -81,7 +86,7 @@ def test_a_time_to_live_goes_with_every_value(redis_url: str, client: redis.Redi
 
 
 def test_a_value_whose_time_is_over_is_a_miss_and_can_be_put_again(
-    redis_url: str, client: redis.Redis, open_: Open
+    redis_url: str, client: "redis.Redis", open_: Open
 ) -> None:
     store = open_(redis_url, ttl_s="100")
     store.put(items(b"over", size=10))
@@ -92,7 +97,7 @@ def test_a_value_whose_time_is_over_is_a_miss_and_can_be_put_again(
 
 
 def test_a_value_has_the_earlier_end_of_its_own_and_the_stores(
-    redis_url: str, client: redis.Redis, open_: Open
+    redis_url: str, client: "redis.Redis", open_: Open
 ) -> None:
     now = time.time()
     ends = {b"soon": now + 50, b"late": now + 1e6, b"never": 0, b"far off": 2.0**64 - 4096, b"past": now - 1}
@@ -108,7 +113,7 @@ def test_a_value_has_the_earlier_end_of_its_own_and_the_stores(
         store.delete(list(ends))
 
 
-def test_a_key_of_another_kind_is_an_error_of_that_call(redis_url: str, client: redis.Redis, open_: Open) -> None:
+def test_a_key_of_another_kind_is_an_error_of_that_call(redis_url: str, client: "redis.Redis", open_: Open) -> None:
     store = open_(redis_url)
     client.rpush(b"pdkv:list", b"x")
     store.put(items(b"beside", size=10))
@@ -139,7 +144,7 @@ def test_a_database_is_a_number_in_the_url(open_: Open) -> None:
             get(open_(server.url.removesuffix("/0") + "/99"), b"a")
 
 
-def test_only_so_many_bytes_are_asked_for_at_a_time(redis_url: str, client: redis.Redis, open_: Open) -> None:
+def test_only_so_many_bytes_are_asked_for_at_a_time(redis_url: str, client: "redis.Redis", open_: Open) -> None:
     """F22: what the server must buffer for one slow reader is bounded, however large the batch."""
     store = open_(redis_url, max_bytes_in_flight="2MiB")
     names = [b"bounded %d" % number for number in range(50)]
@@ -161,6 +166,8 @@ def fail_over(address: Path, server: RedisServer) -> None:
 @pytest.mark.parametrize("serves_stale", ["yes", "no"])
 def test_after_a_failover_the_next_call_is_the_new_masters(tmp_path: Path, open_: Open, serves_stale: str) -> None:
     """F61: the old master keeps its connections. It answers READONLY to writes, or MASTERDOWN to everything."""
+    import redis
+
     address = tmp_path / "redis"
     with RedisServer() as old, RedisServer() as new:
         fail_over(address, old)
@@ -194,7 +201,7 @@ def test_idle_connections_to_a_server_that_does_not_answer_are_not_tried_one_aft
             assert not pool._idle
 
 
-def test_a_server_that_may_only_be_read_says_so_and_is_read(redis_url: str, client: redis.Redis, open_: Open) -> None:
+def test_a_server_that_may_only_be_read_says_so_and_is_read(redis_url: str, client: "redis.Redis", open_: Open) -> None:
     """F62: nothing is wrong with what can be read there."""
     open_(redis_url).put(items(b"there", size=10))
     client.execute_command("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+get", "+exists")
@@ -211,6 +218,8 @@ def test_a_server_that_may_only_be_read_says_so_and_is_read(redis_url: str, clie
 
 
 def test_a_replica_is_read_and_takes_no_writes(open_: Open) -> None:
+    import redis
+
     with RedisServer() as server:
         store = open_(server.url)
         store.put(items(b"there", size=10))

@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-import redis
 from no_threads import no_threads
 from store_servers import RedisServer, impatient
 from traffic import wait_until_true
@@ -23,6 +23,9 @@ from pdkv.kv_store.terms import NO_TERMS, Terms
 from pdkv.kv_store.tier import Rest, Tier
 from pdkv.kv_store.tiers import LATE_S, TieredStore
 from pdkv.testing import VirtualClock
+
+if TYPE_CHECKING:
+    from redis import Redis
 
 SIZE = 1000
 KEYS = [b"a", b"b", b"c"]
@@ -116,7 +119,9 @@ def test_copies_into_faster_tiers_keep_their_end_and_are_in_the_readers_room(tie
     assert memory.contains([*KEYS, b"d"]) == [False, True, False, True], "the quota is the reader's"
 
 
-def redis_client(store: RedisStore) -> redis.Redis:
+def redis_client(store: RedisStore) -> "Redis":
+    import redis
+
     return redis.Redis(connection_pool=redis.ConnectionPool(store._connection_class, **store._arguments))
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rows import check_each
 
 import pdkv
 from pdkv import LLM, SamplingParams
@@ -47,8 +48,11 @@ def test_the_page_lists_all_of_them() -> None:
     assert rows("## Options") == {name: [f"`{theirs.ours}`"] for name, theirs in VLLM.items() if theirs.ours}
 
 
-@pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"seed"}))  # which LLM has
-def test_an_option_is_accepted_with_these_values_and_refused_with_others(name: str) -> None:
+def test_an_option_is_accepted_with_these_values_and_refused_with_others() -> None:
+    check_each(sorted(OPTIONS.keys() - {"seed"}), check_option)  # which LLM has
+
+
+def check_option(name: str) -> None:
     accepted = [value_of(text) for text in re.findall(r"`([^`]+)`", OPTIONS[name][0])]
     for value in (None, *([{}, []] if name != "tokenizer" else []), *accepted):
         config, *_ = read_config("LLM", DEFAULT_MODEL, **{name: value})

@@ -8,7 +8,6 @@ import torch
 
 from pdkv.connectors.transfer.digest import PoolDigests
 from pdkv.connectors.transfer.units import UnitPool
-from pdkv.kernels import digest_triton
 
 
 def digests_in_torch(words: Any, offsets: Any, sizes: Any, seeds: Any, strides: tuple[int, int], most: int) -> Any:
@@ -27,6 +26,6 @@ def digests_in_torch(words: Any, offsets: Any, sizes: Any, seeds: Any, strides: 
 
 def use_digests_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on these are a device's, and nothing is compiled when a connector starts."""
-    monkeypatch.setattr(digest_triton, "digests_triton", digests_in_torch)
+    monkeypatch.setattr("pdkv.kernels.digest_triton.digests_triton", digests_in_torch)
     for kind in (UnitPool, PoolDigests):
         monkeypatch.setattr(kind, "compile_kernels", lambda self: None)

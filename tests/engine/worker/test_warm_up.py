@@ -17,7 +17,6 @@ from pdkv.engine.worker.runner import ModelRunner
 from pdkv.engine.worker.warm_up import WarmUp
 from pdkv.kernels import linear, streams
 from pdkv.kernels.int4_weight import CHUNK, PLANE, Int4Weight
-from pdkv.kernels.linear_int4_triton import _Tiles
 from pdkv.models.config import load_model_config
 
 
@@ -34,6 +33,8 @@ def test_every_kernel_of_a_4_bit_layer_is_compiled_before_an_engine_is_ready(
     outputs: int, inputs: int, max_model_len: int
 ) -> None:
     """One for each tile of rows, and for inputs that are divided among programs and that are not."""
+    from pdkv.kernels.linear_int4_triton import _Tiles  # and Triton with it
+
     weight = weight_of(outputs, inputs)
 
     def kernel(rows: int) -> tuple[int, bool]:

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 
 from pdkv.host.sockets import raise_open_files_limit
 
@@ -29,7 +30,11 @@ def request(path: str, body: object) -> bytes:
     return f"POST {path} HTTP/1.1\r\nhost: soak\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
 
 
-MANY_MESSAGES = request(_CHAT, {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}] * 100_000})
+@cache
+def many_messages() -> bytes:
+    """A conversation of 100,000."""
+    return request(_CHAT, {"max_tokens": 1, "messages": [{"role": "user", "content": "x"}] * 100_000})
+
 
 BIG_STREAM = {"max_tokens": ASKS_TOKENS, "ignore_eos": True, "stream": True, "logprobs": True, "top_logprobs": 20}
 
@@ -97,7 +102,7 @@ class RudeClients:
         """A conversation of 100,000 messages a second."""
         while True:
             with self._connected() as connection:
-                await self._send(connection, MANY_MESSAGES)
+                await self._send(connection, many_messages())
                 reply = await asyncio.get_running_loop().sock_recv(connection, 4096)
                 self.counts[f"100,000 messages: {reply[9:12].decode()}"] += 1
             await asyncio.sleep(_PERIOD_S)
