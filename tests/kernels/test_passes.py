@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from isas import kernels_of
+from rows import check_each
 
 from pdkv.kernels.compiled import levels
 from pdkv.kernels.linear import BLOCK_ROWS, GATED, GATED_GELU, Norm, PackedWeight, available
@@ -46,8 +47,11 @@ def identity(size: int, kind: tuple[torch.dtype, torch.dtype]) -> PackedWeight:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("size", SIZES)
-def test_rows_are_normed_within_rounding(isa: str, dtype: torch.dtype, size: int) -> None:
+def test_rows_are_normed_within_rounding(isa: str, dtype: torch.dtype) -> None:
+    check_each(SIZES, lambda size: check_norm(dtype, size))
+
+
+def check_norm(dtype: torch.dtype, size: int) -> None:
     norm = make_norm(size)
     for rows in (1, 2, 77):
         x = make(rows, size, dtype=dtype, scale=3.0)
@@ -61,10 +65,11 @@ def test_rows_are_normed_within_rounding(isa: str, dtype: torch.dtype, size: int
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), KINDS)
-@pytest.mark.parametrize("size", SIZES)
-def test_a_layer_multiplies_what_the_norm_alone_gives(
-    isa: str, dtype: torch.dtype, weight_dtype: torch.dtype, size: int
-) -> None:
+def test_a_layer_multiplies_what_the_norm_alone_gives(isa: str, dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    check_each(SIZES, lambda size: check_normed_layer(dtype, weight_dtype, size))
+
+
+def check_normed_layer(dtype: torch.dtype, weight_dtype: torch.dtype, size: int) -> None:
     norm, layer = make_norm(size), PackedWeight(make(45, size, dtype=weight_dtype), None, dtype)
     for rows in (1, 3, 20):
         x, residual = make(rows, size, dtype=dtype), make(rows, 45, dtype=dtype)
@@ -74,10 +79,13 @@ def test_a_layer_multiplies_what_the_norm_alone_gives(
 
 
 @pytest.mark.parametrize(("dtype", "weight_dtype"), KINDS)
-@pytest.mark.parametrize("size", SIZES)
 def test_gates_are_within_rounding_of_silu_or_gelu_times_up(
-    isa: str, dtype: torch.dtype, weight_dtype: torch.dtype, size: int
+    isa: str, dtype: torch.dtype, weight_dtype: torch.dtype
 ) -> None:
+    check_each(SIZES, lambda size: check_gates(dtype, weight_dtype, size))
+
+
+def check_gates(dtype: torch.dtype, weight_dtype: torch.dtype, size: int) -> None:
     layer = PackedWeight(torch.eye(size, dtype=weight_dtype), None, dtype)
     for rows in (1, 3, 20):
         x = make(rows, 2 * size, dtype=dtype, scale=8.0)
