@@ -24,7 +24,7 @@ from pdkv.kernels.compiled import levels
 from pdkv.testing.deployment import Deployment
 
 # Several test processes share few cores: one computing thread each, and no spinning while others work. OpenMP reads
-# this when it is loaded: it holds for the processes that pytest starts or, with `-n 0`, for those that tests start.
+# this when it is loaded, with torch, which nothing imports before files of tests are collected.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -610,7 +610,7 @@ def go_on(core: EngineCore, steps: Ahead, orders: StepQueue, turns: int) -> None
 def test_a_step_that_one_rank_alone_cannot_launch_ends_the_engine(
     tiny_model_dir: Path, make_engine: MakeEngine, rank: int
 ) -> None:
-    engine = make_engine(tiny_model_dir, 2, rank_timeout_s=1.0)
+    engine = make_engine(tiny_model_dir, 2)
     steps, orders = steps_ahead(engine.core, 2)
     engine.core.handle("r", submit([5, 6], max_tokens=99), 1.0)
     go_on(engine.core, steps, orders, 5)
@@ -625,7 +625,7 @@ def test_a_step_that_one_rank_alone_cannot_launch_ends_the_engine(
 
 @pytest.mark.usefixtures("device")
 def test_a_rank_that_hangs_behind_steps_under_way_is_a_timeout(tiny_model_dir: Path, make_engine: MakeEngine) -> None:
-    engine = make_engine(tiny_model_dir, 2, rank_timeout_s=0.5)
+    engine = make_engine(tiny_model_dir, 2, rank_timeout_s=2.0)
     steps, orders = steps_ahead(engine.core, 2)
     engine.core.handle("r", submit([5, 6], max_tokens=99), 1.0)
     go_on(engine.core, steps, orders, 5)
@@ -636,12 +636,14 @@ def test_a_rank_that_hangs_behind_steps_under_way_is_a_timeout(tiny_model_dir: P
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGKILL, RankGone), (signal.SIGSTOP, RankTimeout)])
+@pytest.mark.parametrize(
+    ("number", "error", "timeout_s"), [(signal.SIGKILL, RankGone, 20.0), (signal.SIGSTOP, RankTimeout, 3.0)]
+)
 @pytest.mark.usefixtures("device")
 def test_a_process_of_a_rank_that_dies_or_stands_still_under_steps_ends_the_engine(
-    tiny_model_dir: Path, make_engine: MakeEngine, number: int, error: type[RankError]
+    tiny_model_dir: Path, make_engine: MakeEngine, number: int, error: type[RankError], timeout_s: float
 ) -> None:
-    engine = make_engine(tiny_model_dir, 2, processes=True, rank_timeout_s=1.0)
+    engine = make_engine(tiny_model_dir, 2, processes=True, rank_timeout_s=timeout_s)
     (process,) = engine.threads
     assert isinstance(process, multiprocessing.process.BaseProcess)
     steps, orders = steps_ahead(engine.core, 2)
