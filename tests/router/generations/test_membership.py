@@ -14,6 +14,7 @@ from dispatch_rig import collect
 from relay import Relay
 from scripted_engine import expected_output, make_request
 from standing_engine import ADDRESS, free_endpoint, standing
+from traffic import wait_until_true
 from wire_rig import KEY, Context
 
 from pdkv.errors import ConfigError
@@ -86,7 +87,8 @@ class Starter:
 def nothing_is_left() -> Iterator[None]:
     before = len(os.listdir("/proc/self/fd"))
     yield
-    assert len(os.listdir("/proc/self/fd")) <= before + 1  # the loop's first use opens one
+    most = before + 1  # the loop's first use opens one
+    wait_until_true(lambda: len(os.listdir("/proc/self/fd")) <= most, "descriptors are given back")
 
 
 async def test_an_engine_joins_leaves_and_joins_a_router_s_successor() -> None:
@@ -242,7 +244,8 @@ async def test_an_engine_that_flaps_leaves_nothing_behind() -> None:
                 await router.until({"decode-b": ("ready", endpoint, "file")})
                 router.members.propose("file", {})
                 await router.until({})
-            assert len(os.listdir("/proc/self/fd")) < num_open
+            while len(os.listdir("/proc/self/fd")) >= num_open:  # ZeroMQ's thread closes the last ones
+                await asyncio.sleep(0.01)
             assert router.members.describe() == []
 
 
