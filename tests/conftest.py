@@ -102,14 +102,16 @@ def pytest_collection() -> Iterator[object]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Hypothesis's plugin reads the constants of every module that is imported; a test that draws does so anyway."""
+    """Sort what is collected. Hypothesis's plugin would read the constants of every imported module here; tests that
+    draw read them anyway.
+    """
     items.sort(key=lambda item: place(item.path))
     if config.getoption("--check"):
         left_out = {item for item in items if isinstance(item, pytest.Function) and starts_processes(item)}
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hypothesis.internal.conjecture.providers._get_local_constants", dict)
+        patch.setattr("hypothesis.internal.conjecture.providers._get_local_constants", dict, raising=False)
         return (yield)
 
 
