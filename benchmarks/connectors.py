@@ -6,11 +6,9 @@ from statistics import median
 from typing import Any
 
 from benchmarks.report import Claim, Context
-from pdkv.connector_kit.bench.effects import measure_slowdown
+from pdkv.connector_kit.bench.effects import PACE, TAIL_TOKENS, measure_push_tail, measure_slowdown
 from pdkv.connector_kit.bench.measure import Row, measure, measure_in_turns
 from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES, Plan, make_plan
-from pdkv.connector_kit.bench.tail import PACE, measure_push_tail
-from pdkv.connector_kit.bench.tail import TOKENS as TAIL_TOKENS
 from pdkv.connector_kit.bench.turns import Spread
 from pdkv.wire.kv import ChecksumMode
 

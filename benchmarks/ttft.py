@@ -15,8 +15,7 @@ from benchmarks.report import Claim, Context
 from benchmarks.servers import Server, pdkv
 from benchmarks.versus import INPUT_LEN, workload
 from pdkv.bench.client import Reply
-from pdkv.connector_kit.bench.layouts import parse_layout
-from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES
+from pdkv.connector_kit.bench.plan import BEYOND_CACHE_BYTES, parse_layout
 from pdkv.connector_kit.bench.turns import Spread, take_turns
 from pdkv.connector_kit.bench.yardsticks import Memcpy
 

@@ -19,20 +19,21 @@ import pytest
 from pdkv.cli.main import main
 from pdkv.connector_kit.bench import measure as measure_module
 from pdkv.connector_kit.bench import plan as plans
-from pdkv.connector_kit.bench.aged_pools import PATTERNS, AgedBooks, ContiguousBooks
+from pdkv.connector_kit.bench.aged_pools import PATTERNS
 from pdkv.connector_kit.bench.bare import BARE_SIDE, BareSide, BareTransport, Bytes, bare_of
-from pdkv.connector_kit.bench.effects import measure_slowdown
-from pdkv.connector_kit.bench.layouts import LAYOUTS, parse_layout
+from pdkv.connector_kit.bench.effects import measure_push_tail, measure_slowdown
 from pdkv.connector_kit.bench.measure import Row, _row, measure, measure_in_turns, planned_pieces
-from pdkv.connector_kit.bench.tail import measure_push_tail
+from pdkv.connector_kit.bench.plan import LAYOUTS, parse_layout
 from pdkv.connector_kit.bench.transfer import BenchWorld, TimedTransfer, Timing
 from pdkv.connector_kit.bench.turns import Spread, take_turns
 from pdkv.connector_kit.bench.yardsticks import Bare
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import NotApplicable, Violation
+from pdkv.connectors.block_table import LocalBlockTable
 from pdkv.connectors.registry import CONNECTORS, load_connector
 from pdkv.connectors.transfer.planning import as_ids, run_starts
+from pdkv.engine.kv.block_pool import BlockPool, Holder
 from pdkv.errors import ConfigError
 from pdkv.wire.kv import ChecksumMode
 
@@ -179,24 +180,32 @@ def test_rows_count_the_pieces_of_the_tables_that_were_used() -> None:
     assert 1 < aged.pieces <= 10
 
 
+def pool_of(pattern: str, num_blocks: int) -> BlockPool:
+    return PATTERNS[pattern](parse_layout(SMALL).layout(), num_blocks, LocalBlockTable(num_blocks), 1)
+
+
 def test_an_aged_pool_scatters_and_a_fresh_one_does_not() -> None:
-    aged, fresh = AgedBooks(512, seed=1), ContiguousBooks(512, seed=1)
+    aged, fresh = pool_of("aged", 512), pool_of("contiguous", 512)
     taken = aged.allocate(300)
+    assert taken is not None
     assert len(set(taken)) == 300
     assert run_starts(as_ids(taken)).size > 100
-    assert run_starts(as_ids(fresh.allocate(100)), as_ids(fresh.allocate(100))).size == 1
-    aged.release(taken)
-    assert aged.num_held == 0
+    first, second = fresh.allocate(100), fresh.allocate(100)
+    assert first is not None
+    assert second is not None
+    assert run_starts(as_ids(first), as_ids(second)).size == 1
+    aged.release(taken, Holder.ACTIVE)
+    assert aged.num_available == 512
 
 
 def test_contiguous_requests_go_round_the_pool() -> None:
-    books = ContiguousBooks(10)
-    first = books.allocate(4)
-    books.release(first)
-    assert books.allocate(4) == [4, 5, 6, 7]
-    assert books.allocate(4) == [0, 1, 2, 3]
-    with pytest.raises(AssertionError):
-        books.allocate(3)
+    pool = pool_of("contiguous", 10)
+    first = pool.allocate(4)
+    assert first is not None
+    pool.release(first, Holder.ACTIVE)
+    assert pool.allocate(4) == [4, 5, 6, 7]
+    assert pool.allocate(4) == [0, 1, 2, 3]
+    assert pool.allocate(3) is None
 
 
 def test_a_load_that_brings_something_else_is_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:

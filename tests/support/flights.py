@@ -261,7 +261,8 @@ class Flight:
         def spoil() -> None:
             requests = [trial.receiver if is_lost else trial.sender for trial in victims]
             targets = [
-                request.blocks_from(trial.num_hit_blocks) for trial, request in zip(victims, requests, strict=True)
+                list(request.held_blocks(trial.num_hit_blocks))
+                for trial, request in zip(victims, requests, strict=True)
             ]
             ask(engine.name, HostedRank.spoil, engine.timeout_s, damage, seed, targets)  # type: ignore[arg-type]
 
@@ -286,7 +287,7 @@ class Flight:
         """Behind the hand-off a block of each that is read is another request's, in another generation."""
         producer = self._world.producer
         blocks = [self._rng.choice(trial.leased[trial.num_hit_blocks :]) for trial in victims]
-        producer.reuse(blocks)
+        producer.table.reuse_all(blocks)
         everything = p.TokenRange([], 0, len(blocks) * producer.block_size, [blocks])
         producer.ask_all(HostedRank.fill, everything)
 

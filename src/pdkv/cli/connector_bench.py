@@ -90,7 +90,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
 
 def _run_tail(plan: "Plan", *, as_json: bool) -> None:
     from pdkv.connector_kit.bench import report
-    from pdkv.connector_kit.bench.tail import measure_push_tail
+    from pdkv.connector_kit.bench.effects import measure_push_tail
     from pdkv.connector_kit.rig.world import NotApplicable
 
     found = []
@@ -107,12 +107,12 @@ def _run_tail(plan: "Plan", *, as_json: bool) -> None:
 
 
 def _run_rows(plan: "Plan", *, as_json: bool, plot: Path | None, throttled: bool) -> None:
+    from pdkv.bench.plot_file import PlotFile
     from pdkv.connector_kit.bench import report
     from pdkv.connector_kit.bench.effects import measure_slowdown
     from pdkv.connector_kit.bench.measure import Row, measure
-    from pdkv.connector_kit.bench.plot import Plot
 
-    drawing = None if plot is None else Plot(plot)
+    drawing = None if plot is None else PlotFile(plot, 9, 5.5)
     if not as_json:
         report.print_head(sys.stdout)
 
@@ -127,7 +127,7 @@ def _run_rows(plan: "Plan", *, as_json: bool, plot: Path | None, throttled: bool
     elif slowdown is not None:
         report.print_slowdown(slowdown, sys.stdout)
     if drawing is not None:
-        drawing.save(rows)
+        report.draw(rows, drawing)
     elif not as_json:
         report.print_plot(rows, sys.stdout)
 

@@ -2,9 +2,13 @@
 
 import random
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 
-from pdkv.connector_kit.rig.block_counts import Books
+from pdkv.base.block_keys import HASH_BLOCK_SIZE
+from pdkv.connector_kit.rig.engine import ScatteredPool
+from pdkv.connectors.block_table import BlockTable, LocalBlockTable
+from pdkv.engine.kv.block_pool import BlockPool, Holder
+from pdkv.wire.kv import KVLayout
 
 NUM_OPERATIONS = 10_000
 """Allocations and frees that age a pool."""
@@ -13,86 +17,51 @@ LONGEST = 64
 """Blocks of the longest request that ages a pool."""
 
 
-class FreshBooks(Books):
-    """Books of a fresh pool: free blocks in ascending order."""
+def aged(layout: KVLayout, num_blocks: int, table: BlockTable, seed: int) -> BlockPool:
+    """The pool after NUM_OPERATIONS random allocations and frees of requests of many lengths, all of which it caches.
 
-    def __init__(self, num_blocks: int, seed: int = 0) -> None:
-        super().__init__(num_blocks, seed)
-        self._free = deque(range(num_blocks))
+    So the block freed first is taken first, and the end of a chain before its beginning.
+    """
+    rng, free, live = random.Random(seed), deque(range(num_blocks)), list[list[int]]()
 
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Allocate as the engine's pool does: the block freed first is taken first."""
-        assert len(self._free) >= num_blocks, f"the pool has no {num_blocks} free blocks"
-        chosen = [self._free.popleft() for _ in range(num_blocks)]
-        self.hold(chosen)
-        return chosen
-
-    def release(self, block_ids: Iterable[int]) -> None:
-        """Release as the engine's pool does: the end of a chain is reused before its beginning."""
-        for block in reversed(list(block_ids)):
-            super().release([block])
-            if not self._holders[block]:
-                self._free_one(block)
-
-    def take_dirty(self) -> list[int]:
-        """No blocks: free blocks keep their content, since nothing else writes here."""
-        return []
-
-    def _free_one(self, block: int) -> None:
-        self._free.append(block)
-
-
-class ContiguousBooks(FreshBooks):
-    """Every request gets adjacent blocks: the lowest run after the previous one."""
-
-    def __init__(self, num_blocks: int, seed: int = 0) -> None:
-        super().__init__(num_blocks, seed)
-        self._next = 0
-
-    def allocate(self, num_blocks: int) -> list[int]:
-        """Allocate adjacent blocks, further on in the pool each time."""
-        first = self._next if self._next + num_blocks <= len(self._holders) else 0
-        chosen = list(range(first, first + num_blocks))
-        if any(self._holders[block] for block in chosen):
-            chosen = self._first_free_run(num_blocks)
-        self._next = chosen[-1] + 1
-        self.hold(chosen)
-        return chosen
-
-    def _first_free_run(self, num_blocks: int) -> list[int]:
-        length = 0
-        for block, holders in enumerate(self._holders):
-            length = 0 if holders else length + 1
-            if length == num_blocks:
-                return list(range(block + 1 - num_blocks, block + 1))
-        raise AssertionError(f"the pool has no {num_blocks} adjacent free blocks")
-
-    def _free_one(self, block: int) -> None:
-        pass
-
-
-class AgedBooks(FreshBooks):
-    """The pool after NUM_OPERATIONS random allocations and frees of requests of many lengths."""
-
-    def __init__(self, num_blocks: int, seed: int = 0) -> None:
-        super().__init__(num_blocks, seed)
-        rng = random.Random(seed)
-        live: list[list[int]] = []
-        longest = min(max(num_blocks // 16, 1), LONGEST)
-        for _ in range(NUM_OPERATIONS):
-            size = rng.randint(1, longest)
-            if size <= len(self._free) and (not live or rng.random() < 0.5):
-                live.append(self.allocate(size))
-            else:
-                self._free_any(live, rng)
-        while live:
-            self._free_any(live, rng)
-
-    def _free_any(self, live: list[list[int]], rng: random.Random) -> None:
+    def free_any() -> None:
         index = rng.randrange(len(live))
         live[index], live[-1] = live[-1], live[index]
-        self.release(live.pop())
+        free.extend(reversed(live.pop()))
+
+    longest = min(max(num_blocks // 16, 1), LONGEST)
+    for _ in range(NUM_OPERATIONS):
+        size = rng.randint(1, longest)
+        if size <= len(free) and (not live or rng.random() < 0.5):
+            live.append([free.popleft() for _ in range(size)])
+        else:
+            free_any()
+    while live:
+        free_any()
+    pool = BlockPool(num_blocks, LocalBlockTable(num_blocks), keys_per_block=layout.block_size // HASH_BLOCK_SIZE)
+    pool.hold(free, Holder.ACTIVE)
+    pool.commit(list(free), [b"%d" % block for block in free], None, announced=False)
+    pool.release(list(reversed(free)), Holder.ACTIVE)
+    pool.table = table
+    return pool
 
 
-PATTERNS: dict[str, type[FreshBooks]] = {"aged": AgedBooks, "contiguous": ContiguousBooks}
+class ContiguousPool(ScatteredPool):
+    """Every request gets adjacent blocks: the lowest run after the previous one."""
+
+    _next = 0
+
+    def choose(self, num_blocks: int) -> list[int]:
+        starts = (self._next, *range(self.num_blocks - num_blocks + 1))
+        runs = (list(range(start, start + num_blocks)) for start in starts if start + num_blocks <= self.num_blocks)
+        run = next((run for run in runs if not self.num_held(run)), None)
+        assert run is not None, f"the pool has no {num_blocks} adjacent free blocks"
+        self._next = run[-1] + 1
+        return run
+
+
+PATTERNS: Mapping[str, Callable[[KVLayout, int, BlockTable, int], BlockPool]] = {
+    "aged": aged,
+    "contiguous": ContiguousPool,
+}
 """The order of a request's blocks."""

@@ -1,6 +1,7 @@
 """The subject of a measurement: the KV layout, the engines, and their processes."""
 
 import math
+import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from pdkv.connector_kit.bench.aged_pools import PATTERNS
-from pdkv.connector_kit.bench.layouts import parse_layout
 from pdkv.connector_kit.check.profiles import profile_of
 from pdkv.connector_kit.rig.processes import Zygote
 from pdkv.connector_kit.rig.world import Setting, Shape
 from pdkv.connectors.registry import CONNECTORS, check_connector
 from pdkv.connectors.store.base import LAYERWISE_GROUPS
 from pdkv.connectors.store.options import StoreConnectorOptions
+from pdkv.errors import ConfigError
 from pdkv.wire.kv import ChecksumMode
 
 TIMEOUT_S = 120.0
@@ -24,6 +25,38 @@ STORED_BYTES, STORED_S = "2GiB", "60"
 
 BEYOND_CACHE_BYTES = 128 << 20
 """Bytes of pools and yardsticks, which exceed the last-level cache."""
+
+
+_DTYPES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+LAYOUTS: Mapping[str, str] = {"tiny": "4x4x32", "small": "8x4x64", "mid": "16x8x64"}
+"""layers x KV heads x head size of the models with 5, 40 and 197 million parameters that benchmarks use."""
+
+_FORM = re.compile(r"(\d+)x(\d+)x(\d+)(?::(\w+))?")
+
+
+def parse_layout(text: str, *, tp: int = 1, block_size: int = 16, num_blocks: int = 0) -> Shape:
+    """A name of LAYOUTS or LAYERSxHEADSxHEAD_SIZE[:DTYPE], bfloat16 by default; heads are those of all ranks.
+
+    Raises:
+        ConfigError: neither of the two, or heads that cannot be divided among the ranks.
+    """
+    match = _FORM.fullmatch(LAYOUTS.get(text, text))
+    dtype = (match[4] or "bfloat16") if match else ""
+    if match is None or dtype not in _DTYPES or not all(int(match[i]) for i in (1, 2, 3)):
+        raise ConfigError(
+            f"layout {text!r} is neither one of {', '.join(LAYOUTS)} nor LAYERSxHEADSxHEAD_SIZE[:DTYPE] with DTYPE "
+            f"one of {', '.join(_DTYPES)}"
+        )
+    layers, heads, head_size = (int(match[i]) for i in (1, 2, 3))
+    if heads % tp and tp % heads:
+        raise ConfigError(f"{heads} KV heads cannot be divided among {tp} tensor parallel ranks")
+    if head_size * _DTYPES[dtype] % 4:
+        raise ConfigError(f"a head of {head_size} {dtype} is not a multiple of 4 bytes")
+    return Shape(
+        tp=tp, block_size=block_size, num_blocks=num_blocks, num_layers=layers, head_size=head_size, num_heads=heads,
+        dtype=dtype, dtype_bytes=_DTYPES[dtype],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

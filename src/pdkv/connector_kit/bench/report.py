@@ -1,11 +1,11 @@
-"""Prints measurements: a table, and a text plot of bandwidth by length."""
+"""Shows measurements: a table, and a plot of bandwidth by length, in text or by matplotlib."""
 
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
-from pdkv.connector_kit.bench.effects import Slowdown
+from pdkv.bench.plot_file import PlotFile
+from pdkv.connector_kit.bench.effects import BARE_SHARE, SLACK_MS, PushTail, Slowdown
 from pdkv.connector_kit.bench.measure import Row
-from pdkv.connector_kit.bench.tail import BARE_SHARE, SLACK_MS, PushTail
 from pdkv.connector_kit.bench.turns import Spread
 
 _HEAD = (
@@ -13,6 +13,12 @@ _HEAD = (
     f"{'per piece':>9} {'x memcpy':>16} {'x bare':>16} {'x per piece':>16} {'step p, d':>11} {'save':>7}"
 )
 _BAR = 50
+
+_YARDSTICKS: Sequence[tuple[str, str, Callable[[Row], Spread | None]]] = (
+    ("memcpy", "k--", lambda row: row.memcpy_gb_s),
+    ("bare, in one piece", "k:", lambda row: row.raw_gb_s),
+    ("bare, per piece", "k-.", lambda row: row.per_piece_gb_s),
+)
 
 
 def print_head(out: TextIO) -> None:
@@ -65,6 +71,38 @@ def print_plot(rows: Sequence[Row], out: TextIO) -> None:
         for mark, rate in (*(("+", each) for each in raw), ("|", memcpy)):
             bar[round(rate / top * _BAR)] = mark
         print(f"{row.pattern:<11} {row.tokens:>7} {''.join(bar)}", file=out)
+
+
+def draw(rows: Sequence[Row], plot: PlotFile) -> None:
+    """Draw GB/s by length: a line for each pattern with its quartiles, and lines for the yardsticks.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    axes = plot.figure.subplots()
+    for pattern in dict.fromkeys(row.pattern for row in rows):
+        chosen = [row for row in rows if row.pattern == pattern]
+        _draw(axes, chosen, lambda row: row.gb_s, f"{rows[0].connector}, {pattern}", "o-")
+    by_length = list({row.tokens: row for row in rows}.values())
+    for label, style, rate in _YARDSTICKS:
+        if all(rate(row) is not None for row in by_length):
+            _draw(axes, by_length, rate, label, style)
+    axes.set(
+        xscale="log", xlabel="tokens", ylabel="GB/s (median, quartiles)", ylim=(0, None),
+        title=f"KV of {rows[0].layout}, {rows[0].rounds} rounds",
+    )  # fmt: skip
+    axes.set_xticks([row.tokens for row in by_length], [str(row.tokens) for row in by_length])
+    axes.minorticks_off()
+    axes.legend()
+    plot.write()
+
+
+def _draw(axes: Any, rows: Sequence[Row], rate: Callable[[Row], Spread | None], label: str, style: str) -> None:
+    tokens = [row.tokens for row in rows]
+    spreads = [spread for spread in map(rate, rows) if spread is not None]
+    [line] = axes.plot(tokens, [spread.median for spread in spreads], style, label=label)
+    low, high = [spread.low for spread in spreads], [spread.high for spread in spreads]
+    axes.fill_between(tokens, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
 
 
 def _median(spread: Spread | None) -> str:

@@ -1,9 +1,7 @@
 """One rank of an engine for benchmarks: the connector's calls are timed, but not checked."""
 
 import threading
-import time
 from collections.abc import Callable
-from typing import Any, TypeVar
 from zlib import crc32
 
 import msgspec
@@ -14,7 +12,6 @@ from pdkv.connector_kit.bench.throttle import throttle
 from pdkv.connector_kit.rig import protocol as p
 from pdkv.connector_kit.rig.content import Values
 from pdkv.connector_kit.rig.rank import HostedRank
-from pdkv.connector_kit.rig.watch import StepWatch
 from pdkv.connectors.base import (
     ConnectorConfig,
     KVConnectorMetadata,
@@ -24,23 +21,8 @@ from pdkv.connectors.base import (
     WorkerConnector,
 )
 
-Result = TypeVar("Result")
-
 _MATRIX = 192
 _ODD = 0x3C6EF35F
-
-
-class TimedCalls(StepWatch):
-    """Records the duration of calls without tracing what they do."""
-
-    def call(self, name: str, function: Callable[..., Result], *arguments: Any) -> Result:
-        """Make a call, and record its duration: cpu_s + blocked_s."""
-        start, cpu = MONOTONIC.now(), time.thread_time()
-        try:
-            return function(*arguments)
-        finally:
-            cpu = time.thread_time() - cpu
-            self.records.append(p.CallRecord(name, max(MONOTONIC.now() - start - cpu, 0.0), cpu, []))
 
 
 class TimedRank(HostedRank):
@@ -59,13 +41,11 @@ class TimedRank(HostedRank):
                 notify()
 
         super().__init__(config, wake)
-
-    def make_watch(self, notify: Callable[[], None]) -> StepWatch:
-        return TimedCalls(notify)
+        self.instrument(False)
 
     def fill_pool(self, pool: Values) -> Values:
         """Fill the pool with content that differs between blocks and engines; touches all of it."""
-        words = self._pool.view(-1).view(_int32()).numpy().reshape(self._pool.shape[0], -1)
+        words = pool.reshape(len(pool), -1)
         base = np.arange(words.shape[1], dtype=np.uint32) * np.uint32(_ODD)
         seed = crc32(f"{self._engine}/{self._rank}".encode())
         for block in range(words.shape[0]):
@@ -113,7 +93,7 @@ class TimedRank(HostedRank):
         now = MONOTONIC.now()
         for outcomes in results:
             self._ended.update(dict.fromkeys(outcomes, now))
-        return p.Executed(p.as_dicts(results), [])
+        return p.Executed(results, [])
 
     def await_ends(self, keys: list[TransferKey], timeout_s: float) -> p.Executed:
         """Collect results until all of `keys` are among them; `ended` is when the last of them was."""
@@ -141,12 +121,6 @@ class TimedRank(HostedRank):
         blocks, offsets, _ = self._places(tokens, 0)
         content = self._view[blocks, offsets]
         return [crc32(np.ascontiguousarray(content[:, :, :, head]).data) for head in range(content.shape[3])]
-
-
-def _int32() -> Any:
-    import torch
-
-    return torch.int32
 
 
 def _multiply(count: int) -> None:

@@ -6,7 +6,7 @@ from typing import ClassVar, NamedTuple
 from pdkv.connector_kit.bench.aged_pools import PATTERNS
 from pdkv.connector_kit.bench.timed_rank import TimedRank
 from pdkv.connector_kit.rig import protocol as p
-from pdkv.connector_kit.rig.engine import Engine, StepPlan
+from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.handover import Handover
 from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.world import Violation, World, require
@@ -44,6 +44,10 @@ class TimedEngine(Engine):
     rank: ClassVar[type[HostedRank]] = TimedRank
     step_cpu_s = 0.0  # of rank 0, in all calls so far
 
+    def overwrite(self) -> list[int]:
+        """No blocks: free ones keep their content, since nothing else writes here."""
+        return []
+
     def await_ends(self, keys: Sequence[TransferKey]) -> None:
         """Tell all ranks to wait for the ends of transfers; `take_executed` must follow."""
         for host in self.hosts:
@@ -53,7 +57,7 @@ class TimedEngine(Engine):
         """The span of the last step or wait. Raises Violation if a transfer has not ended in time."""
         return self._span(self.take_executed())
 
-    def run_and_await(self, plan: StepPlan, keys: Sequence[TransferKey]) -> Span:
+    def run_and_await(self, plan: p.StepPart, keys: Sequence[TransferKey]) -> Span:
         """Run a step, then wait for the ends of the transfers that it begins."""
         self.send_part(plan)
         self.await_ends(keys)
@@ -62,7 +66,7 @@ class TimedEngine(Engine):
         self.settle(waited)
         return Span(self._span(step).began, self._span(waited).ended)
 
-    def run_timed(self, plan: StepPlan) -> Span:
+    def run_timed(self, plan: p.StepPart) -> Span:
         """Run one step, timed."""
         self.send_part(plan)
         return self.take_span()
@@ -97,7 +101,7 @@ class BenchWorld(World):
         """Allocate requests' blocks in that pattern from now on. All engines must be idle."""
         for number, engine in enumerate(self.engines.values()):
             assert engine.is_idle, engine.describe_rest()
-            engine.books = PATTERNS[pattern](self._shapes[engine.name].num_blocks, seed=number + 1)
+            engine.use(PATTERNS[pattern](engine.layout, engine.pool.num_blocks, engine.table, number + 1))
 
     @property
     def writer(self) -> TimedEngine:
@@ -134,6 +138,8 @@ class TimedTransfer(Handover):
         require(not outcome.code, f"load of {self.describe()} failed: {outcome.code}")
         if compare:
             self._compare()
+        self.receiver.num_confirmed = self.num_tokens
+        self.reader.kv.commit(self.receiver)  # what is cached is reused last, so that transfers go round the pool
         if self.is_push:
             self.world.until(
                 lambda: self.key in self.producer.sent, f"the end of sending {self.describe()} is reported"
@@ -164,7 +170,7 @@ class TimedTransfer(Handover):
         self.reader.take_cost()
         self.allocate()
         self._remember()
-        self.consumer.start_load(self.receiver, self.num_external, check=False)
+        self.post()
         plan = self.consumer.plan()
         cost = self.reader.take_cost()
         span = self.reader.run_and_await(plan, [self.key])
@@ -189,8 +195,14 @@ class TimedTransfer(Handover):
         self.writer.take_cost()
         plan = self.producer.plan()
         cost = self.writer.take_cost()
-        span = push_span(self.writer, self.reader, plan, self.key)
-        return Timing(span.ended - span.began, cost, 0.0, 0.0, None)
+        # One process that serves both does one thing after the other.
+        is_shared = self.writer.hosts[0].pid == self.reader.hosts[0].pid
+        if not is_shared:
+            self.reader.await_ends([self.key])
+        began = self.writer.run_timed(plan).began
+        if is_shared:
+            self.reader.await_ends([self.key])
+        return Timing(self.reader.take_span().ended - began, cost, 0.0, 0.0, None)
 
     def _remember(self) -> None:
         self._source_ids, self._target_ids = list(self.leased), list(self.receiver.block_ids)
@@ -201,15 +213,3 @@ class TimedTransfer(Handover):
         sent, received = self.writer.digest(ranges[0]), self.reader.digest(ranges[1])
         wrong = [head for head in sent if sent[head] != received[head]]
         require(not wrong, f"KV heads {wrong} differ between producer and consumer: {self.describe()}")
-
-
-def push_span(writer: TimedEngine, reader: TimedEngine, plan: StepPlan, key: TransferKey) -> Span:
-    """A step of the writer, and the time when the reader has all of a transfer."""
-    shared = {host.pid for host in writer.hosts} & {host.pid for host in reader.hosts}
-    if shared:  # one process serves both, so it does one thing after the other
-        began = writer.run_timed(plan).began
-        reader.await_ends([key])
-        return Span(began, reader.take_span().ended)
-    reader.await_ends([key])
-    began = writer.run_timed(plan).began
-    return Span(began, reader.take_span().ended)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from pdkv.connector_kit.check.cases import case
 from pdkv.connector_kit.rig.handover import Handover, legal_orders
-from pdkv.connector_kit.rig.rank import HostedRank
 from pdkv.connector_kit.rig.world import TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, lengths, require
 from pdkv.connectors.base import TransferKey
 from pdkv.errors import IncompatiblePeers
@@ -64,7 +63,7 @@ def order_of_calls(setting: Setting) -> None:
                 if step == asked.allocate:
                     break  # found, and given up before anything was allocated
                 step()
-                asked.consumer.ask(HostedRank.match, asked.receiver.view(), 0)
+                asked.consumer.external.match(asked.receiver, 0)
             asked.abort()
             _ask_often(world, order)
 
@@ -77,7 +76,7 @@ def _ask_often(world: World, order: str) -> None:
     for step in transfer.steps:
         step()
         if step == transfer.find:
-            again = [transfer.consumer.ask(HostedRank.match, transfer.receiver.view(), 0) for _ in range(3)]
+            again = [transfer.consumer.external.match(transfer.receiver, 0) for _ in range(3)]
             require(len(set(again)) == 1, f"the same question got different answers: {again}")
         if step != transfer.start:
             ahead = [engine.plan() for engine in world.engines.values() for _ in range(2)]

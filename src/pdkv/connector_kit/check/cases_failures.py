@@ -43,7 +43,7 @@ def _abort_after(world: World, order: str, chunk: int, num_taken: int) -> None:
     world.until(lambda: all(engine.is_idle for engine in live), f"aborted after {num_taken} steps, it comes to rest")
     for engine in live:
         engine.step()
-        require(not engine.books.num_held, f"aborted after {num_taken} steps: {engine.describe_rest()}")
+        require(not engine.num_held, f"aborted after {num_taken} steps: {engine.describe_rest()}")
     again = Handover(world, 52, order=order, chunk=chunk, transfer_id=transfer.key.transfer_id, attempt=1)
     again.run()
 
@@ -94,13 +94,11 @@ def _producer_gone(world: World, *, met_before: bool) -> None:
         Handover(world, 40).run()
     transfer = Handover(world, 52)
     transfer.prefill()
-    if world.producer.card.kind == "store":
-        world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
     world.kill("p")
-    _load_what_there_is(transfer)
+    load_what_there_is(transfer)
 
 
-def _load_what_there_is(transfer: Handover) -> None:
+def load_what_there_is(transfer: Handover) -> None:
     """Ask and load: nothing found, a typed failure, or the right content."""
     transfer.num_external = transfer.ask_until_known(0)
     if transfer.num_external:
@@ -124,9 +122,9 @@ def _stop_under_way(world: World, order: str, name: str) -> None:
     """Stop one side while the other needs it; the other ends what it can, and gives up the rest."""
     transfer = Handover(world, 100, order=order, chunk=48)
     if not transfer.is_push:
-        transfer.prefill() if order == "prefill_first" else transfer.take(*transfer.steps[:-2])
-        if world.producer.card.kind == "store":
-            world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
+        if order == "decode_first":
+            transfer.reserve()
+        transfer.prefill()
         _stop_for_pull(world, transfer, name)
     elif name == "p":
         transfer.take(*transfer.steps[:-2])
@@ -159,7 +157,7 @@ def _stop_for_pull(world: World, transfer: Handover, name: str) -> None:
             transfer.take(transfer.find, transfer.start)
             transfer.wait()
         else:
-            _load_what_there_is(transfer)
+            load_what_there_is(transfer)
         world.resume("p")
     else:
         transfer.num_external = transfer.ask_until_known(0)
@@ -184,11 +182,11 @@ def _give_up_on_sender(world: World, transfer: Handover) -> None:
     world.runs_until(lambda: transfer.ended, world.passed_s)
     transfer.drop_receiver()
     consumer = world.consumer
-    if not world.runs_until(lambda: not consumer.quarantine, world.timeout_s / 4):
+    if not world.runs_until(lambda: not consumer.has_quarantine, world.timeout_s / 4):
         consumer.update_peers([])
-        if not world.runs_until(lambda: not consumer.quarantine, world.timeout_s / 4):
+        if not world.runs_until(lambda: not consumer.has_quarantine, world.timeout_s / 4):
             world.kill("p")
-            world.until(lambda: not consumer.quarantine, "the blocks come back when the stopped sender has ended")
+            world.until(lambda: not consumer.has_quarantine, "the blocks come back when the stopped sender has ended")
             consumer.step()  # other requests write them
             transfer.release()
             world.revive("p")
@@ -218,13 +216,10 @@ def restarted_peer(setting: Setting) -> None:
 def _restart_under_way(world: World, order: str, name: str) -> None:
     """Act on what was agreed with the old incarnation although the new one exists."""
     transfer = Handover(world, 100, order=order)
-    old_kind = world.producer.card.kind
     if transfer.is_push:
         transfer.take(transfer.find, transfer.allocate, transfer.start)
     else:
         transfer.prefill()
-        if old_kind == "store":
-            world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
     world.restart(name)
     survivor = world.engines["d" if name == "p" else "p"]
     if name == "d" and transfer.is_push:
@@ -238,12 +233,12 @@ def _restart_under_way(world: World, order: str, name: str) -> None:
         transfer.release()
     elif transfer.is_push:
         transfer.drop_receiver()
-        world.until(lambda: not survivor.quarantine, "blocks exposed to a dead incarnation come back")
+        world.until(lambda: not survivor.has_quarantine, "blocks exposed to a dead incarnation come back")
         transfer.release()
     else:
         other = Handover(world, 100)
         other.prefill_as(transfer)
-        _load_what_there_is(transfer)
+        load_what_there_is(transfer)
         other.abort()
     survivor.step()
     world.check_pools()
@@ -254,7 +249,7 @@ def others_untouched(setting: Setting) -> None:
     """The death of one peer, even in the middle of a transfer, does not touch transfers between others."""
     with World(setting, deadline_s=AMPLE_S) as world:
         try:
-            world.boot("e", world.shape("d"))
+            world.boot("e", world.shapes["d"])
             world.introduce()
         except Refused as error:
             raise AssertionError(f"a third engine is refused: {error}") from error

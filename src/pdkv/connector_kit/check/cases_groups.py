@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from pdkv.connector_kit.check.cases import case
-from pdkv.connector_kit.check.cases_failures import abort_everywhere
+from pdkv.connector_kit.check.cases_failures import abort_everywhere, load_what_there_is
 from pdkv.connector_kit.rig.handover import Handover, legal_orders
 from pdkv.connector_kit.rig.protocol import TokenRange
 from pdkv.connector_kit.rig.rank import HostedRank
@@ -83,16 +83,10 @@ def _reuse_one_group(transfer: Handover, group: int) -> None:
     """One group's handed-off blocks are reused before they are read: no part of the load may count."""
     world, producer = transfer.world, transfer.producer
     transfer.prefill()
-    if producer.card.kind == "store":
-        world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
     table = transfer.leased_tables[group]
-    producer.reuse([block for block in table if block >= 0])
+    producer.table.reuse_all([block for block in table if block >= 0])
     tables = [table if i == group else [-1] * len(table) for i in range(len(GROUPS))]
     producer.ask_all(HostedRank.fill, TokenRange([], 0, transfer.num_tokens, tables))
-    transfer.num_external = transfer.ask_until_known(0)
-    if transfer.num_external:
-        transfer.allocate()
-        transfer.start()
-    transfer.settle()
+    load_what_there_is(transfer)
     producer.release(transfer.key)
     world.check_pools()

@@ -1,8 +1,10 @@
 """Cases about ownership: which side may read or write a block, and when."""
 
 from pdkv.connector_kit.check.cases import case
-from pdkv.connector_kit.rig.content_read import ContentRead
+from pdkv.connector_kit.rig.content import Text
+from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.handover import Handover, legal_orders, new_name, new_text
+from pdkv.connector_kit.rig.request import TextRequest
 from pdkv.connector_kit.rig.world import SHORT_S, TRANSFER_POLL_S, NotApplicable, Setting, Shape, World, require
 
 BIG = Shape(num_blocks=160, num_layers=4, head_size=64)
@@ -17,6 +19,54 @@ MAX_ATTEMPTS = 8
 """Attempts to stop a producer in the middle of a transfer: on a busy machine it may be over before the stop."""
 
 """Seconds for which something must not happen; every engine runs at least one step in that time."""
+
+
+class ContentRead:
+    """Looks for the first `num_tokens` tokens (whole blocks) of a text on one engine, and loads those found."""
+
+    def __init__(self, world: World, engine: Engine, text: Text, num_tokens: int) -> None:
+        self._world = world
+        self._engine = engine
+        self._text = text
+        self._num_tokens = num_tokens
+        self._is_layerwise = False
+
+    def num_found(self) -> int:
+        """Tokens that can be loaded now; 0 while the connector is still looking."""
+        return self._ask(self._new_request())
+
+    def appears_within(self, seconds: float) -> bool:
+        """Whether anything is found within that time, during which the engines run."""
+        request = self._new_request()
+        return self._world.runs_until(lambda: self._ask(request) > 0, seconds)
+
+    def load(self) -> str:
+        """Load the tokens found now. Returns what is wrong with them; empty if nothing is, or nothing was found."""
+        request = self._new_request()
+        num_tokens = self._ask(request)
+        if not num_tokens:
+            return ""
+        engine = self._engine
+        engine.allocate(request, num_tokens + self._is_layerwise, resume_at=num_tokens)
+        engine.start_load(request, num_tokens, is_layerwise=self._is_layerwise)
+        engine.step_with_load(request, num_tokens, is_layerwise=self._is_layerwise)
+        self._world.until(lambda: request.transfer_key in engine.received, f"the load of {num_tokens} tokens ends")
+        engine.kv.free(request)
+        return engine.wrong.get(request.transfer_key, "")
+
+    def require_nothing(self, when: str, seconds: float) -> None:
+        """Raise Violation if anything is found in that time."""
+        require(not self.appears_within(seconds), f"{when}: the KV can be found")
+
+    def _new_request(self) -> TextRequest:
+        return TextRequest(
+            self._text, self._num_tokens + 1, kv="local", transfer_id=new_name(), attempt=0, layout=self._engine.layout
+        )
+
+    def _ask(self, request: TextRequest) -> int:
+        matched = self._engine.external.match(request, 0)
+        self._is_layerwise = matched.mode == "layerwise"
+        return 0 if matched.ask_again else matched.num_tokens
 
 
 @case("partial_writes", covers="F10")
@@ -44,10 +94,10 @@ def _unconfirmed_content(world: World) -> None:
     reader = ContentRead(world, world.consumer, transfer.sender.text, 128)
     transfer.begin_prefill()
     plan = producer.plan((transfer.sender, 0, 128))
-    producer.run_part(plan, layers=(0, 2), end=False)
+    producer.execute(plan, layers=(0, 2), end=False)
     seen = [reader.num_found() for _ in range(3)]
     require(not any(seen), f"after two of three layers {max(seen)} tokens can be found")
-    producer.run_part(plan, begin=False, layers=(2, 3))
+    producer.execute(plan, begin=False, layers=(2, 3))
     reader.require_nothing("computed and not confirmed", WHILE_S)
     producer.preempt(transfer.sender)
     reader.require_nothing("computed and preempted before it was confirmed", WHILE_S)
@@ -82,8 +132,6 @@ def late_reads(setting: Setting) -> None:
 def _load_late(transfer: Handover, steps_before: int) -> None:
     """Find, allocate, start; before one of them (or right after the start) the producer reuses the blocks."""
     world, producer = transfer.world, transfer.producer
-    if producer.card.kind == "store":
-        world.until(lambda: transfer.receiver.kv_ready is not None, "a save ends")
 
     def reuse() -> None:
         producer.release(transfer.key)
@@ -186,7 +234,8 @@ def _preempted(world: World, num_confirmed: int) -> None:
         transfer.sender.num_confirmed = num_confirmed
         producer.confirm(transfer.sender)
         producer.step((transfer.sender, num_confirmed, 128))
-        world.until(lambda: not producer.is_read(transfer.key), "a save that holds blocks ends")  # no victim until then
+        # It is no victim until then.
+        world.until(lambda: not producer.external.has_saves(transfer.key), "a save that holds blocks ends")
     else:
         producer.step((transfer.sender, 0, 128))
     producer.preempt(transfer.sender)
@@ -196,7 +245,6 @@ def _preempted(world: World, num_confirmed: int) -> None:
         reader.appears_within(WHILE_S)
         wrong = reader.load()
         require(not wrong, f"{num_confirmed} tokens were confirmed before the preemption, then read: {wrong}")
-    transfer.sender.num_confirmed = transfer.sender.num_reported = 0
     again = Handover(world, 128, text=text)
     again.run()
     producer.tell_aborted(transfer.key)
@@ -229,7 +277,7 @@ def _late_write(world: World, num_early: int, *, after_deadline: bool) -> None:
     if transfer.ended:
         transfer.require_typed(transfer.wait())
     transfer.drop_receiver()
-    world.until(lambda: not world.consumer.quarantine, "a cancelled load is answered")
+    world.until(lambda: not world.consumer.has_quarantine, "a cancelled load is answered")
     world.consumer.step()  # other requests write the blocks
     transfer.take(*transfer.steps[-late:])
     world.run_for(WHILE_S)
@@ -253,10 +301,11 @@ def _cancel_under_way(world: World, order: str, *, stops: bool) -> bool:
         share = world.consumer.share_written(transfer.receiver)
     transfer.drop_receiver()
     if stops:
-        world.runs_until(lambda: not world.consumer.quarantine, world.passed_s)  # or what is received waits for the end
+        # Or what is received waits for the end.
+        world.runs_until(lambda: not world.consumer.has_quarantine, world.passed_s)
         world.consumer.step()
         world.resume("p")
-    world.until(lambda: not world.consumer.quarantine, "a cancelled load is answered")
+    world.until(lambda: not world.consumer.has_quarantine, "a cancelled load is answered")
     world.consumer.step()  # other requests write the blocks
     world.run_for(WHILE_S / 2)
     world.check_pools()

@@ -75,7 +75,7 @@ def _with_stopped_peer(world: World, name: str) -> None:
 
 def _load_what_is_known(world: World, transfer: Handover) -> None:
     """Ask once: the side that could tell more is stopped."""
-    matched = world.consumer.ask(HostedRank.match, transfer.receiver.view(), 0)
+    matched = world.consumer.external.match(transfer.receiver, 0)
     if matched.num_tokens:
         transfer.num_external = matched.num_tokens
         if not transfer.receiver.block_ids:
@@ -186,7 +186,7 @@ def _shutdown_leaves_nothing(world: World, name: str) -> None:
     def rebuild() -> None:
         Handover(world, 52).run()
         world.engines[name].close()
-        world.rebuild(name)
+        world.revive(name, world.engines.pop(name).hosts)
 
     for _ in range(2):
         rebuild()

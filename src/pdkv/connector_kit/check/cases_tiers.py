@@ -7,7 +7,7 @@ from pdkv.connector_kit.check.cases import case
 from pdkv.connector_kit.rig.engine import Engine
 from pdkv.connector_kit.rig.handover import Handover, new_name
 from pdkv.connector_kit.rig.rank import HostedRank
-from pdkv.connector_kit.rig.request import Request
+from pdkv.connector_kit.rig.request import TextRequest
 from pdkv.connector_kit.rig.world import NotApplicable, Setting, World, lengths, require
 from pdkv.connectors.base import MatchedTokens
 from pdkv.wire.tiers import TierEvents
@@ -43,7 +43,7 @@ def _take(engine: Engine) -> Sequence[TierEvents]:
 
 def _check(transfer: Handover, tiers: dict[str, TierEvents], events: Sequence[TierEvents]) -> int:
     """Check events after one prompt; returns how many of its tokens they report."""
-    keys = transfer.sender.keys(transfer.num_tokens)
+    keys = transfer.sender.hash_keys
     most = 0
     for told in events:
         known = tiers.setdefault(told.medium, told)
@@ -71,13 +71,13 @@ def _check(transfer: Handover, tiers: dict[str, TierEvents], events: Sequence[Ti
 def _found(transfer: Handover, num_tokens: int) -> int:
     """Tokens of the prompt's beginning that a request of another transfer finds."""
     consumer = transfer.consumer
-    reader = Request(
+    reader = TextRequest(
         transfer.sender.text, num_tokens + 1, kv="local", transfer_id=new_name(), attempt=0, layout=consumer.layout
     )
     found: list[MatchedTokens] = []
 
     def known() -> bool:
-        found[:] = [consumer.ask(HostedRank.match, reader.view(), 0)]
+        found[:] = [consumer.external.match(reader, 0)]
         return not found[0].ask_again
 
     transfer.world.until(known, f"the connector knows what it has of {transfer.describe()}")

@@ -1,52 +1,142 @@
-"""An engine without a model: the kit drives a connector as the real engine does, in the same order.
+"""An engine without a model: the kit drives a connector with an engine's own bookkeeping, in its order.
 
 Freed blocks are overwritten at once by "another request", as under load: a late reader gets garbage, and their
 generations have changed.
 """
 
+import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from math import inf
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, cast
+
+import msgspec
 
 from pdkv.base.block_keys import HASH_BLOCK_SIZE
 from pdkv.base.clock import MONOTONIC
 from pdkv.connector_kit.rig import protocol as p
-from pdkv.connector_kit.rig.block_counts import Books
 from pdkv.connector_kit.rig.host import Host
-from pdkv.connector_kit.rig.news import News
 from pdkv.connector_kit.rig.processes import HostProcess
 from pdkv.connector_kit.rig.rank import HostedRank
-from pdkv.connector_kit.rig.request import Request
+from pdkv.connector_kit.rig.request import ROUTER, TextRequest
 from pdkv.connectors.base import (
-    BlockHold,
     Cancel,
-    ConfirmedRange,
     ConnectorConfig,
     Direction,
-    ScheduledRange,
+    KVConnectorMetadata,
+    Observed,
+    SchedulerConnector,
+    SchedulerView,
+    Shown,
     TransferKey,
     TransferOutcome,
+    TransferResults,
 )
+from pdkv.connectors.block_table import BlockTable
 from pdkv.connectors.plan import ConnectorPlan
 from pdkv.connectors.transfer.aggregator import TransferAggregator
-from pdkv.connectors.transfer.planning import first_seen_block
+from pdkv.engine.kv.block_pool import BlockPool, Holder
+from pdkv.engine.kv.kv_cache_manager import KVCacheManager, PrefixHit
+from pdkv.engine.outside.external import ExternalKV, KVLoad
+from pdkv.engine.outside.swap import SwapRule
+from pdkv.prefill.leases import LeaseTable
+from pdkv.prefill.role import PrefillRole
 from pdkv.wire.kv import ChecksumMode, EngineCard, KVHandoff, KVLayout
+from pdkv.wire.messages import EngineToRouter, HandedOff, KVReady, KVTicket, Release
+from pdkv.wire.types import RequestKey
 
+F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """A step that is planned and not executed yet."""
+class RemoteTable(BlockTable):
+    """The block table in rank 0's process. What is written here gets there before that process is asked anything."""
 
-    step_id: int
-    meta: bytes | None
-    cancels: list[Cancel]
-    writes: list[p.TokenRange]
-    garbage: list[int]
+    def __init__(self) -> None:
+        self.unsent: list[p.TableEntry] = []
+        self.num_reuses: Counter[int] = Counter()  # of each block: what its generation counts
+        self.used: set[int] = set()  # not overwritten by the kit since
+
+    def generation(self, block_id: int) -> int:
+        return self.num_reuses[block_id]
+
+    def reuse(self, block_id: int) -> None:
+        self.num_reuses[block_id] += 1
+        self.used.add(block_id)
+        self.unsent.append(p.TableEntry(block_id, None))
+
+    def publish(self, block_id: int, keys: list[bytes]) -> None:
+        self.unsent.append(p.TableEntry(block_id, keys))
+
+
+class ScatteredPool(BlockPool):
+    """Allocates free blocks in random order, so that no block table is contiguous."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int, table: BlockTable, seed: int) -> None:
+        super().__init__(num_blocks, table, keys_per_block=layout.block_size // HASH_BLOCK_SIZE)
+        self._random = random.Random(seed)
+
+    def choose(self, num_blocks: int) -> list[int]:
+        """Free blocks to allocate, of which there are enough."""
+        free = [block for block in range(self.num_blocks) if not self.is_held(block)]
+        return self._random.sample(free, num_blocks)
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        if num_blocks > self.num_available:
+            return None
+        chosen = self.choose(num_blocks)
+        self.drop_cached(chosen)
+        self.hold(chosen, Holder.ACTIVE)
+        self.table.reuse_all(chosen)
+        return chosen
+
+
+class RemoteMetadata(KVConnectorMetadata):
+    """Orders whose rest is in rank 0's process; `encoded` for the other ranks."""
+
+    encoded: bytes | None = None
+
+
+def _remote(method: F) -> F:
+    """A method of the scheduler side that is called in rank 0's process."""
+
+    def call(side: "RemoteScheduler", *arguments: Any) -> Any:
+        return side.engine.ask(method, *arguments)
+
+    return cast(F, call)
+
+
+class RemoteScheduler(SchedulerConnector):
+    """The scheduler side in rank 0's process. `sent` and `received`: the transfers that ended."""
+
+    def __init__(self, engine: "Engine", observes: p.Observes) -> None:
+        self.observes = Observed(Shown(observes[0]), Shown(observes[1]), *observes[2:])
+        self.engine = engine
+        self.sent: dict[TransferKey, TransferOutcome] = {}
+        self.received: dict[TransferKey, TransferOutcome] = {}
+
+    get_num_new_matched_tokens = _remote(SchedulerConnector.get_num_new_matched_tokens)
+    update_state_after_alloc = _remote(SchedulerConnector.update_state_after_alloc)
+    request_finished = _remote(SchedulerConnector.request_finished)
+    resolve_results = _remote(SchedulerConnector.resolve_results)
+
+    @property
+    def has_pending_work(self) -> bool:
+        return self.engine.ask(HostedRank.is_pending)
+
+    def build_connector_meta(self, view: SchedulerView) -> RemoteMetadata:
+        planned = self.engine.ask(HostedRank.plan, view, len(self.engine.hosts) > 1)
+        return RemoteMetadata(step_id=view.step_id, holds=planned.holds, encoded=planned.meta)
+
+    def update_connector_output(self, results: TransferResults) -> None:
+        self.engine.ask(SchedulerConnector.update_connector_output, results)
+        for sent in (results.finished_sending, results.failed_sending):
+            self.sent.update(sent)
+        for received in (results.finished_receiving, results.failed_receiving):
+            twice = self.received.keys() & received.keys()
+            assert not twice, f"the loads {twice} have ended twice"
+            self.received.update(received)
 
 
 class Engine:
@@ -73,18 +163,10 @@ class Engine:
         self.hosts = hosts
         self.layout = layout
         self.block_size = layout.block_size
-        self.books = Books(num_blocks, seed=len(epoch))
-        self.num_reuses: Counter[int] = Counter()  # of each block: what its generation counts
-        self.received: dict[TransferKey, TransferOutcome] = {}
-        self.sent: dict[TransferKey, TransferOutcome] = {}
+        self.table = RemoteTable()
         self.wrong: dict[TransferKey, str] = {}  # finished loads with wrong content
-        self.leases: dict[TransferKey, list[int]] = {}
-        self._until_release: set[TransferKey] = set()  # leases that do not end with a sending
-        self.loading: dict[TransferKey, Sequence[int]] = {}  # blocks that a load may write
-        self.quarantine: dict[TransferKey, Sequence[int]] = {}
-        self.on_sent: list[Callable[[TransferKey, bool], None]] = []  # KVReady leaves
-        self._holds: dict[TransferKey, BlockHold] = {}
-        self._news = News()
+        self.on_ready: dict[RequestKey, Callable[[bool], None]] = {}  # for the KVReady of a request
+        self._handoff: KVHandoff | None = None  # the last one
         self._aggregator = TransferAggregator(len(hosts))
         self._peers: list[EngineCard] = []
         self._next_step_id = 0
@@ -107,6 +189,25 @@ class Engine:
             max_num_seqs=256, tp=len(hosts), rank_blobs=[rank.blob for rank in built],
             kv_checksum=kv_checksum,
         )  # fmt: skip
+        self.scheduler = RemoteScheduler(self, self.built.observes)
+        self.sent, self.received = self.scheduler.sent, self.scheduler.received
+        self.use(ScatteredPool(layout, num_blocks, self.table, len(epoch)))
+
+    def use(self, pool: BlockPool) -> None:
+        """Keep the books of all blocks in this pool, all of which are free."""
+        layout = self.layout
+        self.pool = pool
+        self.kv = KVCacheManager(
+            pool, block_size=layout.block_size, hash_block_size=HASH_BLOCK_SIZE, windows=layout.windows
+        )
+        self.external = ExternalKV(
+            self.scheduler, pool, SwapRule("recompute", float, 1), block_size=layout.block_size,
+            num_groups=layout.num_groups,
+        )  # fmt: skip
+        self.prefill = PrefillRole(
+            engine=self.name, epoch=self.epoch, leases=LeaseTable(pool), external=self.external, send=self._heard,
+            max_leased_blocks=pool.num_blocks, lease_timeout_s=inf, num_promised_blocks=lambda: 0,
+        )  # fmt: skip
 
     # --- where it stands ------------------------------------------------------------------------------------------
 
@@ -117,29 +218,39 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no load, hold, lease or quarantine is left, and nothing is to be told."""
-        return not (self.loading or self.quarantine or self._holds or self.leases or self._news)
+        """Whether no load, hold, lease or quarantine is left."""
+        return self.external.is_idle and not self.prefill.leases
 
-    def is_read(self, key: TransferKey) -> bool:
-        """Whether a transfer reads the request's blocks, so that it must not be preempted."""
-        return any(hold.owner == key for hold in self._holds.values())
+    @property
+    def num_held(self) -> int:
+        """Blocks with at least one holder."""
+        return self.pool.num_blocks - self.pool.num_available
+
+    @property
+    def has_quarantine(self) -> bool:
+        """Whether a load that was given up may still write its blocks."""
+        return self.pool.counts().quarantined > 0
 
     def describe_rest(self) -> str:
         """What is not at rest, in words; empty if everything is."""
-        return (
-            f"engine {self.name}: loading {list(self.loading)}, quarantined {list(self.quarantine)}, "
-            f"I/O holds {list(self._holds)}, leases {list(self.leases)}, {self.books.num_held} blocks held"
-        )
+        return f"engine {self.name}: loading {list(self.external.loads)}, blocks: {self.pool.counts()}"
 
     def ask(self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs) -> Result:
         """Call a method of rank 0, and return its answer."""
+        self._send_table()
         return self.hosts[0].ask(self.name, method, self.timeout_s, *args, **kwargs)
 
     def ask_all(self, method: Callable[Concatenate[Any, P], Result], *args: P.args, **kwargs: P.kwargs) -> list[Result]:
         """Call a method of all ranks at once, and return their answers."""
+        self._send_table()
         for host in self.hosts:
             host.send(self.name, method, *args, **kwargs)
         return [host.receive(method, self.timeout_s) for host in self.hosts]
+
+    def _send_table(self) -> None:
+        if unsent := self.table.unsent:
+            self.table.unsent = []
+            self.hosts[0].ask(self.name, HostedRank.write_table, self.timeout_s, unsent)
 
     def close(self) -> None:
         """Shut the connector down on all ranks."""
@@ -154,54 +265,50 @@ class Engine:
         """Run an empty step if the engine's loop would; while something is open, every `poll_s`."""
         woken = [host.take_woken(self.name) for host in self.hosts]
         due = MONOTONIC.now() >= self._last_step + poll_s and not self.is_idle
-        if any(woken) or due or self._news or self.ask(HostedRank.is_pending):
+        if any(woken) or due or self.external.has_news:
             self.step()
 
-    def step(self, *scheduled: tuple[Request, int, int]) -> None:
+    def step(self, *scheduled: tuple[TextRequest, int, int]) -> None:
         """Schedule (request, start, stop), execute, update."""
         self.execute(self.plan(*scheduled))
 
-    def plan(self, *scheduled: tuple[Request, int, int]) -> StepPlan:
+    def plan(self, *scheduled: tuple[TextRequest, int, int]) -> p.StepPart:
         """Build the view and the metadata; holds are taken before finished requests release their blocks."""
         step_id, self._next_step_id = self._next_step_id, self._next_step_id + 1
-        garbage = self.books.take_dirty()
-        if garbage:
-            self.reuse(garbage)
-        news, self._news = self._news, News()
-        observed = self.built.observes_scheduled
-        ranges = [ScheduledRange(r.view(), a, b, _copy(r.block_tables)) for r, a, b in scheduled if observed]
-        planned = self.ask(HostedRank.plan, news.view(step_id, ranges), len(self.hosts) > 1)
-        for key, block_ids, owner in planned.holds:
-            assert key not in self._holds, f"the hold {key} is taken twice"
-            self.books.hold(block_ids)
-            self._holds[key] = BlockHold(key, block_ids, owner)
-        for kept in news.kept:
-            self.books.release(kept)
-        writes = [p.TokenRange(r.content, a, b, _copy(r.block_tables)) for r, a, b in scheduled]
-        return StepPlan(step_id, planned.meta, news.cancels, writes, garbage)
+        garbage = self.overwrite()
+        for request, start, _ in scheduled:
+            request.num_computed = start
+        ranges = self.external.show_scheduled(step_id, [(request, stop - start) for request, start, stop in scheduled])
+        meta, cancels, _ = self.external.build_meta(step_id, ranges, ())
+        assert isinstance(meta, RemoteMetadata)
+        writes = [p.TokenRange(r.content, start, stop, _copy(r.block_tables)) for r, start, stop in scheduled]
+        self.kv.end_step(step_id)
+        return p.StepPart(step_id=step_id, meta=meta.encoded, cancels=cancels, writes=writes, garbage=garbage)
 
-    def execute(self, plan: StepPlan) -> None:
-        """Run a planned step on all ranks, and act on its results."""
-        self.run_part(plan)
+    def overwrite(self) -> list[int]:
+        """Free blocks that were in use, whose content is void from now on: another request writes them."""
+        self.pool.drop_cached()
+        free = sorted(block for block in self.table.used if not self.pool.is_held(block))
+        self.table.reuse_all(free)
+        self.table.used.difference_update(free)
+        return free
 
-    def run_part(
-        self, plan: StepPlan, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
+    def execute(
+        self, plan: p.StepPart, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
     ) -> None:
-        """Run a part of a step, so that something else can happen in the middle of a forward pass."""
+        """Run a planned step, or a part of it, on all ranks, and act on its results."""
         self.send_part(plan, begin=begin, layers=layers, end=end)
         self.take_executed(settle=end)
 
     def send_part(
-        self, plan: StepPlan, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
+        self, plan: p.StepPart, *, begin: bool = True, layers: tuple[int, int] | None = None, end: bool = True
     ) -> None:
         """Give a part of a step to all ranks; `take_executed` must follow."""
+        self._send_table()
         self._last_step = MONOTONIC.now()
+        part = msgspec.structs.replace(plan, begin=begin, layers=layers, end=end)
         for rank, host in enumerate(self.hosts):
-            step = p.StepPart(
-                step_id=plan.step_id, meta=plan.meta if rank and begin else None, cancels=plan.cancels,
-                writes=plan.writes, garbage=plan.garbage, begin=begin, layers=layers, end=end,
-            )  # fmt: skip
-            host.send(self.name, HostedRank.execute, step)
+            host.send(self.name, HostedRank.execute, part if rank else msgspec.structs.replace(part, meta=None))
 
     def take_executed(self, *, settle: bool = True) -> list[p.Executed]:
         """Take the answers of all ranks, on which the engine acts."""
@@ -214,125 +321,66 @@ class Engine:
 
     def settle(self, executed: Sequence[p.Executed]) -> None:
         """Pass the results to the connector; release holds, quarantines and leases that ended."""
-        merged = self._aggregator.add([rank.results for rank in executed])
-        results = self.ask(HostedRank.settle, p.as_dicts(merged))
-        for key, outcome in (*results.finished_sending.items(), *results.failed_sending.items()):
-            self.sent[key] = outcome
-            hold = self._holds.pop(key, None)
-            if hold is not None:
-                self.books.release(hold.block_ids)
-            self._sending_ended(key, not outcome.code)
-        for key, outcome in (*results.finished_receiving.items(), *results.failed_receiving.items()):
-            assert key not in self.received, f"the load {key} has ended twice"
-            self.received[key] = outcome
-            self.loading.pop(key, None)
-            self.books.release(self.quarantine.pop(key, ()))
+        settled = self.external.settle(self._aggregator.add([rank.results for rank in executed]))
+        for send in settled.sends:
+            self.prefill.sending_ended(*send)
+        for ended in settled.loads:
+            self.external.end_load(ended.load.request.transfer_key, transfer_ended=True)
 
     # --- a prompt that is handed off ------------------------------------------------------------------------------
 
-    def confirm(self, request: Request, *, last: bool = False, again: bool = False) -> None:
+    def confirm(self, request: TextRequest, *, last: bool = False, again: bool = False) -> None:
         """Note that tokens up to num_confirmed are final in their blocks."""
-        blocks = request.take_full_blocks()
-        if blocks:
-            self.ask(HostedRank.publish, blocks)
-        self._give_up_unseen(request)
-        if self.built.observes_confirmed:
-            start = 0 if again else request.num_reported
-            request.num_reported = request.num_confirmed
-            tables = _copy(request.block_tables)
-            range_ = ConfirmedRange(request.view(), start, request.num_confirmed, tables, last)
-            self._news.confirmed.append(range_)
+        self.kv.commit(request)
+        self.external.report_confirmed(request, last=last, again=again)
 
-    def _give_up_unseen(self, request: Request) -> None:
-        """Free and overwrite blocks before the window of the token after the confirmed ones."""
-        for window, table in zip(self.layout.windows, request.block_tables, strict=True):
-            seen = range(min(first_seen_block(window, request.num_confirmed, self.block_size), len(table)))
-            self.books.release([table[i] for i in seen if table[i] >= 0])
-            table[: len(seen)] = [-1] * len(seen)
-
-    def hand_off(self, request: Request) -> KVHandoff:
+    def hand_off(self, request: TextRequest) -> KVHandoff:
         """End the confirmed prompt here: its blocks pass to a lease."""
         self.confirm(request, last=True)
-        self._news.finished.append(request.transfer_key)
-        if self.built.observes_confirmed:
-            self.books.hold(request.block_ids)
-            self._news.kept.append(request.block_ids)
-        ended = self.ask(HostedRank.finish_request, request.view(), _copy(request.block_tables))
-        leased = request.block_ids if ended.hold_blocks else []
-        self.books.hold(leased)
-        self.leases[request.transfer_key] = leased
-        if ended.until_release:
-            self._until_release.add(request.transfer_key)
-        self.free(request)
-        known = self.sent.get(request.transfer_key)
-        if known is not None:
-            self._sending_ended(request.transfer_key, not known.code)
-        return KVHandoff(
-            request_id=request.request_id, attempt=request.attempt, transfer_id=request.transfer_id, engine=self.name,
-            epoch=self.epoch, num_tokens=request.num_confirmed, payload=ended.payload or b"",
-        )  # fmt: skip
+        self.prefill.handed_off(request, self.external.finished(request), MONOTONIC.now())
+        self.kv.free(request)
+        assert self._handoff is not None
+        return self._handoff
 
-    def late_ticket(self, request: Request, block_tables: Sequence[Sequence[int]]) -> None:
+    def late_ticket(self, request: TextRequest, ticket: bytes) -> None:
         """A ticket that came after the hand-off: the leased blocks are shown once more."""
-        range_ = ConfirmedRange(request.view(), 0, request.num_confirmed, _copy(block_tables), True)
-        self._news.confirmed.append(range_)
+        self.prefill.handle(ROUTER, KVTicket(*request.key, ticket))
 
     def release(self, key: TransferKey) -> None:
         """Handle a Release: the lease ends, and reads of it are cancelled."""
-        if key in self.leases:
-            self.books.release(self.leases.pop(key))
-            self.tell_aborted(key)
+        self.prefill.handle(ROUTER, Release(key.transfer_id, key.attempt))
 
-    def abort(self, request: Request) -> None:
+    def abort(self, request: TextRequest) -> None:
         """Give the request up, at any stage."""
         self.end_load(request)
         self.tell_aborted(request.transfer_key)
-        self.free(request)
+        self.kv.free(request)
 
-    def preempt(self, request: Request) -> None:
+    def preempt(self, request: TextRequest) -> None:
         """Take the request's blocks; it will come again."""
-        self._news.retract(request.transfer_key)
-        self._news.preempted.append(request.transfer_key)
-        self.free(request)
+        self.external.preempted(request)
+        self.kv.free(request)
+        request.restart()
 
     def tell_aborted(self, key: TransferKey) -> None:
         """Report the abort in the next view; a transfer from here is cancelled."""
-        self._news.retract(key)
-        self._news.aborted.append(key)
-        if self.is_read(key):
-            self.cancel(key, "send")
-
-    def free(self, request: Request) -> None:
-        """Free the request's blocks."""
-        self.books.release(request.block_ids)
-        request.lose_blocks()
-
-    def _sending_ended(self, key: TransferKey, ok: bool) -> None:
-        lease = self.leases.get(key)
-        if lease is None:
-            return
-        is_over = key not in self._until_release and bool(lease or not ok)
-        if is_over:
-            self.books.release(self.leases.pop(key))
-        for listener in self.on_sent:
-            listener(key, ok)
-        if is_over and not ok:
-            self.tell_aborted(key)
-
-    def reuse(self, block_ids: Sequence[int]) -> None:
-        """Make the content of these blocks void from now on."""
-        self.num_reuses.update(block_ids)
-        self.ask(HostedRank.reuse, list(block_ids))
+        self.external.aborted(key, cancel_sending=True)
 
     def mimic(self, other: "Engine", block_ids: Sequence[int]) -> None:
         """Take the blocks that another incarnation has used, and reuse each as often as that one did."""
-        self.books.take(block_ids)
+        self.pool.hold(block_ids, Holder.ACTIVE)
         for block in block_ids:
-            self.reuse([block] * (other.num_reuses[block] - self.num_reuses[block]))
+            self.table.reuse_all([block] * (other.table.num_reuses[block] - self.table.num_reuses[block]))
+
+    def _heard(self, _: str, message: EngineToRouter) -> None:
+        if isinstance(message, HandedOff):
+            self._handoff = message.handoff
+        elif isinstance(message, KVReady) and (tell := self.on_ready.get((message.request_id, message.attempt))):
+            tell(message.ok)
 
     # --- a load ---------------------------------------------------------------------------------------------------
 
-    def allocate(self, request: Request, num_tokens: int, *, hit: Sequence[int] = (), resume_at: int = 0) -> None:
+    def allocate(self, request: TextRequest, num_tokens: int, *, hit: Sequence[int] = (), resume_at: int = 0) -> None:
         """Allocate blocks for the first tokens of a request, starting with `hit`.
 
         Args:
@@ -340,30 +388,29 @@ class Engine:
                 to are allocated.
         """
         assert not (hit and self.layout.groups), "the kit supports local hits without KV groups only"
-        stop = -(-num_tokens // self.block_size)
-        firsts = [first_seen_block(window, resume_at, self.block_size) for window in self.layout.windows]
-        new = self.books.allocate(sum(stop - first for first in firsts) - len(hit))
-        if new:
-            self.reuse(new)
-        self.books.hold(hit)
-        own = iter([*hit, *new])
-        request.block_tables = [[-1] * first + list(islice(own, stop - first)) for first in firsts]
-        request.num_local_hit = len(hit) * self.block_size
+        tables = [list(hit) for _ in self.layout.windows]
+        has_room = self.kv.admit(request, PrefixHit(len(hit) * self.block_size, tables), num_tokens, resume_at)
+        assert has_room, f"the kit's pool has no blocks for {num_tokens} tokens"
 
-    def start_load(self, request: Request, num_external: int, *, check: bool = True) -> bytes | None:
+    def start_load(
+        self, request: TextRequest, num_external: int, *, is_layerwise: bool = False, check: bool = True
+    ) -> bytes | None:
         """Begin the load with the next step; returns the ticket."""
-        start = request.num_local_hit
-        key = request.transfer_key
-        exposed = request.blocks_from(start // self.block_size)
-        tables = _copy(request.block_tables)
+        start, key = request.num_local_hit, request.transfer_key
+        step = self._next_step_id if is_layerwise else None
+        load = KVLoad(request, start, start + num_external, inf, layerwise_step=step)
         if num_external:
-            wanted = p.TokenRange(list(request.text), start, start + num_external, tables)
+            wanted = p.TokenRange(list(request.text), start, load.stop, _copy(request.block_tables))
+            exposed = list(request.held_blocks(start // self.block_size))
             self.ask_all(HostedRank.expect, key, exposed, wanted if check else None)
-            self.loading[key] = exposed
             self.received.pop(key, None)
-        return self.ask(HostedRank.allocate, request.view(), tables, num_external)
+        self.external.add_load(load)
+        ticket = self.external.start(load)
+        if load.done:
+            self.external.end_load(key, transfer_ended=True)
+        return ticket
 
-    def step_with_load(self, request: Request, num_tokens: int, *, is_layerwise: bool) -> bool:
+    def step_with_load(self, request: TextRequest, num_tokens: int, *, is_layerwise: bool) -> bool:
         """Run the step that begins a load. A layerwise load is given up unless its end is reported in that step;
         returns False then.
         """
@@ -376,18 +423,14 @@ class Engine:
         self.end_load(request)
         return False
 
-    def end_load(self, request: Request) -> None:
+    def end_load(self, request: TextRequest) -> None:
         """Give a load up: blocks that may still be written are quarantined until its end is reported."""
-        key = request.transfer_key
-        exposed = self.loading.pop(key, None)
-        if exposed is not None:
-            self.books.hold(exposed)
-            self.quarantine[key] = exposed
-            self.cancel(key, "receive")
+        if request.transfer_key in self.external.loads:
+            self.external.end_load(request.transfer_key, transfer_ended=False)
 
     def cancel(self, key: TransferKey, direction: Direction) -> None:
         """Tell the workers to cancel, even keys of which the engine has no load."""
-        self._news.cancel(Cancel(key, direction))
+        self.external._cancels.append(Cancel(key, direction))
 
     # --- peers ----------------------------------------------------------------------------------------------------
 
@@ -402,11 +445,11 @@ class Engine:
         refusals = self.ask_all(HostedRank.update_peers, others, added, removed)
         return [message for rank in refusals for message in rank]
 
-    def share_written(self, request: Request) -> float:
+    def share_written(self, request: TextRequest) -> float:
         """The share of a request's load that has arrived, 0 to 1."""
         return self.ask(HostedRank.written, request.block_ids)
 
-    def wait_written(self, request: Request, timeout_s: float) -> None:
+    def wait_written(self, request: TextRequest, timeout_s: float) -> None:
         """Wait until a part of a request's load has arrived, with no step in between, or the time is over."""
         deadline = MONOTONIC.now() + timeout_s
         while not self.share_written(request) and MONOTONIC.now() < deadline:

@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 from pdkv.connector_kit.rig.content import Piece, Text
 from pdkv.connector_kit.rig.engine import Engine
-from pdkv.connector_kit.rig.rank import HostedRank
-from pdkv.connector_kit.rig.request import Request
+from pdkv.connector_kit.rig.request import TextRequest
 from pdkv.connector_kit.rig.world import World, require
-from pdkv.connectors.base import MatchedTokens, TransferKey, TransferOutcome
+from pdkv.connectors.base import MatchedTokens, TransferOutcome
+from pdkv.engine.kv.block_pool import Holder
 from pdkv.errors import TransferError
 
 _seeds = itertools.count(1)
@@ -84,11 +84,11 @@ class Handover:
         self._is_told = is_told
         text = new_text(num_tokens + 1) if text is None else text
         transfer_id = transfer_id or new_name()
-        self.sender = Request(
+        self.sender = TextRequest(
             text, num_tokens, kv="handoff", transfer_id=transfer_id, attempt=attempt, layout=self.producer.layout,
             has_content=check,
         )  # fmt: skip
-        self.receiver = Request(
+        self.receiver = TextRequest(
             text, num_tokens, kv="await_peer", transfer_id=transfer_id, attempt=attempt, layout=self.consumer.layout
         )
         self.key = self.sender.transfer_key
@@ -99,7 +99,7 @@ class Handover:
         self._ticket: bytes | None = None
         self._is_layerwise = self._is_late = False
         self.num_hit_blocks = num_hit_blocks
-        self.producer.on_sent.append(self._on_sent)
+        self.producer.on_ready[self.sender.key] = self._on_ready
 
     # --- all of it ------------------------------------------------------------------------------------------------
 
@@ -114,11 +114,13 @@ class Handover:
             step()
 
     def prefill(self) -> None:
-        """The producer's part."""
+        """The producer's part, with the end of the save into a store."""
         self.begin_prefill()
         for start in range(0, self.num_tokens, self.chunk):
             self.compute(start)
         self.hand_off()
+        if self.producer.card.kind == "store":
+            self.world.until(lambda: self.receiver.kv_ready is not None, f"the save of {self.describe()} ends")
 
     def run(self) -> None:
         """Take all steps, wait for the end, and check the received KV."""
@@ -185,26 +187,26 @@ class Handover:
             self.consumer.end_load(self.receiver)
             if self.num_external and not self.ended:
                 self.consumer.tell_aborted(self.receiver.transfer_key)
-            self.consumer.free(self.receiver)
-        self.consumer.books.release(self._hit)
+            self.consumer.kv.free(self.receiver)
+        self.consumer.pool.release(self._hit, Holder.ACTIVE)
         self._hit = []
 
     def next_reader(self) -> None:
         """The next attempt of the consumer's request with the same hand-off; the last one was dropped."""
         last = self.receiver
-        self.receiver = Request(
-            last.text, self.num_tokens, kv="await_peer", transfer_id=last.transfer_id, attempt=last.attempt + 1,
-            layout=self.consumer.layout,
+        self.receiver = TextRequest(
+            last.text, self.num_tokens, kv="await_peer", transfer_id=last.transfer_key.transfer_id,
+            attempt=last.transfer_key.attempt + 1, layout=self.consumer.layout,
         )  # fmt: skip
-        self.receiver.handoff, self.receiver.has_output = last.handoff, True
+        self.receiver.draw()
+        self.receiver.handoff = last.handoff
         self.receiver.kv_ready = last.kv_ready or None
         self.num_external, self._ticket = 0, None
 
     def release(self) -> None:
         """Bring the Release to the producer."""
         self.producer.release(self.key)
-        if self._on_sent in self.producer.on_sent:
-            self.producer.on_sent.remove(self._on_sent)
+        self.producer.on_ready.pop(self.sender.key, None)
 
     def describe(self) -> str:
         """The transfer in words."""
@@ -222,6 +224,7 @@ class Handover:
         """Prefill into the blocks that a dead incarnation of the producer has handed off, in the same generations."""
         self.producer.mimic(dead.producer, dead.leased)
         self.sender.block_tables = [list(table) for table in dead.leased_tables]
+        self.sender.num_given_up = [table.count(-1) for table in dead.leased_tables]
         self.prefill()
 
     def compute(self, start: int) -> None:
@@ -238,12 +241,12 @@ class Handover:
 
     def hand_off(self) -> None:
         """End the prompt: its blocks pass to a lease, and the hand-off leaves."""
-        self.sender.has_output = True
+        self.sender.draw()
         tables = self.sender.block_tables  # blocks that a window gives up in the end are marked in them
         self.receiver.handoff = self.producer.hand_off(self.sender)
         self.leased_tables = [list(table) for table in tables]
         self.leased = [block for table in tables for block in table if block >= 0]
-        self.receiver.has_output = True
+        self.receiver.draw()
         if self._is_told:
             self.producer.step()
 
@@ -270,7 +273,7 @@ class Handover:
         found: list[MatchedTokens] = []
 
         def known() -> bool:
-            found[:] = [self.consumer.ask(HostedRank.match, self.receiver.view(), start)]
+            found[:] = [self.consumer.external.match(self.receiver, start)]
             return not found[0].ask_again
 
         if not (at_once and known()):
@@ -282,8 +285,9 @@ class Handover:
         """Decode first: allocate blocks for everything before the source is known."""
         self._take_hit()
         start = len(self._hit) * self.consumer.block_size
-        matched = self.consumer.ask(HostedRank.match, self.receiver.view(), start)
-        require(matched.ask_again, f"without a hand-off it answers {matched} instead of 'ask again'")
+        matched = self.consumer.external.match(self.receiver, start)
+        is_unknown = matched.ask_again or start == self.num_tokens
+        require(is_unknown, f"without a hand-off it answers {matched} instead of 'ask again'")
         self.consumer.allocate(self.receiver, self.num_tokens, hit=self._hit, resume_at=self.num_tokens)
 
     def allocate(self) -> None:
@@ -300,7 +304,9 @@ class Handover:
 
     def post(self) -> None:
         """Pass the blocks to the connector."""
-        self._ticket = self.consumer.start_load(self.receiver, self.num_external, check=self.check)
+        self._ticket = self.consumer.start_load(
+            self.receiver, self.num_external, is_layerwise=self._is_layerwise, check=self.check
+        )
 
     def bring_ticket(self) -> None:
         """Bring the ticket to the producer: before its prefill, during it, or after its end.
@@ -313,24 +319,23 @@ class Handover:
             if self.num_external:
                 self.wait()
             return
-        if self.key in self.producer.leases:
-            self.producer.late_ticket(self.sender, self.leased_tables)
+        if self.producer.prefill.holds(self.key):
+            self.producer.late_ticket(self.sender, self._ticket)
         elif self.sender.block_ids:
             self.producer.confirm(self.sender, again=True)
 
     def _wait_for_room(self, engine: Engine, num_tokens: int) -> None:
         """Wait for blocks: transfers that are over on one side may still be read or acknowledged on the other."""
         num_blocks = -(-num_tokens // engine.block_size) * engine.layout.num_groups
-        if engine.books.num_free < num_blocks:
-            self.world.until(lambda: engine.books.num_free >= num_blocks, f"{num_blocks} blocks come free")
+        if engine.pool.num_available < num_blocks:
+            self.world.until(lambda: engine.pool.num_available >= num_blocks, f"{num_blocks} blocks come free")
 
     def _take_hit(self) -> None:
         if self.num_hit_blocks and not self._hit:
-            self._hit = self.consumer.books.allocate(self.num_hit_blocks)
-            self.consumer.reuse(self._hit)
+            self._hit = self.consumer.pool.allocate(self.num_hit_blocks) or []
 
-    def _on_sent(self, key: TransferKey, ok: bool) -> None:
-        if key == self.key and (ok or self.receiver.attempt == self.sender.attempt):
+    def _on_ready(self, ok: bool) -> None:
+        if ok or self.receiver.transfer_key == self.key:
             self.receiver.kv_ready = ok
 
 

@@ -3,7 +3,7 @@
 A call names a method of the hosted object, whose annotations say how its arguments and its answer are decoded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from inspect import signature
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hints
@@ -11,7 +11,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, get_type_hi
 import msgspec
 
 from pdkv.connector_kit.rig.content import Piece
-from pdkv.connectors.base import Cancel, TransferKey, TransferResults
+from pdkv.connectors.base import BlockHold, Cancel, SchedulerConnector, TransferKey, TransferResults
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -55,12 +55,14 @@ class Woken(msgspec.Struct, frozen=True, tag=True):
 
 AnyAnswer = Answered | Raised | Woken
 
+Observes = tuple[int, int, bool, int, int]
+"""An `Observed`, with the numbers of its flags."""
+
 
 class Built(msgspec.Struct, frozen=True):
     """The connector's description of itself."""
 
-    observes_scheduled: bool
-    observes_confirmed: bool
+    observes: Observes
     blob: bytes
     error_codes: list[str]  # of all subclasses of TransferError known there
     has_digests: bool = False  # of the KV that it hands off
@@ -104,10 +106,17 @@ class BareSpec(msgspec.Struct, frozen=True):
     address: bytes | None = None
 
 
+class TableEntry(NamedTuple):
+    """A block's new content in the block table; None: it has none any more."""
+
+    block_id: int
+    keys: list[bytes] | None
+
+
 class Planned(NamedTuple):
     """Metadata; the object itself stays with the rank that made it."""
 
-    holds: list[tuple[TransferKey, list[int], TransferKey]]
+    holds: list[BlockHold]
     meta: bytes | None
 
 
@@ -144,11 +153,6 @@ class Usage(NamedTuple):
     resident_bytes: int
 
 
-def as_dicts(results: TransferResults) -> TransferResults:
-    """The same results with maps that can be sent, whatever types the connector uses."""
-    return TransferResults(*map(dict, results))
-
-
 def encode_call(engine: str, method: Callable[Concatenate[Any, P], object], *args: P.args, **kwargs: P.kwargs) -> bytes:
     """A call of `method`; defaults are filled in here."""
     bound = _signature(method).bind(None, *args, **kwargs)
@@ -156,11 +160,13 @@ def encode_call(engine: str, method: Callable[Concatenate[Any, P], object], *arg
     return encode(Asked(engine, method.__name__, msgspec.Raw(encode(bound.args[1:]))))
 
 
-def carry_out(target: object, asked: Asked) -> Answered:
-    """Call the method of the hosted object."""
-    method = getattr(type(target), asked.method)
+def carry_out(target: Any, asked: Asked) -> Answered:
+    """Call the method of the hosted object or, if it has none, of its scheduler side."""
+    method = getattr(type(target), asked.method, None) or getattr(SchedulerConnector, asked.method)
     arguments = msgspec.msgpack.decode(asked.arguments, type=_types(method)[0])
-    return Answered(msgspec.Raw(encode(method(target, *arguments))))
+    own = getattr(target, asked.method, None)
+    answer = own(*arguments) if own else target.ask_scheduler(asked.method, *arguments)
+    return Answered(msgspec.Raw(encode(answer)))
 
 
 def decode_result(method: Callable[..., Result], answered: Answered) -> Result:
@@ -180,6 +186,11 @@ def _types(method: Callable[..., object]) -> tuple[Any, Any]:
     return tuple[tuple(hints.values())], answer  # type: ignore[misc]
 
 
-encode = msgspec.msgpack.Encoder().encode
+def _plain(collection: Collection[Any]) -> object:
+    """The content of a map or sequence of whatever type the engine or the connector uses."""
+    return dict(collection) if isinstance(collection, Mapping) else list(collection)
+
+
+encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 decode_asked = msgspec.msgpack.Decoder(Asked).decode
 decode_answer = msgspec.msgpack.Decoder(AnyAnswer).decode

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,11 +19,9 @@ from pdkv.connector_kit.rig.damage import Damage, How, has_digests
 from pdkv.connector_kit.rig.watch import StepWatch, resident_bytes
 from pdkv.connectors.base import (
     NO_TRANSFERS,
+    OBSERVES_NOTHING,
     ConnectorConfig,
-    FinishDecision,
     KVConnectorMetadata,
-    MatchedTokens,
-    RequestView,
     SchedulerConnector,
     SchedulerView,
     TransferKey,
@@ -49,7 +47,7 @@ class HostedRank:
         self._engine, self._rank = config.engine, config.rank
         self._layout = config.layout
         self._heads = rank_heads(config.rank, config.tp, config.layout.kv_heads_of_all_ranks)
-        self._watch = self.make_watch(notify)
+        self._watch = StepWatch(notify)
         self._metas: dict[int, KVConnectorMetadata] = {}
         self._expected: dict[TransferKey, tuple[list[int], p.TokenRange | None]] = {}  # loads
         self._connector = built = build_connector(config, notify)
@@ -64,10 +62,6 @@ class HostedRank:
         self._worker.register_kv_caches(pool)
         self._damage: Damage | None = None
         self._blob = self._worker.handshake()
-
-    def make_watch(self, notify: Callable[[], None]) -> StepWatch:
-        """The watch that runs all connector calls."""
-        return StepWatch(notify)
 
     def fill_pool(self, pool: Values) -> Values:
         """Give the pool its first content; returns a copy of it (or, with nothing to compare, an empty pool)."""
@@ -84,9 +78,9 @@ class HostedRank:
 
     def built(self) -> p.Built:
         """The connector's description of itself."""
+        observes = OBSERVES_NOTHING if self._scheduler is None else self._scheduler.observes
         return p.Built(
-            observes_scheduled=self._scheduler is not None and bool(self._scheduler.observes.scheduled),
-            observes_confirmed=self._scheduler is not None and bool(self._scheduler.observes.confirmed),
+            observes=(observes.scheduled.value, observes.confirmed.value, *observes[2:]),
             blob=self._blob,
             has_digests=has_digests(self._worker),
             error_codes=sorted(_codes(TransferError)),
@@ -110,34 +104,14 @@ class HostedRank:
         assert self._scheduler is not None
         return self._scheduler
 
-    def match(self, request: RequestView, num_computed: int) -> MatchedTokens:
-        """Call get_num_new_matched_tokens."""
-        ask = self.scheduler.get_num_new_matched_tokens
-        return self._watch.call("get_num_new_matched_tokens", ask, request, num_computed)
-
-    def allocate(self, request: RequestView, block_tables: list[list[int]], num_external: int) -> bytes | None:
-        """Call update_state_after_alloc; returns the ticket."""
-        allocate = self.scheduler.update_state_after_alloc
-        return self._watch.call("update_state_after_alloc", allocate, request, block_tables, num_external)
+    def ask_scheduler(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the scheduler side."""
+        return self._watch.call(name, getattr(self.scheduler, name), *arguments)
 
     def plan(self, view: SchedulerView, encode: bool) -> p.Planned:
         """Call build_connector_meta. `encode`: whether other ranks will need it."""
-        meta = self._watch.call("build_connector_meta", self.scheduler.build_connector_meta, view)
-        self._metas[view.step_id] = meta
-        holds = [(hold.key, list(hold.block_ids), hold.owner) for hold in meta.holds]
-        return p.Planned(holds, msgspec.msgpack.encode(meta) if encode else None)
-
-    def finish_request(self, request: RequestView, block_tables: list[list[int]]) -> FinishDecision:
-        """Call request_finished."""
-        return self._watch.call("request_finished", self.scheduler.request_finished, request, block_tables)
-
-    def settle(self, results: TransferResults) -> TransferResults:
-        """Call resolve_results, then update_connector_output with what it said."""
-        call = self._watch.call
-        resolved = call("resolve_results", self.scheduler.resolve_results, results)
-        if resolved:
-            call("update_connector_output", self.scheduler.update_connector_output, resolved)
-        return p.as_dicts(resolved)
+        meta = self._metas[view.step_id] = self.ask_scheduler("build_connector_meta", view)
+        return p.Planned(meta.holds, msgspec.msgpack.encode(meta) if encode else None)
 
     def take_events(self) -> list[TierEvents]:
         """Call take_events, if there are tiers."""
@@ -148,15 +122,13 @@ class HostedRank:
         """Ask for has_pending_work."""
         return self._watch.call("has_pending_work", lambda: self.scheduler.has_pending_work)
 
-    def reuse(self, block_ids: list[int]) -> None:
-        """End the content of these blocks in the block table."""
-        for block_id in block_ids:
-            self._table.reuse(block_id)
-
-    def publish(self, blocks: list[tuple[int, list[bytes]]]) -> None:
-        """Enter blocks that are full, with the keys of each, into the block table."""
-        for block_id, keys in blocks:
-            self._table.publish(block_id, keys)
+    def write_table(self, entries: list[p.TableEntry]) -> None:
+        """End or enter the content of these blocks in the block table."""
+        for block_id, keys in entries:
+            if keys is None:
+                self._table.reuse(block_id)
+            else:
+                self._table.publish(block_id, keys)
 
     def update_peers(self, cards: list[EngineCard], added: list[EngineCard], removed: list[EngineCard]) -> list[str]:
         """Tell both sides the current peers; returns the refusals that were logged."""
@@ -212,7 +184,7 @@ class HostedRank:
                 difference = self._difference(wanted)
                 if difference:
                     wrong.append((key, difference))
-        return p.Executed(p.as_dicts(results), wrong)
+        return p.Executed(results, wrong)
 
     # --- the pool -------------------------------------------------------------------------------------------------
 

@@ -52,21 +52,26 @@ class StepWatch:
 
     def __init__(self, innocent: Callable[..., object]) -> None:
         self.records: list[CallRecord] = []
-        self.traced = True  # whether `CallRecord.entered` is determined: tracing multiplies the CPU time of a call
+        # Whether `entered` is determined, and waits for a processor do not count as blocked: costs much CPU time.
+        self.traced = True
         self._innocent = innocent.__code__
         self._entered: list[str] = []
 
     def call(self, name: str, function: Callable[..., Result], *arguments: Any) -> Result:
         """Call the function, and record the call."""
         self._entered = []
-        start, cpu, queued = MONOTONIC.now(), time.thread_time(), _run_delay_s()
-        sys.setprofile(self._profile if self.traced and name in STRICT else None)
+        queued = _run_delay_s() if self.traced else 0.0
+        start, cpu = MONOTONIC.now(), time.thread_time()
+        if self.traced and name in STRICT:
+            sys.setprofile(self._profile)
         try:
             return function(*arguments)
         finally:
             sys.setprofile(None)
             cpu = time.thread_time() - cpu
-            blocked = MONOTONIC.now() - start - cpu - (_run_delay_s() - queued)
+            blocked = MONOTONIC.now() - start - cpu
+            if self.traced:
+                blocked -= _run_delay_s() - queued
             self.records.append(CallRecord(name, max(blocked, 0.0), cpu, self._entered))
 
     def take(self) -> list[CallRecord]:

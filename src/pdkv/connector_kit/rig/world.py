@@ -130,7 +130,7 @@ class World:
             deadline_s or 0
         ) + LATE_S  # the time by which the connector has reported a deadline, if it does so itself
         self.engines: dict[str, Engine] = {}
-        self._shapes: dict[str, Shape] = {}
+        self.shapes: dict[str, Shape] = {}
         self._epochs: dict[str, int] = {}
         self._all_hosts: list[HostProcess] = []
         self._shared: HostProcess | None = None
@@ -177,7 +177,7 @@ class World:
 
     def boot(self, name: str, shape: Shape, hosts: Sequence[HostProcess] = ()) -> Engine:
         """Start an engine, or its next incarnation, in new processes or in `hosts`; `introduce` tells the others."""
-        self._shapes[name] = shape
+        self.shapes[name] = shape
         self._epochs[name] = epoch = self._epochs.get(name, -1) + 1
         if shape.tp > 1 and self.setting.one_process:
             raise Refused("each rank is a process, and this connector works only within one process")
@@ -213,22 +213,11 @@ class World:
         self.kill(name)
         return self.revive(name)
 
-    def revive(self, name: str) -> Engine:
-        """Start the next incarnation of a killed engine; all engines are told."""
-        engine = self.boot(name, self._shapes[name])
+    def revive(self, name: str, hosts: Sequence[HostProcess] = ()) -> Engine:
+        """Start the next incarnation of an engine that was killed or, in `hosts`, shut down; all engines are told."""
+        engine = self.boot(name, self.shapes[name], hosts)
         self.introduce()
         return engine
-
-    def rebuild(self, name: str) -> Engine:
-        """Start the next incarnation in the same processes, after a shutdown."""
-        hosts = self.engines.pop(name).hosts
-        engine = self.boot(name, self._shapes[name], hosts)
-        self.introduce()
-        return engine
-
-    def shape(self, name: str) -> Shape:
-        """The shape of an engine."""
-        return self._shapes[name]
 
     def kill(self, name: str) -> None:
         """Kill all ranks with SIGKILL, without telling the others."""
@@ -309,7 +298,7 @@ class World:
         self.until(lambda: all(engine.is_idle for engine in live), "all blocks come back")
         for engine in live:
             engine.step()
-            require(not engine.books.num_held, f"blocks are still held: {engine.describe_rest()}")
+            require(not engine.num_held, f"blocks are still held: {engine.describe_rest()}")
 
     def close(self) -> None:
         """Come to rest, check the pools, shut down, end the processes. Raises Violation or HostFailed."""
