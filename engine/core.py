@@ -210,6 +210,8 @@ class EngineCore:
         if result.computed:
             self.scheduler.compute_on()
         self.scheduler.note_step(result, self.watch.end(now), output.drafting_s)
+        if output.drafter_tokens != (0, 0):
+            self.scheduler.draft_counts.drafter_tokens = output.drafter_tokens
 
     def settle(self, ended: Ended) -> None:
         """Settle what ended between two steps."""

@@ -160,12 +160,13 @@ class DraftTally:
         self.accepted = 0
         self.accepted_at = [0] * MAX_DRAFTS  # by position behind the last token
         self.seconds = 0.0  # in which tokens were guessed
+        self.drafter_tokens = 0, 0  # as in StepOutput
 
     def counts(self) -> DraftCounts:
         """The counts, for a report."""
         at = self.accepted_at
         most = next((i for i in range(MAX_DRAFTS, 0, -1) if at[i - 1]), 0)
-        return DraftCounts(self.drafts, self.tokens, self.accepted, at[:most], self.seconds)
+        return DraftCounts(self.drafts, self.tokens, self.accepted, at[:most], self.seconds, *self.drafter_tokens)
 
     def add(self, num_verified: int, num_accepted: int) -> None:
         """Count one request's guesses in a step."""

@@ -24,6 +24,7 @@ class NewRequest(msgspec.Struct, frozen=True):
     grammar: int | None = None  # the grammar's number; only rank 0 has it
     prediction_token_ids: list[int] = []  # what the client expects as the output, for proposers
     tenant: str = ""  # a digest of its API key and cache salt: proposers keep what they learn apart by it
+    hands_off: bool = False  # another engine goes on with it after the first token drawn here
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
@@ -111,3 +112,4 @@ class StepOutput(msgspec.Struct, frozen=True):
     connector_stats: Stats | None = None  # of the workers since start; None: as in the step before
     digest: int = 0  # of what was drawn and is proposed: the same on every rank
     drafting_s: float = 0.0  # the part of the step in which tokens were guessed
+    drafter_tokens: tuple[int, int] = (0, 0)  # of prompts, since the start: whose KV the drafter found, and computed

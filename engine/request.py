@@ -212,7 +212,7 @@ class Request:
         output_token_ids, tables = list(self.output_token_ids), [list(table) for table in self.block_tables]
         return NewRequest(
             self.key, submit.choice, self.prompt_token_ids, output_token_ids, params, tables, self.grammar,
-            submit.prediction_token_ids, tenant_of(submit),
+            submit.prediction_token_ids, tenant_of(submit), self.kv == "handoff",
         )  # fmt: skip
 
     def view(self) -> RequestView:

@@ -31,7 +31,7 @@ class NixlConnector(KVConnector):
     """The `nixl` connector; its option `mode` says which side begins: decode reads, or prefill offers."""
 
     declares = ConnectorPlan(
-        interface=INTERFACE, kind="pull", lends=True, own_pool="offers", layouts=CARRIED,
+        interface=INTERFACE, kind="pull", lends=True, own_pool="offers", layouts=(*CARRIED, "drafter"),
         wire_version=BLOB_VERSION, alike=("NIXL",),
         requirements=(
             Requirement(("nixl_cu12", "nixl_cu13"), "pip install 'pdkv[nixl]' (with CUDA 13: nixl-cu13)"),
@@ -43,7 +43,8 @@ class NixlConnector(KVConnector):
     def plan(cls, options: Mapping[str, str]) -> ConnectorPlan:
         if NixlOptions.parse(options).mode == "pull":
             return cls.declares
-        return msgspec.structs.replace(cls.declares, kind="push", orders=(*PUSH_ORDERS, "concurrent"))
+        orders = (*PUSH_ORDERS, "concurrent")
+        return msgspec.structs.replace(cls.declares, kind="push", orders=orders, layouts=CARRIED)
 
     @classmethod
     def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:

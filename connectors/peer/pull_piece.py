@@ -46,12 +46,13 @@ class PullPiece(NamedTuple):
         return _units(self.load.block_ids, layout.block_size, self.load)
 
     def own_part(self, layout: KVLayout) -> UnitPart:
-        """All layers of the piece's heads, in this rank's numbering; the peer's equivalent is `peer_part`."""
-        return UnitPart(self.heads.first, self.heads.first + self.heads.num_heads, 0, layout.num_layers)
+        """All layers of the piece's heads that both have, in this rank's numbering."""
+        stop = layout.layers_shared_with(self.card.layout)
+        return UnitPart(self.heads.first, self.heads.first + self.heads.num_heads, 0, stop)
 
-    def peer_part(self, layout: KVLayout) -> UnitPart:
-        """The same heads in the numbering of the peer's rank; an image of a unit has the same bytes on both sides."""
-        return UnitPart(self.heads.peer_first, self.heads.peer_first + self.heads.num_heads, 0, layout.num_layers)
+    def digested_part(self, layout: KVLayout) -> UnitPart:
+        """The layers with digests, which a drafter's KV does not have."""
+        return self.own_part(layout)._replace(layer_stop=layout.model_layers)
 
     def pieces(self, layout: KVLayout) -> Pieces:
         """The pieces to copy out of the peer's pool, if that is mapped. Raises KVNotFound as `source_units`."""

@@ -21,7 +21,7 @@ from pdkv.connectors.step_done import ON_HOST, StepDone
 from pdkv.connectors.transfer.digest import Tokens
 from pdkv.connectors.transfer.digest_table import DigestRows
 from pdkv.connectors.transfer.planning import Bytes, Ids, as_ids, reader_parts
-from pdkv.connectors.transfer.pool_copy import unit_pieces
+from pdkv.connectors.transfer.pool_copy import copy_pieces, unit_pieces
 from pdkv.connectors.transfer.worker import Job, Task
 from pdkv.errors import KVNotFound, PdkvError, StaleGeneration
 from pdkv.kernels.digest import Digests
@@ -71,11 +71,18 @@ class PullWorker(PeerWorker):
         Raises:
             TransferError: the job must stop.
         """
-        layout, part = self.config.layout, piece.own_part(self.config.layout)
+        layout, pool, source = self.config.layout, self.checksums.pool, source.reshape(-1)
         theirs = piece.digested(piece.load.source, piece.load.unit)[0].units
-        pieces = unit_pieces(layout, piece.card.layout, theirs, piece.heads.peer_first, tokens.units, part)
-        digests = self.checksums.pool.copy(tokens, part, source.reshape(-1), pieces, job.check)
-        return Landed(pieces.num_bytes, digests)
+        cut = partial(unit_pieces, layout, piece.card.layout, theirs, piece.heads.peer_first, tokens.units)
+        part, whole = piece.digested_part(layout), piece.own_part(layout)
+        pieces = cut(part)
+        digests = pool.copy(tokens, part, source, pieces, job.check)
+        if whole == part:
+            return Landed(pieces.num_bytes, digests)
+        rest = cut(whole._replace(layer_start=part.layer_stop))
+        assert pool.flat is not None
+        copy_pieces(pool.flat, source, rest)
+        return Landed(pieces.num_bytes + rest.num_bytes, digests)
 
     def start_load_kv(self, meta: KVConnectorMetadata) -> None:
         if isinstance(meta, PullMetadata):
@@ -122,7 +129,7 @@ class PullWorker(PeerWorker):
 
     def _compare(self, job: Job, piece: PullPiece, check: DigestCheck, digests: Digests | None) -> None:
         """Compare landed data with the source. If it is all of a rank's heads, the digests become its blocks' own."""
-        make = partial(self.checksums.pool.digests, part=piece.own_part(self.config.layout))
+        make = partial(self.checksums.pool.digests, part=piece.digested_part(self.config.layout))
         digests = make(check.tokens) if digests is None else digests
         tokens, digests = check.compare(job, digests, make, self.checksums)
         own, load = self.source_digests, piece.load

@@ -31,7 +31,7 @@ class SharedMemoryConnector(KVConnector):
     """The `shared_memory` connector. Owns the engine's arena, with its block table and KV pool."""
 
     declares = ConnectorPlan(
-        interface=INTERFACE, kind="pull", content_addressed=True, own_pool="needs", layouts=CARRIED,
+        interface=INTERFACE, kind="pull", content_addressed=True, own_pool="needs", layouts=(*CARRIED, "drafter"),
         wire_version=2,  # no events in the card: published blocks can be read
         alike=("CUDA driver",),  # which opens the other's pools
     )  # fmt: skip

@@ -82,7 +82,7 @@ class DeviceSharedMemoryWorker(SharedMemoryWorker):
 
     def read_digested(self, job: Job, piece: PullPiece, scratch: Scratch, tokens: Tokens) -> Landed:
         """As in the base class: digests are made of the landed data right after the copy, with one wait for both."""
-        make = partial(self.checksums.pool.queue, tokens, piece.own_part(self.config.layout))
+        make = partial(self.checksums.pool.queue, tokens, piece.digested_part(self.config.layout))
         return self._read(job, piece, scratch, make)
 
     def _read(

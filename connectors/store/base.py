@@ -50,7 +50,8 @@ class StoreConnector(KVConnector):
 
     declares = ConnectorPlan(
         interface=INTERFACE, kind="store", content_addressed=True,
-        layouts=("heads", "windows", "latent"),  # of a block that is not full, tokens are kept, and no whole page
+        # of a block that is not full, tokens are kept, and no whole page
+        layouts=("heads", "windows", "latent", "drafter"),
     )  # fmt: skip
     options_type: ClassVar[type[StoreConnectorOptions]] = StoreConnectorOptions
     # how often a store that does not answer is asked again, including at the start
@@ -65,7 +66,7 @@ class StoreConnector(KVConnector):
         self.options = self.options_type.parse(config.plan.options)
         groups = self.options.layer_groups
         if not groups:
-            most = min((len(group.layers) for group in config.layout.groups), default=config.layout.num_layers)
+            most = min((len(group.layers) for group in config.layout.groups), default=config.layout.model_layers)
             groups = min(LAYERWISE_GROUPS, most) if self.options.load == "layerwise" else 1
         self.sealer = make_sealer(sign=self.options.sign, key_file=self.options.sign_key_file)
         codecs = self.options.make_codecs()
@@ -86,7 +87,10 @@ class StoreConnector(KVConnector):
         codecs = parsed.make_codecs()
         codec = _identity(codecs) if codecs[0].lossy else ""
         probe = f"{cls.__module__}:{cls.__qualname__}.probe"
-        return msgspec.structs.replace(cls.declares, probe=probe, hit_tokens=parsed.tokens_per_value, codec=codec)
+        own = msgspec.structs.replace(cls.declares, probe=probe, hit_tokens=parsed.tokens_per_value, codec=codec)
+        if not codecs[0].identity:
+            return own
+        return msgspec.structs.replace(own, layouts=tuple(kind for kind in own.layouts if kind != "drafter"))
 
     @classmethod
     def build(cls, config: ConnectorConfig, notify: Callable[[], None]) -> Built:

@@ -78,6 +78,7 @@ class ValuePart(NamedTuple):
     part: UnitPart
     stage: int  # of a forward pass: loads of several layer groups and KV groups arrive stage by stage
     owned: bool  # this rank writes it; others may hold the same heads
+    may_lack: bool = False  # a value without it is whole: the KV of a drafter
 
 
 class StoreCut:
@@ -104,7 +105,7 @@ class StoreCut:
         """`num_forms`: forms of a value, each with its own key; a value that lacks a form is a miss."""
         layout = config.layout
         heads = layout.kv_heads_of_all_ranks
-        num_layers = [len(group.layers) for group in layout.groups] or [layout.num_layers]
+        num_layers = [len(group.layers) for group in layout.groups] or [layout.model_layers]
         if tokens_per_value < HASH_BLOCK_SIZE or tokens_per_value % HASH_BLOCK_SIZE:
             raise ConfigError(f"tokens_per_value must be a multiple of {HASH_BLOCK_SIZE}, got {tokens_per_value}")
         if not 1 <= layer_groups <= min(num_layers):
@@ -131,6 +132,12 @@ class StoreCut:
         self._model = config.model
         self.parts = [self._parts_of_rank(config, shards, group) for group in range(layout.num_groups)]
         """Parts of this rank, by KV group and layer group."""
+        self.more_parts: list[ValuePart] = []
+        """Parts that a value of the first group may have beside them."""
+        if layout.drafter:
+            last, layers = self.parts[0][-1], slice(layout.model_layers, layout.num_layers)
+            part = UnitPart(0, layout.num_kv_heads, layers.start, layers.stop)
+            self.more_parts = [ValuePart(self.cut.suffix(0, 0) + layout.drafter.encode(), part, last.stage, True, True)]
 
     @property
     def num_stages(self) -> int:

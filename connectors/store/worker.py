@@ -145,7 +145,7 @@ class StoreWorker(TransferWorker):
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self._pool.compile_kernels()
-        parts = [part.part for parts in self._cut.parts for part in parts]
+        parts = [part.part for parts in (*self._cut.parts, self._cut.more_parts) for part in parts]
         per_value = max(self._cut.value_tokens) // HASH_BLOCK_SIZE
         self._forms = Forms(self._pool, self._coder, self._cut.forms)
         sizes = self._forms.all_sizes(parts)
@@ -184,6 +184,7 @@ class StoreWorker(TransferWorker):
                 self.complete(drop.key, "send")
             if drop.tails:
                 keys = [key for tail in drop.tails for key in self._cut.own_keys(tail)]
+                keys += [tail.key + part.suffix for tail in drop.tails for part in self._cut.more_parts]
                 tasks = [Task(_Delete(keys), self._save_lane(drop.key))] if keys else []
                 self.submit(drop.batch, "send", tasks)
         if meta.ahead or meta.passed:
@@ -193,7 +194,7 @@ class StoreWorker(TransferWorker):
         self._compute.start()
 
     def _start_load(self, load: StoreLoad, after: StepDone) -> None:
-        jobs = list(self._pieces(load.values, split=load.layerwise))
+        jobs = list(self._pieces(load.values, split=load.layerwise, more=True))
         lefts = self._forms.left(jobs)
         orders = [_Read(load, pieces, after, left) for pieces, left in zip(jobs, lefts, strict=True)]
         self._progress[load.key] = LoadProgress(load, len(self._cut.parts[0]))
@@ -227,7 +228,7 @@ class StoreWorker(TransferWorker):
         for group, size in enumerate(self._cut.value_tokens):
             own = self._cut.of_group(values, group)
             units = size // HASH_BLOCK_SIZE
-            parts = [part.part for part in self._cut.owned(group)]
+            parts = [part.part for part in (*self._cut.owned(group), *self._cut.more_parts)]
             value_bytes = sum(body_bytes(units) for body_bytes in self._forms.all_sizes(parts))
             per_job = max(self._capacity // value_bytes, 1)
             yield from (own[i : i + per_job] for i in range(0, len(own), per_job))
@@ -328,9 +329,11 @@ class StoreWorker(TransferWorker):
         def filled(slot: Slot) -> None:
             nonlocal num_bytes
             places.pop(slot.key, None)
+            num_bytes += slot.data.nbytes
+            if slot.part.may_lack:
+                return
             has_end = load.kv_terms is not None and self._cut.is_whole(slot.value)  # a tail is never looked for later
             progress.filled(slot.value, self._values.end_of(slot) if has_end else 0)
-            num_bytes += slot.data.nbytes
 
         def use(slot: Slot) -> None:
             order.after.wait(job.remaining_s())
@@ -350,7 +353,7 @@ class StoreWorker(TransferWorker):
                     if rest := [slot for slot in slots if slot.key not in there]:
                         job.check()
                         reading = self._values.get(rest, use, load.kv_terms)
-                        missing = [slot.value for slot in reading.missing]
+                        missing = [slot.value for slot in reading.missing if not slot.part.may_lack]
                         progress.missed(missing, reading.num_damaged, reading.num_expired)
                     self._pace.note(num_bytes, self.clock.now() - began)
         except BaseException:
@@ -472,7 +475,7 @@ class StoreWorker(TransferWorker):
             there = set(compress(keys, look(keys)))
             values = [value for value in values if not there.issuperset(self._cut.own_keys(value))]
         num_bytes = 0
-        for pieces in self._pieces(values, owned=True):
+        for pieces in self._pieces(values, owned=True, more=True):
             with self._staging.take(job.remaining_s()) as buffer:
                 slots = lay_out(pieces, buffer)
                 for slot in slots:
@@ -509,13 +512,17 @@ class StoreWorker(TransferWorker):
         origin = span.first_token + first * size
         return unit_index(span.block_ids[first:last], size, start - origin, stop - origin)
 
-    def _pieces(self, values: Sequence[Value], *, split: bool = False, owned: bool = False) -> Iterator[list[Piece]]:
-        """Buffers' worth of all parts of the values; `owned`: of those that this rank writes, in all forms."""
+    def _pieces(
+        self, values: Sequence[Value], *, split: bool = False, owned: bool = False, more: bool = False
+    ) -> Iterator[list[Piece]]:
+        """Buffers' worth of all parts of the values; `owned`: of those that this rank writes, in all forms; `more`: and
+        of those that values may lack.
+        """
         pieces = [
             Piece(part, own, self._forms.body_bytes(part.part, form), form)
             for group, parts in enumerate(self._cut.parts)
             if (own := self._cut.of_group(values, group))
-            for part in parts
+            for part in (*parts, *(self._cut.more_parts if more else ()))
             if part.owned or not owned
             for form in (self._cut.forms if owned else self._cut.forms[:1])
         ]

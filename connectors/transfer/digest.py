@@ -104,8 +104,8 @@ class PoolDigests:
 
     @property
     def whole(self) -> UnitPart:
-        """All heads and layers of this rank."""
-        return UnitPart(0, self.layout.num_kv_heads, 0, self.layout.num_layers)
+        """All heads and layers of this rank, but for a drafter's."""
+        return UnitPart(0, self.layout.num_kv_heads, 0, self.layout.model_layers)
 
     def unit_bytes(self, part: UnitPart) -> int:
         """Bytes of a part of one unit."""

@@ -11,6 +11,7 @@ from msgspec import Meta
 
 from pdkv.base.options import Options, option
 from pdkv.engine.plan import NewRequest
+from pdkv.wire.kv import KVLayout
 from pdkv.wire.reports import MAX_DRAFTS
 
 if TYPE_CHECKING:
@@ -77,10 +78,24 @@ class Proposer(ABC):
         """`options`: of `options_type`."""
         self.options: Any = self.options_type() if options is None else options
 
+    drafter_tokens: tuple[int, int] = (0, 0)
+    """As in StepOutput."""
+
     @property
     def num_tokens(self) -> int:
         """The most tokens that the proposer guesses for a request in one step."""
         return int(self.options.num_speculative_tokens)
+
+    def with_room(self, layout: KVLayout, place: Place) -> KVLayout:
+        """The layout of the engine's KV pool with layers for KV of the proposer's own, which goes wherever the engine's
+        goes. Called before `attach`, if the engine's connector carries such layers.
+        """
+        return layout
+
+    def follow(self, inputs: Any, batch: Any, kv_pool: "torch.Tensor") -> None:
+        """Note the KV that a step has computed, before it draws and before others see that. For pdkv's own proposers.
+        `inputs`, `batch`: the step's StepInputs, and the PersistentBatch.
+        """
 
     def attach(self, place: Place) -> None:
         """Prepare to work there; called once, before anything else. Raises ConfigError."""

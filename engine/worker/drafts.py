@@ -120,6 +120,10 @@ class Guesser:
         """Note that the batch has no request in that slot any more."""
         self._try(lambda: self.proposer.remove(slot, batch.token_ids[slot, : batch.num_tokens[slot]]))
 
+    def follow(self, inputs: StepInputs, batch: PersistentBatch, kv_pool: torch.Tensor) -> None:
+        """Show the proposer the KV that a step has computed, before it draws."""
+        self._try(lambda: self.proposer.follow(inputs, batch, kv_pool))
+
     def has_work(self, inputs: StepInputs, batch: PersistentBatch) -> bool:
         """Whether the step's draws are compared with guesses, or are to have some."""
         self.seconds = 0.0

@@ -217,6 +217,7 @@ class InProcessExecutor(ModelExecutor):
         parallel: TensorParallel = ALONE,
         weights: WeightFiles | None = None,
         grouped: bool = True,
+        carries_drafter: bool = False,
         hit_tokens: int = 0,
         proposer: Proposer | None = None,
         processors: ProcessorSet = NO_PROCESSORS,
@@ -228,6 +229,7 @@ class InProcessExecutor(ModelExecutor):
         Args:
             weights: the model's files, already open; None: they are opened here.
             grouped: as in `make_layout`.
+            carries_drafter: whether a drafter's KV may be sent along.
             hit_tokens: as in `kept_from`.
             proposer, processors, masks: as in `ModelRunner`.
             start_timeout_s: with tp > 1, how long a rank waits for another, also on its device, until steps can run,
@@ -250,17 +252,22 @@ class InProcessExecutor(ModelExecutor):
         self._runner: ModelRunner | None = None
         self._worker: WorkerConnector | None = None
         self.device = resolve_device(config, shard)
+        on_cpu = self.device.type == "cpu"
         _prepare_process(self.device, config.threads)
         dtype = resolve_dtype(config, model_config, self.device)
         self.max_model_len = resolve_max_model_len(model_config, config.max_model_len)
         self.layout = _make_layout(model_config, config, dtype, self.device, shard, weights, grouped=grouped)
+        place = Place(
+            config.model, model_config.vocab_size, config.max_num_seqs, self.max_model_len, config, self.device
+        )
+        if proposer is not None and carries_drafter and shard.size == 1 and on_cpu and not self.layout.groups:
+            self.layout = proposer.with_room(self.layout, place)
         size_bytes = pool_bytes(config, self.device)
         if size_bytes is not None:
             self._size_pool(size_bytes)  # before the weights, which may take minutes
         self._model = self._load_model(model_config, dtype, weights)
         if proposer is not None:
-            proposer.attach(self._place())
-        on_cpu = self.device.type == "cpu"
+            proposer.attach(place._replace(max_model_len=self.max_model_len))
         self._decode_sizes = () if on_cpu else decode_sizes(config.max_num_seqs)
         self._recorder = make_recorder(self.device, enforce_eager=config.enforce_eager, num_ranks=shard.size)
         most = max_num_batched_tokens if self._recorder is not None else 0
@@ -354,11 +361,6 @@ class InProcessExecutor(ModelExecutor):
         self._runner.set_timeout(config.rank_timeout_s)
         self._parallel.set_timeout(config.rank_timeout_s)
         return [RankInfo(os.getpid(), worker.handshake() if worker is not None else b"")]
-
-    def _place(self) -> Place:
-        config = self._config
-        sizes = self._model.config.vocab_size, config.max_num_seqs, self.max_model_len
-        return Place(config.model, *sizes, config, self.device)
 
     def execute(self, plan: StepPlan) -> StepOutput:
         return self.launch(plan).finish()

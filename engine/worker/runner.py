@@ -106,7 +106,7 @@ class ModelRunner:
         self._reports = reports
         self._steps_done = StepsDone()
         self._model = model
-        self._kv_pool = kv_pool
+        self._kv_pool, self._model_layers = kv_pool, layout.model_layers
         self._worker = worker
         self._guesser = None if proposer is None else Guesser(proposer, model.config.vocab_size, clock)
         self._batch = PersistentBatch(
@@ -207,10 +207,12 @@ class ModelRunner:
             rest = StepOutput(plan.step_id, {}, {}, transfers, connector_stats=stats)
             return QueuedStep(rest, computed, self._batch)
         sampled, of_prompts, failed, late, digest = computed
-        drafting_s = self._guesser.seconds if self._guesser is not None and sampled else 0.0
-        return DoneStep(
-            StepOutput(plan.step_id, sampled, of_prompts, transfers, failed, late, stats, digest, drafting_s)
-        )
+        drafting_s, drafter_tokens = 0.0, (0, 0)
+        if self._guesser is not None:
+            drafting_s = self._guesser.seconds if sampled else 0.0
+            drafter_tokens = self._guesser.proposer.drafter_tokens
+        results = sampled, of_prompts, transfers, failed, late, stats, digest, drafting_s, drafter_tokens
+        return DoneStep(StepOutput(plan.step_id, *results))
 
     def _update_batch(self, plan: StepPlan) -> None:
         for key in plan.ended:
@@ -260,7 +262,7 @@ class ModelRunner:
             return self._compute_inputs(inputs, attend, None)
         check = FiniteCheck(inputs, self._read)
         computed = self._compute_inputs(inputs, check.around(attend), check)
-        failed = check.failures(scheduled, self._batch, self._kv_pool)
+        failed = check.failures(scheduled, self._batch, self._kv_pool[:, : self._model_layers])
         return computed._replace(failed={**computed.failed, **failed}) if failed else computed
 
     def _needs_host_tokens(self, inputs: StepInputs) -> bool:
@@ -296,6 +298,8 @@ class ModelRunner:
         drawn = DrawRows.of(inputs)
         rows = self._prompt_results.with_prompt_rows(drawn.rows, inputs)
         hidden = self._forward(inputs, rows, attend)
+        if self._guesser is not None:
+            self._guesser.follow(inputs, self._batch, self._kv_pool)
         self._prompt_results.collect(hidden, rows, inputs, check)
         if not len(drawn.rows):
             self._read([])  # a step's output is known once its device has computed it

@@ -207,7 +207,7 @@ def _describe_card(card: EngineCard | None, load: LoadReport | None) -> dict[str
         **_fields(card, "kind", "content_addressed"),
         "orders": list(card.orders),
         "kv_layout": {
-            "layers": layout.num_layers,
+            "layers": layout.model_layers,
             "kv_heads": layout.kv_heads_of_all_ranks,
             "head_size": layout.head_size,
             "dtype": layout.dtype,

@@ -18,6 +18,7 @@ Family = Callable[[str, str, Sequence[str], Rows], Metric]
 
 _OF_ENGINE = ("engine", "role")
 _BLOCK_CLASSES = ("total", "free", "cached", "active", "leased", "quarantined")
+_DRAFTED = ("found", "computed")
 _SOURCES = ("computed", "recomputed", "local_hit", "remote", "store")
 
 _LOAD_GAUGES = {
@@ -101,6 +102,11 @@ def _reported(loads: list[tuple[EngineState, LoadReport]]) -> Iterator[Metric]:
         yield totals(f"pdkv_engine_{name}", text, _OF_ENGINE, ((names, getattr(load, field)) for names, load in of))
     text = "Time in which proposers guessed tokens."
     yield totals("pdkv_engine_drafting_seconds", text, _OF_ENGINE, ((names, load.drafts.seconds) for names, load in of))
+    text = "Prompt tokens by where a draft model's KV came from."
+    drafted = (
+        ([*names, source], getattr(load.drafts, f"{source}_tokens")) for names, load in of for source in _DRAFTED
+    )
+    yield totals("pdkv_engine_drafter_prompt_tokens", text, [*_OF_ENGINE, "source"], drafted)
     pools = [([engine.name, engine.role], load.blocks) for engine, load in loads if _knows_pool(engine)]
     blocks = (([*names, of_class], getattr(pool, of_class)) for names, pool in pools for of_class in _BLOCK_CLASSES)
     yield gauges("pdkv_engine_blocks", "KV blocks by class.", [*_OF_ENGINE, "class"], blocks)

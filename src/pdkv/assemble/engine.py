@@ -79,6 +79,7 @@ class _Plan(NamedTuple):
     limits: SchedulerLimits
     proposer: Proposer | None
     processors: ProcessorSet
+    hands_off: bool = False  # what its role is for
 
     @classmethod
     def read(
@@ -185,7 +186,7 @@ def build_engine(
         ConfigError: a wrong value, model directory or connector.
         RankError: another rank failed.
     """
-    plan = _Plan.read(config, handoff, connector, name, epoch, kv_shards, proposer)
+    plan = _Plan.read(config, handoff, connector, name, epoch, kv_shards, proposer)._replace(hands_off=role != "any")
     if config.tp > 1 and place is None:
         raise ConfigError(f"tp={config.tp} needs one process per rank: use `pd launch`, which starts them")
     grammars = plan.make_grammars(notify)
@@ -345,6 +346,7 @@ def _load_rank(plan: _Plan, source: ModelSource, place: RankPlace | None, masks:
         parallel=ALONE if place is None else _join(plan.config, place),
         weights=source.files,
         grouped=plan.connector is None or "windows" in plan.connector.layouts,
+        carries_drafter=plan.hands_off and plan.connector is not None and "drafter" in plan.connector.layouts,
         hit_tokens=plan.hit_tokens,
         proposer=plan.proposer,
         processors=plan.processors,

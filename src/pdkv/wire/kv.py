@@ -12,7 +12,7 @@ from pdkv.wire.types import MAX_BLOB_BYTES, Attempt, Blob, Id, KVOwner, Message,
 Order = Literal["prefill_first", "concurrent", "needs_peer_first", "decode_first"]
 ConnectorKind = Literal["store", "pull", "push"]
 ChecksumMode = Literal["off", "sample", "on"]
-LayoutKind = Literal["heads", "windows", "latent", "state"]
+LayoutKind = Literal["heads", "windows", "latent", "state", "drafter"]
 Positions = Literal["rotated", "none"]
 
 MAX_RANKS = 1024
@@ -67,13 +67,25 @@ class KVLayout(msgspec.Struct, frozen=True):
     codec: Text = ""  # lossy codecs that KV may have gone through in a store, by identity; empty: KV is exact
     sides: Annotated[int, Meta(ge=1, le=2)] = 2  # K and V; 1: one latent row
     positions: Positions = "rotated"  # where K carries positions
+    drafter: Text = ""  # identity of the smaller model whose KV lies in a block's last layers; empty: there is none
+    drafter_layers: Natural = 0  # of `num_layers`, those with its KV, token by token (docs/speculation.md)
 
     @property
     def kinds(self) -> tuple[LayoutKind, ...]:
         """The properties that a connector must support to carry this KV, by their names in plans."""
         kinds: tuple[LayoutKind, ...] = ("heads",) if self.sides == 2 else ("latent",)
         kinds = (*kinds, "windows") if any(self.windows) else kinds
-        return (*kinds, "state") if any(group.state for group in self.groups) else kinds
+        kinds = (*kinds, "state") if any(group.state for group in self.groups) else kinds
+        return (*kinds, "drafter") if self.drafter else kinds
+
+    @property
+    def model_layers(self) -> int:
+        """Layers of a block with the served model's KV: the first ones."""
+        return self.num_layers - self.drafter_layers
+
+    def layers_shared_with(self, peer: "KVLayout") -> int:
+        """The first layers of a block that are exchanged with an engine of that layout."""
+        return self.num_layers if self.drafter == peer.drafter else self.model_layers
 
     @property
     def windows(self) -> tuple[int, ...]:
@@ -89,7 +101,7 @@ class KVLayout(msgspec.Struct, frozen=True):
     def places(self) -> tuple[tuple[int, int], ...]:
         """For each layer of the model, its group and its index in the group's blocks."""
         if not self.groups:
-            return tuple((0, layer) for layer in range(self.num_layers))
+            return tuple((0, layer) for layer in range(self.model_layers))
         by_layer = {layer: (g, i) for g, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
         return tuple(by_layer[layer] for layer in range(len(by_layer)))
 
@@ -130,10 +142,10 @@ class KVLayout(msgspec.Struct, frozen=True):
     @property
     def identity(self) -> str:
         """The properties that two engines must share to exchange KV. TP is left out on purpose, and the block size if
-        there are no groups: with a window, what can be found depends on it. Scales are included as a digest: there are
-        two for each layer.
+        there are no groups: with a window, what can be found depends on it. The drafter is left out, too: its KV is
+        sent where both have the same one. Scales are included as a digest: there are two for each layer.
         """
-        identity = f"layers={self.num_layers},head_size={self.head_size},dtype={self.dtype},k={self.positions}"
+        identity = f"layers={self.model_layers},head_size={self.head_size},dtype={self.dtype},k={self.positions}"
         if self.sides != 2:
             identity += f",sides={self.sides}"
         if self.kv_scales:

@@ -108,6 +108,8 @@ class DraftCounts(msgspec.Struct, frozen=True, omit_defaults=True):
     accepted: Count = 0
     accepted_at: Annotated[list[Count], Meta(max_length=MAX_DRAFTS)] = []  # by position behind the last token
     seconds: Seconds = 0.0  # in which tokens were guessed
+    found_tokens: Count = 0  # of prompts, whose KV a draft model found beside that of the served one
+    computed_tokens: Count = 0  # of prompts, computed by a draft model
 
 
 class LoadReport(Message, frozen=True):

@@ -40,7 +40,19 @@ def test_sources_that_are_units_already_stay_what_they_are() -> None:
 def test_a_head_has_its_number_on_each_side() -> None:
     piece = make_piece(0, 32, source=[7], block_ids=[5, 9])
     assert piece.own_part(OWN) == UnitPart(2, 4, 0, 3)
-    assert piece.peer_part(OWN) == UnitPart(0, 2, 0, 3)
+
+
+def test_a_drafter_s_layers_are_read_where_both_have_the_same_one() -> None:
+    """They have no digest: an engine with another drafter could not compare it."""
+    piece = make_piece(0, 32, source=[7], block_ids=[5, 9])
+    mine = msgspec.structs.replace(OWN, num_layers=5, drafter="a", drafter_layers=2)
+    assert mine.identity == OWN.identity
+    assert piece.own_part(mine) == piece.digested_part(mine) == UnitPart(2, 4, 0, 3)
+    for name, stop in (("a", 5), ("b", 3)):
+        peer = msgspec.structs.replace(PEER, num_layers=5, drafter=name, drafter_layers=2)
+        other = piece._replace(card=make_card("p", "prefill", layout=peer, tp=2))
+        assert other.own_part(mine) == UnitPart(2, 4, 0, stop)
+        assert other.own_part(OWN) == other.digested_part(mine) == UnitPart(2, 4, 0, 3)
 
 
 @pytest.mark.parametrize(("start", "stop", "source"), [(0, 33, [7]), (8, 32, [7])])
