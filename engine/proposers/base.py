@@ -80,6 +80,8 @@ class Proposer(ABC):
 
     drafter_tokens: tuple[int, int] = (0, 0)
     """As in StepOutput."""
+    is_shared: bool = False
+    """Whether another engine that is known has the same drafter."""
 
     @property
     def num_tokens(self) -> int:

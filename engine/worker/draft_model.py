@@ -136,7 +136,7 @@ class DraftModelProposer(Proposer):
                 drafted.has_looked = True
                 if start:
                     self._take(drafted, kv_pool, table, token_ids[:start])
-            if drafted.request.hands_off and self._first_layer is not None:
+            if drafted.request.hands_off and self.is_shared and self._first_layer is not None:
                 drafted.token_ids = token_ids
                 self._give(drafted, kv_pool, table, start, stop)
 

@@ -251,6 +251,7 @@ class InProcessExecutor(ModelExecutor):
         self._start_timeout_s = config.rank_timeout_s if start_timeout_s is None else start_timeout_s
         self._runner: ModelRunner | None = None
         self._worker: WorkerConnector | None = None
+        self._like_drafters = set[str]()  # epochs of the peers that have this engine's drafter
         self.device = resolve_device(config, shard)
         on_cpu = self.device.type == "cpu"
         _prepare_process(self.device, config.threads)
@@ -391,6 +392,10 @@ class InProcessExecutor(ModelExecutor):
     def update_peers(self, added: Sequence[EngineCard], removed: Sequence[EngineCard]) -> None:
         if self._worker is not None:
             self._worker.update_peers(added, removed)
+        self._like_drafters -= {card.epoch for card in removed}
+        self._like_drafters |= {card.epoch for card in added if card.layout.drafter == self.layout.drafter}
+        if self._proposer is not None:
+            self._proposer.is_shared = bool(self._like_drafters)
 
     def shutdown(self) -> None:
         worker, self._worker, self._runner = self._worker, None, None

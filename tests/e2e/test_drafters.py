@@ -128,6 +128,7 @@ def test_unequal_drafters(backend: str, who: str, workload: Workload, drafter: P
     flags += guessing(workload.path, "prefill-") if who != "decode" else ()
     with over(backend, workload, tmp_path, *flags) as deployment:
         run_twice(deployment, workload)
+        assert drafted(deployment, "prefill").get("computed", 0) == 0  # it would be for no engine
         counts = drafted(deployment)
         assert counts["found"] == 0
         assert (counts["computed"] > 0) == (who != "prefill")
