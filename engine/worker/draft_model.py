@@ -8,6 +8,7 @@ arrives, it computes prompts itself, some tokens beside each step, and guesses n
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pdkv.engine.worker.dtype import resolve_dtype
 from pdkv.engine.worker.kv_cache import allocate_pool, make_layout, num_blocks_that_fit
 from pdkv.engine.worker.pending import PendingStep
 from pdkv.engine.worker.runner import ModelRunner
+from pdkv.engine.worker.threads import StepThreads
 from pdkv.errors import ConfigError
 from pdkv.models.config import ModelConfig, load_model_config
 from pdkv.models.identity import model_identity
@@ -108,6 +110,7 @@ class DraftModelProposer(Proposer):
             decoder, pool, layout, max_num_seqs=place.max_num_seqs, max_model_len=place.max_model_len
         )
         self._pool, self._told = pool, False
+        self._threads = StepThreads(model, layout.dtype, torch.get_num_threads()) if device.type == "cpu" else None
         self._max_num_seqs = place.max_num_seqs
         self._block_size, self._free = config.block_size, list(range(num_blocks - 1, -1, -1))
         self._known: dict[int, _Drafted] = {}  # by slot of the target's batch
@@ -268,7 +271,9 @@ class DraftModelProposer(Proposer):
             self.drafter_tokens = self.drafter_tokens[0], self.drafter_tokens[1] + num_of_prompt
             drafted.num_told, drafted.num_computed = len(drafted.blocks), stop
         ended, self._ended, self._step_id = self._ended, [], self._step_id + 1
-        return self._runner.launch(StepPlan(self._step_id, new, scheduled, ended))
+        plan = StepPlan(self._step_id, new, scheduled, ended)
+        with self._threads.used_for(plan.num_tokens) if self._threads is not None else nullcontext():
+            return self._runner.launch(plan)
 
 
 def _plain(drafted: _Drafted, blocks: list[list[int]]) -> NewRequest:

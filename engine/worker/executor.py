@@ -3,6 +3,7 @@
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -368,15 +369,12 @@ class InProcessExecutor(ModelExecutor):
 
     def launch(self, plan: StepPlan) -> PendingStep:
         assert self._runner is not None, "attach must be called first"
-        if self._threads is not None:
-            self._threads.use_for(plan.num_tokens)
-        return self.profiler.run(plan, self._runner.launch)
+        with self._threads.used_for(plan.num_tokens) if self._threads is not None else nullcontext():
+            return self.profiler.run(plan, self._runner.launch)
 
     def enter_thread(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if self._threads is not None:
-            self._threads.enter_thread()
 
     def take_finished(self) -> Ended:
         # One of several ranks may not have what another has.

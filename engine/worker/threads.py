@@ -1,5 +1,8 @@
 """Sets the number of threads for a CPU step: all of them only if a layer is work enough to be shared."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from pdkv.models.config import DTYPE_BYTES, ModelConfig
@@ -14,7 +17,7 @@ them.
 
 
 class StepThreads:
-    """Sets torch's threads before each step. Depends only on the step's size, so equal steps run equally."""
+    """Sets torch's threads for each step. Depends only on the step's size, so equal steps run equally."""
 
     def __init__(self, config: ModelConfig, dtype: str, num_threads: int, num_ranks: int = 1) -> None:
         """`num_threads` at most, on a rank with one of `num_ranks` parts."""
@@ -24,19 +27,17 @@ class StepThreads:
         self._least_tokens = -(-_SHARED_FLOPS // (2 * num_weights))
         if num_weights * DTYPE_BYTES[dtype] >= _SHARED_BYTES:
             self._least_tokens = 0
-        self._now = num_threads
-
-    def enter_thread(self) -> None:
-        """Note that the calling thread computes from now on: torch counts threads for each of its callers."""
-        torch.set_num_threads(self._now)
 
     def count(self, num_tokens: int) -> int:
         """Threads for a step of that many tokens."""
         return self._num_threads if num_tokens >= self._least_tokens else 1
 
-    def use_for(self, num_tokens: int) -> None:
-        """Use that many threads from now on."""
-        count = self.count(num_tokens)
-        if count != self._now:
-            self._now = count
-            torch.set_num_threads(count)
+    @contextmanager
+    def used_for(self, num_tokens: int) -> Iterator[None]:
+        """Use that many threads inside. Behind it there are as many as before: others compute in the process, too."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.count(num_tokens))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)

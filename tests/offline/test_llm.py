@@ -46,6 +46,18 @@ def test_results_have_the_prompts_order_whatever_form_they_have(llm: LLM) -> Non
         assert output.outputs[0].finish_reason == "length"
 
 
+def test_steps_of_a_small_model_leave_the_process_its_threads(model: Path) -> None:
+    """Another engine's, above all, which reads their number when it is made."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with LLM(model, device="cpu", kv_cache_memory=8 << 20) as llm:
+            llm.generate("hello", GREEDY, use_tqdm=False)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_greedy_tokens_are_those_of_transformers(llm: LLM, model: Path) -> None:
     import transformers
 

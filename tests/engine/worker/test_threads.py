@@ -41,7 +41,10 @@ def test_a_large_layer_is_always_shared() -> None:
 def test_torch_is_told_and_told_back() -> None:
     threads = StepThreads(make_config(256), "bfloat16", 2)
     torch.set_num_threads(2)
-    threads.use_for(1)
-    assert torch.get_num_threads() == 1
-    threads.use_for(2048)
+    with threads.used_for(1):
+        assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    with threads.used_for(2048):
+        assert torch.get_num_threads() == 2
+    assert torch.get_num_threads() == 1
