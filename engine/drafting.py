@@ -6,6 +6,7 @@ steps' outputs, so the plan alone says how many rows there are, and no rank deci
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from math import inf
 from typing import Any, Final
 
 import numpy as np
@@ -22,17 +23,26 @@ _FIRST_RATE, _WEIGHT, _COMMON_WEIGHT = 0.25, 0.2, 0.05
 _PATIENCE = 24
 """Steps without a guess worth verifying after which guessing itself pauses."""
 
+_HOPELESS = 0.05
+"""The common rate below which costly guessing pauses at once."""
+
 _PROMISING = 0.5
 """The rate from which on guesses that cost little are made and compared although none is worth verifying yet."""
 
-_TRIES, _OFTEN, _SELDOM, _LEAST_OFTEN = 2, 16, 64, 256
-"""A pause ends for 2 of 16 steps, the same for all requests; for 2 of 64 where guessing costs much, or of up to 256."""
+_TRIES, _OFTEN, _SELDOM = 2, 16, 64
+"""A pause ends for 2 of 16 steps, the same for all requests; for 2 of 64 where guessing costs much, or of more."""
 
 _TRIES_COST = 0.01
-"""Share of an engine's time that the tries of a pause may take, but for _LEAST_OFTEN."""
+"""Share of an engine's time that the tries of a pause may take."""
+
+_IN_VAIN, _LATELY = 0.02, 1 / 512
+"""Time that guesses of which none was verified may take lately, as a share of the steps': guessing pauses beyond it."""
 
 _MUCH = 0.1
-"""Seconds of guessing that are much, as a share of those of a step."""
+"""Time of guessing that is much, as a share of a step's."""
+
+_DISTURBED = 4
+"""Guessing that took so many times as long as lately was disturbed, and counts as only that much."""
 
 _PLAIN, _PLAIN_AT = 256, (0, 8)
 """Steps at these places of so many verify no guess, so that the time of a plain step stays known."""
@@ -70,23 +80,34 @@ class Drafting:
         self._num_chosen = 0  # steps with guesses, which may have been left unverified
         self._rate = _FIRST_RATE  # of new requests: as of all others lately
         self._times = StepCosts()
-        self._guessing_s = self._step_s = 0.0  # of a step that guesses; of one without its guessing
+        self._guessing = 0.0  # its time lately, as a share of the step's own
+        self._by_depth = StepCosts()  # the same by the most guesses of a request
+        self._depth = num_tokens  # the most guesses of a request that are worth their time
         self._found = 1.0  # share of the guesses asked for that there were lately
+        self._verifies = False  # whether the step that ends verified guesses
+        self._in_vain = 0.0  # as _guessing, but of steps that verified none, over all steps
 
     @property
     def _costs_much(self) -> bool:
-        return self._is_costly or self._guessing_s > _MUCH * self._step_s
+        return self._is_costly or self._guessing > _MUCH
+
+    def _cost(self, most: npt.NDArray[Any]) -> Any:
+        """Time of guessing up to so many tokens of each request, ascending, as a share of the step's own."""
+        return self._by_depth.of(most) if self._is_costly and self._guessing else self._guessing
 
     def num_to_guess(self, step_id: int) -> int:
         """The most tokens to guess for each request after that step's draws."""
-        is_active = not self._adapts or self._num_idle < _PATIENCE or step_id % self._pause < _TRIES
-        return self.num_tokens if is_active else 0
+        if not self._adapts:
+            return self.num_tokens
+        is_active = self._num_idle < _PATIENCE and self._in_vain < _IN_VAIN
+        if not is_active and step_id % self._pause >= _TRIES:
+            return 0
+        return self._depth if self._is_costly else self.num_tokens
 
     @property
     def _pause(self) -> int:
         """Steps from one try to the next."""
-        pays_at = int(_TRIES * self._guessing_s / (_TRIES_COST * self._step_s)) if self._step_s else 0
-        return max(_SELDOM if self._costs_much else _OFTEN, min(pays_at, _LEAST_OFTEN))
+        return max(_SELDOM if self._costs_much else _OFTEN, int(_TRIES * self._guessing / _TRIES_COST))
 
     def choose(self, requests: Sequence[Request], counts: Sequence[int], num_rows: int) -> list[int]:
         """How many of their guesses a step should verify that has `num_rows` without.
@@ -98,27 +119,30 @@ class Drafting:
             return list(counts)
         rates = np.array([self._rate if request.draft_rate is None else request.draft_rate for request in requests])
         found = np.array([self._found if request.num_in_flight else 1.0 for request in requests])
-        depth = np.arange(1, max(counts) + 1)
+        # Costly guesses may be few because few were asked for: more will be, if that pays.
+        most = np.maximum(counts, self.num_tokens if self._is_costly else 0)
+        depth = np.arange(1, most.max() + 1)
         likely = rates[:, None] ** depth * found[:, None]
-        gains = np.where(depth <= np.array(counts)[:, None], likely, 0.0).ravel()
+        gains = np.where(depth <= most[:, None], likely, 0.0).ravel()
         is_plain, self._num_chosen = self._num_chosen % _PLAIN in _PLAIN_AT, self._num_chosen + 1
-        if is_plain or not self._may_pay(num_rows, float(gains.sum())):
+        if is_plain:
+            return [0] * len(requests)
+        self._depth = 1
+        least_cost = 1.0 + np.min(self._cost(depth))
+        if num_rows + gains.sum() < LEAST_GAIN * num_rows * least_cost:  # it would not pay if rows cost nothing
             return [0] * len(requests)
         best = np.argsort(-gains, kind="stable")  # those of one request in their order
         tokens = num_rows + np.concatenate([[0.0], np.cumsum(gains[best])])
         seconds = self._times.of(num_rows + np.arange(len(tokens)))
-        seconds[1:] += self._guessing_s
+        seconds[1:] *= 1.0 + self._cost(np.maximum.accumulate(best % len(depth) + 1))
         speeds = tokens / seconds
         num_verified = int(speeds.argmax())
         if speeds[num_verified] < LEAST_GAIN * speeds[0]:
             return [0] * len(requests)
-        chosen: list[int] = np.bincount(best[:num_verified] // len(depth), minlength=len(requests)).tolist()
+        wanted = np.bincount(best[:num_verified] // len(depth), minlength=len(requests))
+        self._depth = int(wanted.max())
+        chosen: list[int] = np.minimum(wanted, counts).tolist()
         return chosen
-
-    def _may_pay(self, num_rows: int, gain: float) -> bool:
-        """Whether so many tokens more would pay if their rows cost nothing."""
-        seconds = float(self._times.of(np.array([num_rows]))[0])
-        return (num_rows + gain) * seconds >= LEAST_GAIN * num_rows * (seconds + self._guessing_s)
 
     def note_guesses(self, num_found: int, num_asked: int) -> None:
         """Note how many guesses a step made, of those asked for."""
@@ -127,7 +151,7 @@ class Drafting:
     def learn(self, request: Request, result: DraftResult) -> None:
         """Note how a request's guesses did."""
         if result.num_verified:
-            self._num_idle = 0
+            self._num_idle, self._verifies = 0, True
         if result.num_right or result.is_wrong:
             before = self._rate if request.draft_rate is None else request.draft_rate
             request.draft_rate = _moved(before, result, _WEIGHT)
@@ -135,14 +159,25 @@ class Drafting:
                 self._num_idle = 0
             self._rate = _moved(self._rate, result, _COMMON_WEIGHT)
 
-    def note_step(self, num_rows: int, seconds: float, guessing_s: float) -> None:
-        """Note how long a step of single tokens and their guesses took, the guessing included."""
-        self._num_idle += 1
+    def note_step(self, num_rows: int, seconds: float, guessing_s: float, num_guesses: int) -> None:
+        """Note how long a step took.
+
+        Args:
+            num_rows: single tokens and their guesses, of a step that has nothing else; else 0.
+            guessing_s: the part of the time that was guessing.
+            num_guesses: the most that were to be made for a request.
+        """
+        is_hopeless = self._is_costly and not self._verifies and self._rate < _HOPELESS
+        self._num_idle += _PATIENCE if is_hopeless else num_guesses > 0
         step_s = max(seconds - guessing_s, 1e-9)
-        self._times.note(num_rows, step_s)
-        self._step_s += (step_s - self._step_s) * (_TIME_WEIGHT if self._step_s else 1.0)
-        if guessing_s:
-            self._guessing_s += (guessing_s - self._guessing_s) * (_TIME_WEIGHT if self._guessing_s else 1.0)
+        cost = min(guessing_s / step_s, _DISTURBED * self._guessing or inf)
+        if num_rows:
+            self._times.note(num_rows, step_s)
+        if num_rows and num_guesses and cost:
+            self._by_depth.note(num_guesses, cost)
+            self._guessing += (cost - self._guessing) * (_TIME_WEIGHT if self._guessing else 1.0)
+        self._in_vain += ((0.0 if self._verifies else cost) - self._in_vain) * _LATELY
+        self._verifies = False
 
 
 def _moved(rate: float, result: DraftResult, weight: float) -> float:
@@ -179,9 +214,9 @@ class DraftTally:
 
 
 class StepCosts:
-    """Seconds of a step by its number of rows, without its guessing. Rows beyond the largest step so far are expected
-    to cost what those below it did, and are tried little by little; a step smaller than all so far is hoped to take its
-    share. What is larger than usual becomes cheaper until it is tried again.
+    """Seconds of a step by its number of rows, without its guessing; or what else grows with a size. Rows beyond the
+    largest step so far are expected to cost what those below it did, and are tried little by little; a step smaller
+    than all so far is hoped to take its share. What is larger than usual becomes cheaper until it is tried again.
     """
 
     def __init__(self) -> None:

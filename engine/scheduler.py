@@ -77,6 +77,7 @@ class StepResult(NamedTuple):
     sends: list[EndedSend]
     computed: bool  # the step had requests
     num_rows: int  # if all of them decoded: their tokens and guesses; else 0
+    num_guesses: int  # the most that it was to make for one of them
 
 
 _NO_DRAFTS: Mapping[RequestKey, int] = {}
@@ -182,7 +183,7 @@ class Scheduler:
         sends = self.settle(output.transfers)
         self.loads.end_step(output.step_id)
         shares = self._in_flight.pop(output.step_id, ())
-        result = StepResult([], [], [], [], sends, bool(shares), self._look_at_guesses(shares, output))
+        result = StepResult([], [], [], [], sends, bool(shares), *self._look_at_guesses(shares, output))
         for share in shares:
             request, stop = share.request, share.stop
             if share.restarts != request.restarts:
@@ -240,21 +241,22 @@ class Scheduler:
     def note_step(self, result: StepResult, seconds: float, drafting_s: float) -> None:
         """Note how long a confirmed step took, and the part of it in which tokens were guessed."""
         self.draft_counts.seconds += drafting_s
-        if self._drafting is not None and result.num_rows:
-            self._drafting.note_step(result.num_rows, seconds, drafting_s)
+        if self._drafting is not None and result.computed:
+            self._drafting.note_step(result.num_rows, seconds, drafting_s, result.num_guesses)
 
-    def _look_at_guesses(self, shares: Sequence[_Share], output: StepOutput) -> int:
+    def _look_at_guesses(self, shares: Sequence[_Share], output: StepOutput) -> tuple[int, int]:
         """Note how many guesses a step has made. Returns the rows of one of single tokens and their guesses; 0: it was
-        another one, or it does not matter.
+        another one, or it does not matter; and the most guesses that it was to make for a request.
         """
         if self._drafting is None:
-            return 0
+            return 0, 0
         drafts = [each.drafts for each in output.sampled.values() if each.drafts is not None]
-        if num_asked := sum(share.num_guesses for share in shares):
+        asked = [share.num_guesses for share in shares]  # lists: a generator's turn costs more than all else here
+        if num_asked := sum(asked):
             self._drafting.note_guesses(sum(each.num_guesses for each in drafts), num_asked)
-        if not all(share.is_decode for share in shares):
-            return 0
-        return len(shares) + sum(each.num_verified for each in drafts)
+        has_others = False in [share.is_decode for share in shares]
+        num_rows = 0 if has_others else len(shares) + sum(each.num_verified for each in drafts)
+        return num_rows, max(asked, default=0)
 
     def go_on(self) -> None:
         """Note that freed resources or new knowledge may let a request continue."""
@@ -347,7 +349,7 @@ class Scheduler:
         """Whether a request of the batch may have guesses."""
         if self._drafting is None:
             return self.limits.num_draft_tokens > 0
-        return any(request.num_guesses for request, _ in batch)
+        return sum([request.num_guesses for request, _ in batch]) > 0
 
     def _add_drafts(self, batch: Sequence[tuple[Request, int]], budget: int) -> dict[RequestKey, int]:
         """Drafts for decoding requests of the batch, as far as the budget and the blocks allow. By request."""

@@ -72,7 +72,7 @@ class Proposer(ABC):
     options_type: type[ProposerOptions] = ProposerOptions
     wants_hidden: ClassVar[bool] = False
     is_costly: ClassVar[bool] = False
-    """Whether it computes so much that it is not asked where guesses have not paid lately."""
+    """Whether it computes so much that it is seldom asked where guesses have not paid lately, nor for more than pay."""
 
     def __init__(self, options: Any = None) -> None:
         """`options`: of `options_type`."""
