@@ -85,7 +85,8 @@ class KVLayout(msgspec.Struct, frozen=True):
 
     def layers_shared_with(self, peer: "KVLayout") -> int:
         """The first layers of a block that are exchanged with an engine of that layout."""
-        return self.num_layers if self.drafter == peer.drafter else self.model_layers
+        are_alike = (self.drafter, self.drafter_layers) == (peer.drafter, peer.drafter_layers)
+        return self.num_layers if are_alike else self.model_layers
 
     @property
     def windows(self) -> tuple[int, ...]:

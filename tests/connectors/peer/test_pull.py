@@ -48,8 +48,8 @@ def test_a_drafter_s_layers_are_read_where_both_have_the_same_one() -> None:
     mine = msgspec.structs.replace(OWN, num_layers=5, drafter="a", drafter_layers=2)
     assert mine.identity == OWN.identity
     assert piece.own_part(mine) == piece.digested_part(mine) == UnitPart(2, 4, 0, 3)
-    for name, stop in (("a", 5), ("b", 3)):
-        peer = msgspec.structs.replace(PEER, num_layers=5, drafter=name, drafter_layers=2)
+    for name, layers, stop in (("a", 2, 5), ("b", 2, 3), ("a", 1, 3)):  # the last one lies about its blocks
+        peer = msgspec.structs.replace(PEER, num_layers=3 + layers, drafter=name, drafter_layers=layers)
         other = piece._replace(card=make_card("p", "prefill", layout=peer, tp=2))
         assert other.own_part(mine) == UnitPart(2, 4, 0, stop)
         assert other.own_part(OWN) == other.digested_part(mine) == UnitPart(2, 4, 0, 3)
