@@ -46,9 +46,16 @@ class PullPiece(NamedTuple):
         return _units(self.load.block_ids, layout.block_size, self.load)
 
     def own_part(self, layout: KVLayout) -> UnitPart:
-        """All layers of the piece's heads that both have, in this rank's numbering."""
+        """The piece's heads in all layers that both have, in this rank's numbering; the peer's equivalent is
+        `peer_part`.
+        """
         stop = layout.layers_shared_with(self.card.layout)
         return UnitPart(self.heads.first, self.heads.first + self.heads.num_heads, 0, stop)
+
+    def peer_part(self, layout: KVLayout) -> UnitPart:
+        """The same heads in the numbering of the peer's rank; an image of a unit has the same bytes on both sides."""
+        first = self.heads.peer_first
+        return self.own_part(layout)._replace(head_start=first, head_stop=first + self.heads.num_heads)
 
     def digested_part(self, layout: KVLayout) -> UnitPart:
         """The layers with digests, which a drafter's KV does not have."""

@@ -133,13 +133,15 @@ class DraftModelProposer(Proposer):
     def follow(self, inputs: StepInputs, batch: PersistentBatch, kv_pool: torch.Tensor) -> None:
         counts = np.diff(inputs.cu_seqlens_q).tolist()
         for slot, stop, count in zip(inputs.slots.tolist(), inputs.seq_lens.tolist(), counts, strict=True):
-            drafted, table, start = self._known[slot], batch.block_tables[0, slot], stop - count
-            token_ids = batch.token_ids[slot, : batch.num_tokens[slot]]
-            if not drafted.has_looked:
-                drafted.has_looked = True
-                if start:
-                    self._take(drafted, kv_pool, table, token_ids[:start])
-            if drafted.request.hands_off and self.is_shared and self._first_layer is not None:
+            drafted, start = self._known[slot], stop - count
+            gives = drafted.request.hands_off and self.is_shared and self._first_layer is not None
+            if drafted.has_looked and not gives:
+                continue
+            table, token_ids = batch.block_tables[0, slot], batch.token_ids[slot, : batch.num_tokens[slot]]
+            if not drafted.has_looked and start:
+                self._take(drafted, kv_pool, table, token_ids[:start])
+            drafted.has_looked = True
+            if gives:
                 drafted.token_ids = token_ids
                 self._give(drafted, kv_pool, table, start, stop)
 

@@ -22,6 +22,7 @@ from pdkv.engine.worker.runner import ModelRunner
 from pdkv.engine.worker.sampling import logprobs, sampler
 from pdkv.errors import RankTimeout
 from pdkv.kernels import streams
+from pdkv.proposers import TokenProposer
 from pdkv.sampling.logits_processors import ModelInfo, ProcessorSet
 from pdkv.testing import VirtualClock
 from pdkv.wire.kv import KVLayout
@@ -29,6 +30,13 @@ from pdkv.wire.kv import KVLayout
 MAX_LEN, NUM_BLOCKS = 128, 24
 CPU = torch.device("cpu")
 VOCAB = 50
+
+
+class NeverAsked(TokenProposer):
+    """A proposer that no step asks for guesses."""
+
+    def guess(self, *_: Any) -> list[int]:
+        raise AssertionError("it was asked")
 
 
 class Chain:
@@ -135,7 +143,7 @@ def test_when_an_output_is_known_the_device_has_computed_the_step_even_if_it_dra
 ) -> None:
     """What is confirmed is published, and peers read it: nobody can tell them of this device's events."""
     use_device_s_operations(monkeypatch)
-    proposer: Any = object()  # with one, steps are computed in turn; it is not asked where nothing is drawn
+    proposer = NeverAsked()  # with one, steps are computed in turn; it is not asked where nothing is drawn
 
     def scenario(device: RecordedStreams) -> bool:
         runner = chain_runner(make=Writing, proposer=proposer if in_turn else None)
@@ -164,8 +172,7 @@ def test_so_it_is_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_so_it_is_where_guessing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next step's rows begin where the host's tokens end: with one unread, they would lie a place too early."""
     monkeypatch.setattr(streams, "HOST", TwinDevice())
-    proposer: Any = object()
-    assert run_chain(chain_runner(proposer=proposer), keeps_up=False) == EXPECTED
+    assert run_chain(chain_runner(proposer=NeverAsked()), keeps_up=False) == EXPECTED
 
 
 @pytest.mark.parametrize("keeps_up", [False, True])

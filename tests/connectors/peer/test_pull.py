@@ -40,6 +40,7 @@ def test_sources_that_are_units_already_stay_what_they_are() -> None:
 def test_a_head_has_its_number_on_each_side() -> None:
     piece = make_piece(0, 32, source=[7], block_ids=[5, 9])
     assert piece.own_part(OWN) == UnitPart(2, 4, 0, 3)
+    assert piece.peer_part(OWN) == UnitPart(0, 2, 0, 3)
 
 
 def test_a_drafter_s_layers_are_read_where_both_have_the_same_one() -> None:
