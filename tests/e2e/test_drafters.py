@@ -18,8 +18,8 @@ from equality import (
     greedy_workload,
     run_all,
     run_twice,
+    run_until_preempted,
 )
-from equality import run_twice_preempted as run_preempted
 from kills import check_that_no_client_notices, right_answers
 from matrix_rows import BACKENDS
 from nixl_rig import needs_nixl
@@ -146,8 +146,8 @@ def test_after_a_preemption(workload: Workload, drafter: Path, tmp_path: Path) -
     room = SMALL_POOL_BLOCKS * workload.block_bytes * 5 // 3  # three layers, and two for the drafter
     small = ("--decode-kv-cache-memory", str(room), "--decode-max-model-len", SMALL_POOL_TOKENS)
     with over("shared_memory", workload, tmp_path, *guessing(drafter), *small) as deployment:
-        run_preempted(deployment, workload)
-        assert drafted(deployment)["found"] > 2 * workload.num_prompt_tokens
+        num_passes = run_until_preempted(deployment, workload, "decode")
+        assert drafted(deployment)["found"] > num_passes * workload.num_prompt_tokens
 
 
 def test_a_hit_without_it_is_taken(workload: Workload, drafter: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from equality import (
     Workload,
     deployed,
     run_twice,
-    run_twice_preempted,
+    run_until_preempted,
 )
 from kills import check_that_no_client_notices, right_answers
 from nixl_rig import needs_nixl
@@ -58,7 +58,7 @@ def test_unequal_blocks_and_ranks(workload: Workload) -> None:
 def test_small_pools_on_both_sides(workload: Workload, way: str) -> None:
     small = (*SMALL_PREFILL_POOL, *SMALL_DECODE_POOL)
     with deployed(workload, *TOPOLOGIES["1P1D"], *NIXL, *WAYS[way], *small) as deployment:
-        run_twice_preempted(deployment, workload)
+        run_until_preempted(deployment, workload, "decode")
 
 
 @pytest.fixture(scope="module")

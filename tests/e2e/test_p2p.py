@@ -9,7 +9,7 @@ from equality import (
     Workload,
     deployed,
     run_twice,
-    run_twice_preempted,
+    run_until_preempted,
 )
 
 P2P = ("--connector", "p2p")
@@ -27,4 +27,4 @@ def test_small_pools_on_both_sides(workload: Workload, order: str) -> None:
     """Neither pool waits for the other for ever, and preemption on decode takes no KV back to prefill."""
     small = (*SMALL_PREFILL_POOL, *SMALL_DECODE_POOL)
     with deployed(workload, *TOPOLOGIES["1P1D"], *P2P, "--order", order, *small) as deployment:
-        run_twice_preempted(deployment, workload)
+        run_until_preempted(deployment, workload, "decode")

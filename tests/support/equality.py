@@ -154,27 +154,21 @@ def run_twice(deployment: Running, workload: Workload) -> list[Books]:
     return passes
 
 
-def run_twice_preempted(deployment: Running, workload: Workload) -> None:
-    """Two passes, in each of which decode has to preempt: it computes no prompt token all the same."""
-    for _ in range(2):
-        books = run_all(deployment, workload)
-        check_decode_computed_nothing(books)
-        assert books.of("preemptions", "decode") > 0, books
-
-
-def run_until_preempted(deployment: Running, workload: Workload) -> None:
-    """Passes, two or more, until both sides were short of blocks; decode may be short of nothing else."""
+def run_until_preempted(deployment: Running, workload: Workload, *roles: str) -> int:
+    """Passes, two or more, until engines of these roles, of both by default, were short of blocks; decode may be short
+    of nothing else. Returns their number.
+    """
 
     def take_pass() -> Books:
         books = run_all(deployment, workload)
         check_decode_computed_nothing(books)
         return books
 
-    until_preempted(take_pass, "prefill", "decode", least=2)
+    return until_preempted(take_pass, *(roles or ("prefill", "decode")), least=2)
 
 
-def until_preempted(take_pass: Callable[[], Books], *roles: str, least: int = 1) -> None:
-    """Passes, so many or more, until engines of all these roles were short of blocks.
+def until_preempted(take_pass: Callable[[], Books], *roles: str, least: int = 1) -> int:
+    """Passes, so many or more, until engines of all these roles were short of blocks. Returns their number.
 
     How many requests meet on an engine is a matter of the machine's speed, so no single pass has to preempt.
     """
@@ -182,5 +176,5 @@ def until_preempted(take_pass: Callable[[], Books], *roles: str, least: int = 1)
     for _ in range(MAX_PASSES):
         passes.append(take_pass())
         if len(passes) >= least and all(sum(books.of("preemptions", role) for books in passes) for role in roles):
-            return
+            return len(passes)
     pytest.fail(f"one side was never short of blocks: {passes}")
