@@ -135,9 +135,9 @@ class StoreCut:
         self.more_parts: list[ValuePart] = []
         """Parts that a value of the first group may have beside them."""
         if layout.drafter:
-            last, layers = self.parts[0][-1], slice(layout.model_layers, layout.num_layers)
-            part = UnitPart(0, layout.num_kv_heads, layers.start, layers.stop)
-            self.more_parts = [ValuePart(self.cut.suffix(0, 0) + layout.drafter.encode(), part, last.stage, True, True)]
+            part = UnitPart(0, layout.num_kv_heads, layout.model_layers, layout.num_layers)
+            suffix, stage = self.cut.suffix(0, 0) + layout.drafter.encode(), self.parts[0][-1].stage
+            self.more_parts = [ValuePart(suffix, part, stage, owned=True, may_lack=True)]
 
     @property
     def num_stages(self) -> int:

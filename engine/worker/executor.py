@@ -391,7 +391,8 @@ class InProcessExecutor(ModelExecutor):
         if self._worker is not None:
             self._worker.update_peers(added, removed)
         self._like_drafters -= {card.epoch for card in removed}
-        self._like_drafters |= {card.epoch for card in added if card.layout.drafter == self.layout.drafter}
+        own = self.layout
+        self._like_drafters |= {card.epoch for card in added if own.layers_shared_with(card.layout) > own.model_layers}
         if self._proposer is not None:
             self._proposer.is_shared = bool(self._like_drafters)
 
