@@ -131,9 +131,13 @@ class DraftModelProposer(Proposer):
             self._ended.append(drafted.request.key)
 
     def follow(self, inputs: StepInputs, batch: PersistentBatch, kv_pool: torch.Tensor) -> None:
-        counts = np.diff(inputs.cu_seqlens_q).tolist()
+        counts, size = np.diff(inputs.cu_seqlens_q).tolist(), self._block_size
         for slot, stop, count in zip(inputs.slots.tolist(), inputs.seq_lens.tolist(), counts, strict=True):
             drafted, start = self._known[slot], stop - count
+            begun = slice(-(-start // size), -(-stop // size))  # blocks that have had no token of the request
+            if self._first_layer is not None and begun.start < begun.stop:
+                # Their earlier content goes with them into a store, where it would outlive its owner's terms.
+                _bytes(kv_pool)[batch.block_tables[0, slot, begun], self._first_layer :] = 0
             gives = drafted.request.hands_off and self.is_shared and self._first_layer is not None
             if drafted.has_looked and not gives:
                 continue

@@ -1,9 +1,13 @@
-"""What tells a drafter's KV of a token from that of others which an earlier request has left in a block."""
+"""What tells a drafter's KV of a token from that of others, and what is left of an earlier request's in a block."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
+from step_plans import new
 
-from pdkv.engine.worker.draft_model import _by_block, _by_token, _bytes, _marks
+from pdkv.engine.worker.draft_model import DraftModelProposer, _by_block, _by_token, _bytes, _Drafted, _marks
 
 
 def test_a_mark_depends_on_all_tokens_up_to_it() -> None:
@@ -26,3 +30,21 @@ def test_bytes_of_tokens_go_back_to_where_they_were() -> None:
     assert tokens.shape == (32, 2 * 2 * 4 * 2)
     assert (tokens[1] == blocks[2, :, :, :, 1].ravel()).all()
     assert (_by_block(tokens, blocks) == blocks[[2, 0]]).all()
+
+
+def test_a_block_keeps_nothing_of_its_earlier_owner() -> None:
+    """Its drafter's layers may be saved with it, for whom the owner's KV was not meant."""
+    proposer = object.__new__(DraftModelProposer)
+    proposer._block_size, proposer._first_layer = 16, 3
+    proposer._known = {slot: _Drafted(new(f"{slot}", [5] * 40, 0)) for slot in range(2)}
+    for drafted in proposer._known.values():
+        drafted.has_looked = True
+    pool = torch.ones(6, 5, 2, 1, 16, 4)
+    inputs: Any = SimpleNamespace(
+        slots=np.arange(2), seq_lens=np.array([40, 17]), cu_seqlens_q=np.array([0, 30, 31])
+    )  # tokens 10 to 39, and token 16
+    batch: Any = SimpleNamespace(block_tables=np.array([[[4, 2, 5], [1, 3, 0]]]))
+    proposer.follow(inputs, batch, pool)
+    assert [int(block) for block in range(6) if not pool[block, 3:].any()] == [2, 3, 5]
+    assert (pool[:, :3] == 1).all()
+    assert (pool[[0, 1, 4]] == 1).all()
