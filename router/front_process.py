@@ -12,6 +12,7 @@ from pdkv.router.fronts.remote import RemoteDesk
 from pdkv.router.http.app import body_budget
 from pdkv.router.http.server.certificates import Tls
 from pdkv.router.http.server.connections import Connections, connection_limit
+from pdkv.router.metrics.tracing import Tracer
 from pdkv.router.process import HttpServer, Stopping, model_of, run_until_stopped, server_config
 from pdkv.router.spec import RouterSpec
 
@@ -31,13 +32,17 @@ def run_front(
     room = Connections(connection_limit(limits.max_connections, raise_open_files_limit(), 0))
     tls = Tls(spec.config.tls) if spec.config.tls.ssl_certfile is not None else None
     bodies, desk = body_budget(limits), RemoteDesk(spec.config.admission.priorities)
-    app = FrontApp(desk, model_of(spec), spec.config, bodies)
+    endpoint = spec.config.observability.otlp_endpoint
+    tracer = Tracer(endpoint) if endpoint is not None else None
+    app = FrontApp(desk, model_of(spec), spec.config, bodies, tracer)
     serving = HttpServer(server_config(app, limits, bodies, room, tls, lifespan="off"))
     stopping = Stopping(serving, desk.close, app.drain, room, spec.drain_s)
     reloads = [tls.reload] if tls is not None else [lambda: None]  # SIGHUP ends nothing
     connected = _connected(desk, dispatcher, on_ready)
     run_until_stopped(serving, socket.socket(fileno=listen_fd), connected, stopping, lifeline_fd, reloads, desk.count)
     app.pool.close()
+    if tracer is not None:
+        tracer.close()
     return 0
 
 

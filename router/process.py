@@ -177,7 +177,7 @@ def run_router(
     tls = Tls(config.tls) if config.tls.ssl_certfile is not None else None
     operations = Operations(dispatcher, make_client, marks_file)
     seen = config.observability
-    tracer = Tracer(seen.otlp_endpoint) if seen.otlp_endpoint is not None else None
+    tracer = Tracer(seen.otlp_endpoint) if seen.otlp_endpoint is not None and not spec.num_fronts else None
     watchdog = LoopWatchdog(seen.loop_watchdog_ms / 1e3) if seen.loop_watchdog_ms else None
     recorder = begin_recording(seen, spec.served_model_names[0], is_restart=not spec.await_all)
     app = create_app(
@@ -197,8 +197,9 @@ def run_router(
     else:
         state = app.state
         serving = Hall(
-            dispatcher, state.admission, state.metrics, state.drain, keys, app, limits.max_answer_memory, recorder
-        )
+            dispatcher, state.admission, state.metrics, state.drain, keys, app, limits.max_answer_memory, recorder,
+            seen.otlp_endpoint is not None,
+        )  # fmt: skip
     launchers = LauncherPages(dispatcher, operations, app.state.caches, app.state.scaler).app(app.state.figures)
     admin = _serving(launchers, admin_socket) if admin_socket is not None else contextlib.nullcontext()
     others: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()

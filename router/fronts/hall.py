@@ -21,7 +21,7 @@ from pdkv.router.http.server.budget import ByteBudget
 from pdkv.router.http.server.drain import Drain
 from pdkv.router.metrics.exposition import gauge
 from pdkv.router.metrics.recorder import Recorder
-from pdkv.router.metrics.requests import ENDPOINTS, Metrics, RequestMetrics, Totals
+from pdkv.router.metrics.requests import ENDPOINTS, Metrics, RequestMetrics, Totals, spans
 
 if TYPE_CHECKING:
     from pdkv.router.generations.dispatch import Dispatcher
@@ -42,11 +42,13 @@ class Hall:
 
     def __init__(
         self, dispatcher: "Dispatcher", admission: Admission, metrics: Metrics, drain: Drain, keys: KeyRing | None,
-        pages: ASGIApp, max_kept_bytes: int, recorder: Recorder | None = None,
+        pages: ASGIApp, max_kept_bytes: int, recorder: Recorder | None = None, makes_spans: bool = False,
     ) -> None:  # fmt: skip
         """`pages` serves what fronts do not; `max_kept_bytes`: of answers without a front, oldest dropped first, and as
-        many for bodies of requests whose answers may be taken up.
+        many for bodies of requests whose answers may be taken up; `makes_spans`: whether the fronts do.
         """
+        self.makes_spans = makes_spans
+        self._spans = dict.fromkeys(("sent", "lost"), 0)  # by the fronts
         self.dispatcher, self.drain, self.pages = dispatcher, drain, pages
         self._admission, self._metrics, self._keys, self._recorder = admission, metrics, keys, recorder
         self._no_totals = Totals()  # of what is not counted
@@ -161,6 +163,13 @@ class Hall:
         names = "pdkv_front_body_bytes", "pdkv_front_waiting_bodies", "pdkv_front_text_bytes"
         for index, (name, text) in enumerate(zip(names, texts, strict=True)):
             yield gauge(name, text, sum(front.held[index] for front in self._fronts))
+        if self.makes_spans:
+            yield spans(self._spans)
+
+    def count_spans(self, sent: int, lost: int) -> None:
+        """Count spans that a front has sent, or lost."""
+        self._spans["sent"] += sent
+        self._spans["lost"] += lost
 
 
 class Door:
@@ -169,6 +178,7 @@ class Door:
     def __init__(self, hall: Hall) -> None:
         self._hall = hall
         self.held = (0, 0, 0)
+        self._spans = (0, 0)  # sent and lost, as counted
         self.link = Link(Door, Session, Page)
         self.link.objects[0] = self
         self.link.send(0, "welcome", hall.dispatcher.pools.news())
@@ -195,9 +205,11 @@ class Door:
         self._is_new(number)
         self.link.objects[number] = Page(self.link, number, self._hall.pages, scope)
 
-    def on_held(self, body_bytes: int, num_waiting: int, text_bytes: int) -> None:
-        """Bytes of bodies, bodies that wait, and bytes of texts in the front."""
+    def on_held(self, body_bytes: int, num_waiting: int, text_bytes: int, sent: int, lost: int) -> None:
+        """Bytes of bodies, bodies that wait, bytes of texts, and spans sent and lost so far, in the front."""
         self.held = body_bytes, num_waiting, text_bytes
+        counted, self._spans = self._spans, (sent, lost)
+        self._hall.count_spans(max(sent - counted[0], 0), max(lost - counted[1], 0))
 
     def lost(self) -> None:
         """Keep what may be taken up, end the rest."""

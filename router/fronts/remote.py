@@ -323,8 +323,8 @@ class RemoteDesk:
         self.objectives = objectives
         self.news = PoolNews()
         self.welcomed = asyncio.Event()  # set while a dispatcher answers
-        self.held: Callable[[], tuple[int, int, int]] = lambda: (0, 0, 0)
-        """Bytes of bodies, bodies that wait for room, and bytes of texts in this front."""
+        self.held: Callable[[], tuple[int, ...]] = lambda: (0, 0, 0, 0, 0)
+        """Bytes of bodies, bodies that wait for room, bytes of texts, spans sent and spans lost, in this front."""
         self._link = self._new_link()
         self._last = 0  # number of an object of the connection
 

@@ -36,6 +36,9 @@ TOLD_IN_A_ROW = 512
 class Keeper(Protocol):
     """What has the sessions that may be taken up again."""
 
+    makes_spans: bool
+    """Whether fronts make spans of what they are told."""
+
     def try_admit(self, session: "Session", num_bytes: int) -> bool:
         """Let it be taken up from now on, if there is memory for the body of its request."""
 
@@ -49,7 +52,10 @@ class Keeper(Protocol):
 class Run:
     """One choice."""
 
-    __slots__ = ("_is_over", "_last_at", "choice", "finish_reason", "generation", "num_sent", "num_shown", "session")
+    __slots__ = (
+        "_is_over", "_last_at", "_num_changes", "choice", "finish_reason", "generation", "num_sent", "num_shown",
+        "session",
+    )  # fmt: skip
 
     def __init__(self, session: "Session", choice: int, generation: "Generation") -> None:
         self.session, self.choice, self.generation = session, choice, generation
@@ -58,6 +64,7 @@ class Run:
         self.finish_reason: str | None = None  # None: it has not ended, or failed
         self._is_over = False
         self._last_at = 0.0
+        self._num_changes = 0  # of its timeline, as its front was told
         self._tell_facts()
         self.attach(session.link)
 
@@ -79,7 +86,8 @@ class Run:
                     return
                 raise RequestFailed("the generation ended without a reason", request_id=generation.request_id)
             self._last_at = session.metrics.arrived(generation.take_arrivals(), self._last_at)
-            if not self.num_sent or delta.finish_reason is not None:
+            is_changed = session.makes_spans and generation.timeline.num_changes != self._num_changes
+            if not self.num_sent or delta.finish_reason is not None or is_changed:
                 self._tell_facts()
             session.tell("delta", self.choice, delta)
         except PdkvError as error:
@@ -105,7 +113,11 @@ class Run:
         return self.num_sent if self.num_shown is None else self.num_shown
 
     def _tell_facts(self) -> None:
-        self.session.tell("facts", self.choice, Facts(*(getattr(self.generation, name) for name in Facts._fields)))
+        facts = {name: getattr(self.generation, name) for name in Facts._fields}
+        self._num_changes = facts["timeline"].num_changes
+        if not self.session.makes_spans:
+            del facts["timeline"]
+        self.session.tell("facts", self.choice, Facts(**facts))
 
 
 class Session:
@@ -117,6 +129,7 @@ class Session:
         """The session ends the visit."""
         self.id = secrets.token_urlsafe(18)
         self.path, self.visit, self.metrics = path, visit, metrics
+        self.makes_spans = keeper.makes_spans
         self.owner = visit.tenant.keeper  # who may take it up again
         self.link: Link | None = None  # to its front, and its number there
         self._number = 0

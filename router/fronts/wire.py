@@ -20,6 +20,7 @@ from msgspec.structs import astuple
 
 from pdkv import errors
 from pdkv.errors import MalformedMessage, PdkvError, UnsendableMessage
+from pdkv.router.generations.timeline import Timeline
 from pdkv.router.request import Delta, PromptKeys
 from pdkv.wire.decoding import decode_total
 from pdkv.wire.reports import SourceCounts
@@ -77,6 +78,9 @@ class Facts(NamedTuple):
     num_attempts: int = 1
     stays: str = ""
     guesses: tuple[int, int] = (0, 0)
+    request_id: str = ""
+    choice: int = 0
+    timeline: Timeline = Timeline(0.0)  # with --otlp-endpoint
 
 
 class PageScope(TypedDict):

@@ -56,6 +56,11 @@ class Generation:
         return self.flow.request_id
 
     @property
+    def choice(self) -> int:
+        """Its index among the choices of its prompt."""
+        return self.flow.request.choice
+
+    @property
     def prefill_engine(self) -> str:
         """Name of the engine that runs the prompt."""
         flow = self.flow

@@ -4,7 +4,7 @@ All times are the dispatcher's monotonic clock, in seconds. Access lines, spans,
 it; dispatch decides nothing by it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from pdkv.router.generations.flow import FlowMessage, RequestFlow
@@ -45,23 +45,23 @@ class Transfer:
     code: str  # "": it went well
 
 
+@dataclass(slots=True)
 class Timeline:
     """The timeline of one generation."""
 
-    __slots__ = ("began", "ended", "first_token", "legs", "transfers")
-
-    def __init__(self, began: float) -> None:
-        self.began = began
-        self.ended: float | None = None
-        self.first_token: float | None = None
-        self.legs: list[Leg] = []
-        self.transfers: list[Transfer] = []
+    began: float
+    ended: float | None = None
+    first_token: float | None = None
+    legs: list[Leg] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    num_changes: int = 0  # of legs and transfers
 
     def sent(self, engine: str, submit: Submit, now: float) -> None:
         """Note a Submit that leaves for an engine."""
         if len(self.legs) < MAX_LEGS:
             part: Part = "all" if submit.kv == "local" else "prefill" if submit.until == "first_token" else "decode"
             self.legs.append(Leg(part, engine, submit.attempt, now))
+            self.num_changes += 1
 
     def heard(self, engine: str, message: FlowMessage, flow: RequestFlow, now: float) -> None:
         """Note an engine's message about the generation; the time of its first Tokens counts."""
@@ -77,6 +77,7 @@ class Timeline:
                 self._end_leg(engine, message.attempt, now, message.code)
             case Loaded():
                 if len(self.transfers) < MAX_LEGS:
+                    self.num_changes += 1
                     code = "" if message.ok else message.code or "failed"
                     self.transfers.append(
                         Transfer(
@@ -104,6 +105,7 @@ class Timeline:
         for leg in self.legs:
             if leg.engine == engine and leg.attempt == attempt and leg.ended is None:
                 leg.ended, leg.outcome, leg.queued_s, leg.ran_s = now, outcome, queued_s, ran_s
+                self.num_changes += 1
                 return
 
 

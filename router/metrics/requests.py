@@ -5,7 +5,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple, cast
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -49,6 +49,11 @@ _TOKENS = tuple(float(m * 10**e) for e in range(7) for m in (1, 2, 5))
 # vLLM's bounds (vllm/v1/metrics/buckets.py), so that its dashboards show ours.
 
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+
+
+def spans(counts: Mapping[str, int]) -> Metric:
+    """Spans that were "sent" and "lost"."""
+    return counters("pdkv_spans", "Spans by outcome.", "outcome", counts)
 
 
 class Totals:
@@ -218,7 +223,7 @@ class Metrics(Totals):
     def _looked_at(self) -> Iterator[Metric]:
         tracer, watchdog = self._tracer, self._watchdog
         if tracer is not None:
-            yield counters("pdkv_spans", "Spans by outcome.", "outcome", tracer.counts)
+            yield spans(tracer.counts)
         if watchdog is not None:
             text = "What held the event loop for longer than allowed."
             yield totals("pdkv_loop_stalls", text, ["where", "kind"], watchdog.stalls.items())

@@ -131,7 +131,7 @@ class Tracer:
     def _generation(self, context: "Context", generation: Generation, offset: int) -> None:
         timeline = generation.timeline
         choice: dict[str, Any] = {
-            "pdkv.choice": generation.flow.request.choice,
+            "pdkv.choice": generation.choice,
             "pdkv.generation_id": generation.request_id,
         }
         ended = timeline.ended if timeline.ended is not None else MONOTONIC.now()

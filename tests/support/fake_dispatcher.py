@@ -16,7 +16,7 @@ from pdkv.router.engines.state import EngineState
 from pdkv.router.generations.changes import Changes
 from pdkv.router.generations.dispatch import Counters, Dispatcher, Pools
 from pdkv.router.generations.fallback import Fallback
-from pdkv.router.generations.timeline import Delays
+from pdkv.router.generations.timeline import Delays, Timeline
 from pdkv.router.request import Delta, GenerateRequest
 from pdkv.router.routing.prefix_index import PrefixIndex
 from pdkv.router.routing.tier_index import TierIndex
@@ -45,7 +45,7 @@ class FakeGeneration:
         self.over = asyncio.Event()  # aborted, or the reader saw the failure
         self.on_end: Callable[[], None] = lambda: None
         self.on_wake: Callable[[], None] | None = None  # of a session for a front
-        self.request_id = "r"
+        self.request_id, self.choice, self.timeline = "r", request.choice, Timeline(0.0)
         self.flow = SimpleNamespace(output=SimpleNamespace(token_ids=[]))
         self._items: deque[Delta | Exception] = deque()
         self._waiter: asyncio.Future[None] | None = None

@@ -100,8 +100,6 @@ def check_deployment(deployment: Deployment) -> Deployment:
         raise ConfigError(
             f"--max-body-bytes is {body_bytes}: with --router-fronts, at most {MAX_BODY_BYTES} are possible"
         )
-    if deployment.launch.router_fronts and seen.otlp_endpoint is not None:
-        raise ConfigError("--router-fronts excludes --otlp-endpoint: no process has all that a request's spans tell")
     if seen.otlp_endpoint is not None:
         check_tracing()
     check_recording(seen)
