@@ -48,7 +48,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10  # linux/fcntl.h: F_SEAL
 _MOST_TIMES = 8
 """Weights take at most so many times the bytes of their files, as those of 4 bits computed in float32."""
 
-_WAIT_BASE_S, _WAIT_BYTES_PER_S = 30.0, 100e6
+_WAIT_BASE_S, _WAIT_BYTES_PER_S = 5.0, 100e6
 """How long another process may take to lay the same weights out before this one lays out its own."""
 
 _FOLDERS = Path(__file__).parent, Path(compiled.__file__).parent
