@@ -1,5 +1,6 @@
 """Engines of a launch share their weights: tokens are those of transformers, before and after kills."""
 
+import contextlib
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ from traffic import wait_until_true
 
 from pdkv.host.huge_pages import can_share_huge_pages
 from pdkv.kernels.linear import available
+from pdkv.models.weight_files import WeightFile
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason="no compiler when pdkv was installed"),
@@ -25,7 +27,15 @@ def inodes(pid: int) -> set[str]:
     return {line[4] for line in lines}
 
 
+def is_settled(path: Path) -> bool:
+    """Whether a file is so old that its weights are shared."""
+    with contextlib.closing(WeightFile(path)) as file:
+        return file.is_settled
+
+
 def test_one_engine_lays_out_and_the_others_map(workload: Workload) -> None:
+    files = list(workload.path.glob("*.safetensors"))
+    wait_until_true(lambda: all(map(is_settled, files)), "they are old enough")
     with deployed(workload, "--prefill", "1", "--decode", "2", "--log-level", "info") as deployment:
 
         def said() -> list[str]:
