@@ -1,8 +1,9 @@
 """A p2p engine in a process of its own (nursery.py), for p2p/test_processes.py; the first that it says is its card.
 
 Commands: ["become", epoch, tp, block size] for another card, ["meet", cards],
-["want", transfer, blocks, tokens, start], ["give", transfer, blocks, tokens, ticket, last],
+["want", transfer, blocks, tokens, start], ["give", transfer, blocks, tokens, ticket],
 ["fill", blocks, tokens, seed], ["check", blocks, tokens, seed, start], ["outcome", kind, transfer].
+Each but "give" is answered: a test may stop the process by what that sends, before it could answer.
 """
 
 import base64
@@ -54,9 +55,9 @@ def act(engine: PushEngine, command: str, *arguments: Any) -> Any:
         case "want", (name, blocks, num_tokens, start):
             ticket = engine.want(view(name, kv="await_peer", num_tokens=num_tokens), blocks, start)
             return base64.b64encode(ticket or b"").decode()
-        case "give", (name, blocks, num_tokens, ticket, last):
+        case "give", (name, blocks, num_tokens, ticket):
             request = view(name, kv="handoff", num_tokens=num_tokens, ticket=base64.b64decode(ticket))
-            engine.give(request, blocks, num_tokens, last=last)
+            engine.give(request, blocks, num_tokens)
         case "fill", (blocks, num_tokens, seed):
             engine.fill(blocks, full_kv(num_tokens, engine.layout, seed))
         case "check", (blocks, num_tokens, seed, start):
@@ -79,7 +80,9 @@ def live(arguments: list[Any], lines: TextIO, say: Callable[[Any], None]) -> Non
             say(process.become(*words))
         else:
             assert process.engine is not None
-            say(act(process.engine, command, *words))
+            answer = act(process.engine, command, *words)
+            if command != "give":
+                say(answer)
     process.close()
 
 

@@ -46,7 +46,7 @@ class Peer(Forked):
 
     def give(self, name: str, blocks: list[int], num_tokens: int, ticket: bytes | None) -> None:
         assert ticket is not None
-        self.ask("give", name, blocks, num_tokens, base64.b64encode(ticket).decode(), True)
+        self.tell("give", name, blocks, num_tokens, base64.b64encode(ticket).decode())
 
     def outcome(self, kind: str, name: str) -> str:
         code: str = self.ask("outcome", kind, name)[0]
