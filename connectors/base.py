@@ -147,13 +147,14 @@ class ScheduledRange(msgspec.Struct, frozen=True):
     start: int
     stop: int
     block_tables: BlockTables
+    may_be_void: bool = False  # a layerwise load of earlier tokens has not ended: if it fails, all behind it is redone
 
 
 class ConfirmedRange(msgspec.Struct, frozen=True):
     """A request's tokens [start, stop) are final in its blocks: computed and confirmed, loaded, or cached hits.
 
-    Only these may be made visible. A push may send a ScheduledRange, too, once its layers are computed and if all
-    tokens before it are final (docs/transfers.md). `last` marks the end of a hand-off, which includes the partial tail.
+    Only these may be made visible. A push may send a ScheduledRange, too, once its layers are computed, unless it may
+    be void (docs/transfers.md). `last` marks the end of a hand-off, which includes the partial tail.
     A range is shown again from 0 when the request's ticket arrives, and after a preemption; the connector must not send
     tokens twice.
     """

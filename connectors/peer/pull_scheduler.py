@@ -219,7 +219,7 @@ class PullScheduler(SchedulerConnector):
             self._computing = []
             return computed
         of = self._table, self.config.kv_checksum, self.config.layout
-        self._computing = digest_orders(view.scheduled, *of)
+        self._computing = digest_orders([item for item in view.scheduled if not item.may_be_void], *of)
         return computed + digest_orders(view.confirmed, *of)
 
     def _is_current(self, order: DigestOrder) -> bool:

@@ -119,7 +119,6 @@ class _Sending:
     ticket: PushTicket | None  # None: the data was not a ticket of a reader of this transfer
     key: TransferKey  # PushSend.key
     num_sent: int = 0  # tokens [ticket.start, num_sent) are in flight or delivered
-    num_valid: int = 0  # tokens [0, num_valid) are confirmed, or will be with steps in flight
     num_batches: int = 0  # for earlier tickets, too
     completed: bool = False
     failed: bool = False
@@ -196,9 +195,6 @@ class PushScheduler(SchedulerConnector):
         return msgspec.structs.replace(ticket, start=0, stop=num_blocks * self.block_size)
 
     def build_connector_meta(self, view: SchedulerView) -> PushMetadata:
-        for key in view.preempted:
-            if key in self._sending:
-                self._sending[key].num_valid = 0  # its steps in flight confirm nothing
         sends = [send for confirmed in view.confirmed for send in self._confirmed_batches(confirmed)]
         sends += [send for scheduled in view.scheduled if (send := self._step_batch(scheduled)) is not None]
         for key in view.aborted:
@@ -258,7 +254,6 @@ class PushScheduler(SchedulerConnector):
         if not sending.failed and (ticket is None or (confirmed.last and confirmed.stop < ticket.stop)):
             sending.failed = True
             self._orders.unsendable.append(sending.key)  # it wants tokens that will never exist here
-        sending.num_valid = max(sending.num_valid, confirmed.stop)
         if self.config.layout.groups:
             batches = self._group_batches(key, sending, confirmed)
         else:
@@ -271,18 +266,13 @@ class PushScheduler(SchedulerConnector):
         return batches
 
     def _step_batch(self, scheduled: ScheduledRange) -> PushSend | None:
-        """The wanted part of a step's tokens, if they are valid when computed.
-
-        They are unless earlier tokens are not, for example because of a layerwise load that may fail.
-        """
+        """The wanted part of a step's tokens, if they are valid when computed."""
+        if scheduled.may_be_void:
+            return None
         request = scheduled.request
         sending = self._find_sending(request)
         if sending is None or sending.ticket is None or self.config.layout.groups:
             return None  # a group's layers are not those that a step computes one after the other
-        sending.num_valid = max(sending.num_valid, request.num_local_hit)
-        if scheduled.start > sending.num_valid:
-            return None
-        sending.num_valid = max(sending.num_valid, scheduled.stop)
         is_all = scheduled.stop >= sending.ticket.stop
         key, block_ids = request.transfer_key, scheduled.block_tables[0]
         return self._next_batch(key, sending, scheduled.stop, block_ids, is_all=is_all, during_step=True)

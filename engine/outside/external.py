@@ -225,7 +225,13 @@ class ExternalKV:
         if not (handoffs or others or layerwise):
             return []
         return [
-            ScheduledRange(r.view(), r.num_computed, r.num_computed + num_tokens, self._shown(r.block_tables))
+            ScheduledRange(
+                r.view(),
+                r.num_computed,
+                r.num_computed + num_tokens,
+                self._shown(r.block_tables),
+                may_be_void=r.transfer_key in self.layerwise,
+            )
             for r, num_tokens in batch
             if (handoffs if r.kv == "handoff" else others) or (layerwise and r.key in layerwise)
         ]

@@ -57,7 +57,7 @@ class Generation:
 
     @property
     def choice(self) -> int:
-        """Its index among the choices of its prompt."""
+        """Index among the choices of its prompt."""
         return self.flow.request.choice
 
     @property
