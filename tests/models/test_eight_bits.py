@@ -21,7 +21,7 @@ from pdkv.engine.worker.dtype import resolve_quantization
 from pdkv.errors import ConfigError, ModelError
 from pdkv.kernels.compiled import levels
 from pdkv.kernels.linear import PackedWeight, available
-from pdkv.models import eight_bits, weight_files
+from pdkv.models import eight_bits, linear, weight_files
 from pdkv.models.config import load_model_config
 from pdkv.models.eight_bits import quantize_int8
 from pdkv.models.identity import model_identity
@@ -163,7 +163,10 @@ def test_weights_of_8_bits_count_once_when_memory_is_planned(tmp_path: Path, mon
 
 
 @needs_kernels
-def test_kv_of_weights_that_stay_in_8_bits_is_other_kv_than_of_dense_ones(tmp_path: Path) -> None:
+def test_kv_of_weights_that_stay_in_8_bits_is_other_kv_than_of_dense_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "flags", frozenset)  # without AMX, on which they become dense
     path, dense = block_checkpoint(tmp_path, 128)
     options = [EngineConfig(model=path, dtype="bfloat16", cpu_linears=kind) for kind in ("auto", "torch")]
     kept, plain = (resolve_quantization(each, load_model_config(path), CPU) for each in options)
