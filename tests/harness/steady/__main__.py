@@ -72,7 +72,7 @@ class Stops:
     def _run(self) -> None:
         while not self._end.wait(self._rng.uniform(*_PAUSES_S)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                processes = [p for p in self._top.children(recursive=True) if p.name().startswith(_NAME)]
+                processes = [p for p in self._top.children(recursive=True) if _can_stop(p)]
                 if processes:
                     self._stop(self._rng.choice(processes))
 
@@ -83,6 +83,11 @@ class Stops:
             self._end.wait(STOP_S)
         finally:
             process.send_signal(signal.SIGCONT)
+
+
+def _can_stop(process: psutil.Process) -> bool:
+    """Whether it is of a deployment, and no test has stopped it: it would go on with this stop's end."""
+    return process.name().startswith(_NAME) and process.status() != psutil.STATUS_STOPPED
 
 
 def run_suite(report: Path, seed: int, load: int, stops: bool, arguments: Sequence[str]) -> None:
