@@ -178,7 +178,7 @@ class Door:
     def __init__(self, hall: Hall) -> None:
         self._hall = hall
         self.held = (0, 0, 0)
-        self._spans = (0, 0)  # sent and lost, as counted
+        self._spans: tuple[int, int] | None = None  # sent and lost, as counted
         self.link = Link(Door, Session, Page)
         self.link.objects[0] = self
         self.link.send(0, "welcome", hall.dispatcher.pools.news())
@@ -208,7 +208,8 @@ class Door:
     def on_held(self, body_bytes: int, num_waiting: int, text_bytes: int, sent: int, lost: int) -> None:
         """Bytes of bodies, bodies that wait, bytes of texts, and spans sent and lost so far, in the front."""
         self.held = body_bytes, num_waiting, text_bytes
-        counted, self._spans = self._spans, (sent, lost)
+        counted = self._spans or (sent, lost)  # those before the first report were the dispatcher's before this one
+        self._spans = sent, lost
         self._hall.count_spans(max(sent - counted[0], 0), max(lost - counted[1], 0))
 
     def lost(self) -> None:

@@ -372,6 +372,8 @@ class RemoteDesk:
     def on_welcome(self, news: PoolNews) -> None:
         """The dispatcher serves; with these models, as far as it knows."""
         self.news = news
+        if not self.welcomed.is_set():
+            self.send(0, "held", *self.held())
         self.welcomed.set()
 
     def count(self) -> tuple[int, int]:

@@ -491,6 +491,22 @@ async def test_streams_end_with_their_dispatcher_and_its_successor_is_found(tmp_
         assert (await call(front, "GET", "/health")).status == 200
 
 
+async def test_spans_that_a_dispatcher_counted_are_not_counted_by_its_successor(tmp_path: Path) -> None:
+    async with rig(tmp_path) as hall:
+        front = await hall.front()
+        for sent in (7, 9):
+            front._desk.held = lambda sent=sent: (0, 0, 0, sent, 2)  # type: ignore[misc]
+            for _ in range(2):  # the report behind the first is in before the second is answered
+                await call(front, "GET", "/health")
+            assert hall.hall._spans == ({"sent": 7, "lost": 2} if sent == 7 else {"sent": 2, "lost": 0})
+            if sent == 7:
+                await hall.end_hall()
+                while front._desk.welcomed.is_set():
+                    await asyncio.sleep(0)
+                hall.open_hall()
+                await front._desk.welcomed.wait()
+
+
 async def test_a_dispatcher_that_dies_at_any_question_ends_the_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
