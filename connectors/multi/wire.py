@@ -106,7 +106,7 @@ def encode_handshake(names: Sequence[str], blobs: Sequence[bytes]) -> bytes:
 
 
 def split_card(card: EngineCard, children: Sequence[ConnectorPlan]) -> list[EngineCard] | str:
-    """A peer's card as each child would see it; or None, with a description of the peer."""
+    """A peer's card as each child would see it; a text if it lists other children: what the peer is."""
     ranks: list[list[Part]] = []
     for blob in card.rank_blobs:
         try:
