@@ -179,12 +179,6 @@ class RequestBook:
         elif self._attempts.get(key[0], -1) < key[1]:
             self._remember(key)
 
-    def end(self, request: Request) -> None:
-        """End a request that has been answered."""
-        if request.submit.cache_salt != PROBE_SALT:
-            self.counters.add(request.sources())
-        self._forget(request)
-
     def abort(self, request: Request) -> None:
         """End a request without an answer."""
         self._scheduler.external.aborted(request.transfer_key, cancel_sending=True)
@@ -203,6 +197,9 @@ class RequestBook:
             self.fail(request, outcome.code, f"the KV of the prompt could not be loaded: {outcome.code}", True)
 
     def _forget(self, request: Request) -> None:
+        is_there = request.num_confirmed >= len(request.prompt_token_ids)  # the KV of all of its prompt
+        if is_there and request.submit.cache_salt != PROBE_SALT:
+            self.counters.add(request.sources())
         if not self._grammars.remove(request):
             self._scheduler.remove(request)
         del self.live[request.key]
@@ -235,12 +232,12 @@ class RequestBook:
                 request.router_id,
                 Finished(*key, reason, request.sources(), drawn.stop_token_id, *request.times(now), *guesses),
             )
-            self.end(request)
+            self._forget(request)
         elif request.submit.until == "first_token":
             self._scheduler.external.report_confirmed(request, last=True)
             decision = self._scheduler.external.finished(request)
             self._prefill.handed_off(request, decision, now)
-            self.end(request)
+            self._forget(request)
 
     def name_of(self, message: RouterToEngine) -> "RequestName | str":
         """The subject of a message, for a log line."""

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from pdkv.engine.core import EngineCore
+from pdkv.engine.scheduler import SchedulerLimits
 from pdkv.sampling.params import SamplingParams
 from pdkv.testing.engine import EOS, at_rest, make_core, of_type, output_of, run, submit
 from pdkv.testing.standin import expected_tokens
@@ -50,6 +51,22 @@ def test_the_prompt_of_a_routers_probe_counts_nowhere_and_leaves_nothing_behind(
     assert (core.counters.computed, core.counters.local_hit) == (0, 0)
     events = [event for m in messages if isinstance(m, KVEvents) for event in m.events]
     assert not [event for event in events if isinstance(event, BlockStored)]
+    assert at_rest(core)
+
+
+def test_a_prompt_counts_although_its_request_is_aborted_as_by_a_stop_string() -> None:
+    core = make_core(limits=SchedulerLimits(4, 8))
+    core.handle("r", submit(PROMPT, request_id="a", max_tokens=20), 0.0)
+    core.handle("r", submit([9] * 20, request_id="b", max_tokens=20), 0.0)
+    core.step(0.0)
+    core.step(0.0)
+    assert len(core.requests["a", 0].output_token_ids) == 1
+    assert 0 < core.requests["b", 0].num_confirmed < 20
+    core.handle("r", Abort("b", 0), 0.0)
+    assert core.counters.computed == 0, "its prompt has no end yet"
+    core.handle("r", Abort("a", 0), 0.0)
+    assert core.counters.computed == len(PROMPT)
+    run(core)
     assert at_rest(core)
 
 

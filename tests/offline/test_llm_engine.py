@@ -73,6 +73,37 @@ def test_names_are_unique_while_a_request_is_live(engine: LLM) -> None:
     assert engine.step() == []
 
 
+def counts_of(llm: LLM) -> dict[str, float]:
+    """The metrics without vLLM's prefix."""
+    return {metric.name.removeprefix("vllm:"): metric.value for metric in llm.get_metrics()}  # type: ignore[attr-defined]
+
+
+def test_metrics_count_what_a_stop_string_ended_and_no_failure(engine: LLM) -> None:
+    before = counts_of(engine)
+    [output] = engine.generate(QUESTIONS[0], msgspec.structs.replace(GREEDY, stop="82"), use_tqdm=False)
+    with pytest.raises(InvalidRequest):
+        engine.generate([[7] * 5000], GREEDY, use_tqdm=False)
+    found = {name: value - before[name] for name, value in counts_of(engine).items()}
+    assert output.outputs[0].stop_reason == "82"
+    assert found["prompt_tokens"] == found["prefix_cache_queries"] == len(output.prompt_token_ids)
+    assert found["generation_tokens"] == output.metrics.num_generation_tokens == len(output.outputs[0].token_ids)
+    assert found["request_success"] == 1
+
+
+def test_metrics_count_a_preempted_prompt_and_no_guess_behind_a_stop_string() -> None:
+    guesses = {"method": "ngram", "num_speculative_tokens": 8, "adaptive": "false"}
+    fields = {"kv_cache_memory": 8 << 16, "max_model_len": 96, "speculative_config": guesses}
+    prompts, longer = ["Codes: fox=4821, fox="] * 4, msgspec.structs.replace(GREEDY, max_tokens=60, ignore_eos=True)
+    with LLM(MODEL, threads=1, device="cpu", max_num_seqs=8, **fields) as llm:
+        outputs = llm.generate(prompts, longer, use_tqdm=False)
+        stopping = llm.generate(prompts[0], msgspec.structs.replace(longer, stop="4821,"), use_tqdm=False)
+        found = counts_of(llm)
+    assert found["num_preemptions"] > 0
+    assert found["prompt_tokens"] == sum(len(output.prompt_token_ids) for output in outputs + stopping)
+    assert len(stopping[0].outputs[0].token_ids) == 5
+    assert found["generation_tokens"] == 4 * 60 + 5
+
+
 @pytest.mark.parametrize("kind", RequestOutputKind)
 def test_outputs_have_what_output_kind_says(engine: LLM, kind: RequestOutputKind) -> None:
     engine.add_request("a", QUESTIONS[0], msgspec.structs.replace(GREEDY, output_kind=kind))

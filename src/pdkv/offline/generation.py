@@ -58,8 +58,8 @@ class Choice:
             self._flush()
         return self._text
 
-    def push(self, tokens: Tokens) -> None:
-        """Take new tokens; a stop string may end the choice."""
+    def push(self, tokens: Tokens) -> int:
+        """Take new tokens; a stop string may end the choice. Returns how many belong to it."""
         self.has_news = True
         token_ids, logprobs = tokens.token_ids, tokens.logprobs
         if self._stream.has_stops:
@@ -77,6 +77,7 @@ class Choice:
             ]
         self.sources = tokens.sources or self.sources
         self.pooled = tokens.pooled or self.pooled
+        return len(token_ids)
 
     def _describe(self, entry: TokenLogprob) -> Logprobs:
         shown = {entry.token_id: Logprob(entry.logprob, entry.rank, self._texts(entry.token_id))}
@@ -199,7 +200,7 @@ class InFlight:
         self._send = send
         self._choices: dict[str, tuple[Generation, Choice]] = {}
         self.num_ended = 0
-        """Choices so far."""
+        """Choices so far that have neither failed nor been given up."""
         self.num_tokens = 0
 
     def __len__(self) -> int:
@@ -225,9 +226,9 @@ class InFlight:
         generation, choice = found
         match message:
             case Tokens():
-                choice.push(message)
-                generation.note_tokens(len(message.token_ids))
-                self.num_tokens += len(message.token_ids)
+                num_tokens = choice.push(message)
+                generation.note_tokens(num_tokens)
+                self.num_tokens += num_tokens
                 if choice.finish_reason is not None:
                     self._ended(choice)
                     self._send(Abort(message.request_id, message.attempt))
@@ -242,7 +243,7 @@ class InFlight:
                 choice.end(message.reason, message.stop_token_id)
                 self._ended(choice)
             case Failed():
-                self._ended(choice)
+                del self._choices[message.request_id]
                 generation.error = error_of(message)
                 self.give_up(generation)
         return generation

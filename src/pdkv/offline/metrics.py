@@ -35,7 +35,7 @@ class Vector(Metric):
 def read_metrics(load: LoadReport, num_tokens: int, num_ended: int) -> list[Metric]:
     """The metrics from the engine's reports, and from the tokens and choices that it has produced."""
     sources, blocks = load.sources, load.blocks
-    queried = sources.computed + sources.local_hit + sources.remote + sources.store
+    queried = sum(msgspec.structs.astuple(sources))
     gauges = {
         "num_requests_running": load.running,
         "num_requests_waiting": load.waiting,
