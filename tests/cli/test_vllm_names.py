@@ -60,6 +60,12 @@ def test_an_option_of_another_name_means_the_same(theirs: str, ours: str, tmp_pa
     assert deployment("--config", str(file)) == expected
 
 
+def test_none_from_a_program_is_the_default() -> None:
+    """As programs say that copy vLLM's defaults."""
+    names = ("block_size", "max_num_seqs", "speculative_config", "logits_processors", "kv_cache_memory_bytes")
+    assert from_fields(EngineConfig, dict.fromkeys(names), owner="LLM") == EngineConfig()
+
+
 def test_every_other_option_is_neutral_or_refused_with_what_to_do() -> None:
     check_each(UNSUPPORTED.items(), lambda row: check_unsupported(*row))
 

@@ -1,6 +1,7 @@
 """The offline API over a small random model: shapes, stops, choices, seeds, errors, and everything given back."""
 
 import copy
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,9 +83,11 @@ def test_conversations_are_what_the_chat_template_makes_of_them(llm: LLM) -> Non
     assert llm.tokenizer.decode(going_on.prompt_token_ids) == "[user]Bye[assistant]So "
 
 
-@pytest.mark.parametrize("messages", [[], [[]], ["Hello"], "Hello", [{"content": "x"}], [[{"role": "user"}], "x"]])
+@pytest.mark.parametrize("messages", [[], [[]], ["Hello"], "Hello", 5, [{"content": "x"}], [[{"role": "user"}], "x"]])
 def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any) -> None:
-    with pytest.raises(InvalidRequest, match="a list of messages with a role") as refused:
+    with pytest.raises(
+        InvalidRequest, match=f"a list of messages with a role.*, got {re.escape(repr(messages))}"
+    ) as refused:
         llm.chat(messages, GREEDY, use_tqdm=False)
     assert refused.value.param == "messages"
     with pytest.raises(InvalidRequest, match="add_generation_prompt=False"):
@@ -168,9 +171,12 @@ def test_one_text_is_one_stop_string_and_one_bad_word(llm: LLM) -> None:
         assert "ab" not in choice.text
 
 
-@pytest.mark.parametrize(("option", "value"), [("continue_final_message", "no"), ("parallel_tool_calls", 0)])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("continue_final_message", "no"), ("parallel_tool_calls", 0), ("tools", 5), ("tools", ["f"]), ("tool_parser", 5)],
+)
 def test_a_chat_option_of_another_type_is_refused(llm: LLM, option: str, value: object) -> None:
-    with pytest.raises(InvalidRequest, match=f"{option}={value!r}: Expected"):
+    with pytest.raises(InvalidRequest, match=re.escape(f"{option}={value!r}: Expected")):
         llm.chat(
             [{"role": "user", "content": "x"}], GREEDY, use_tqdm=False, add_generation_prompt=False, **{option: value}
         )  # type: ignore[arg-type]
@@ -327,6 +333,9 @@ def test_what_can_never_work_is_refused_and_leaves_nothing(
         ("max_num_seq", 2, "LLM: unknown option 'max_num_seq' (did you mean 'max_num_seqs'?)"),
         ("dtype", "float8", "LLM: dtype: one of auto, float32, bfloat16, float16 was expected, got 'float8'"),
         ("max_num_seqs", 1.5, "LLM: max_num_seqs: a whole number of at least 1 was expected, got 1.5"),
+        ("logits_processors", 5, "LLM: logits_processors: a list of non-empty texts was expected, got 5"),
+        ("max_num_seq", None, "LLM: unknown option 'max_num_seq' (did you mean 'max_num_seqs'?)"),
+        ("tokenizer", 5, "LLM: tokenizer 5 is not supported: the tokenizer is that of the model directory"),
     ],
 )
 def test_a_wrong_field_is_a_config_error(model: Path, field: str, value: object, message: str) -> None:

@@ -176,6 +176,9 @@ def test_an_engine_that_failed_says_so_in_every_step() -> None:
         (lambda llm: llm.generate([[{"prompt": "x"}]], GREEDY), "Expected `int`, got `object`"),
         (lambda llm: llm.generate(["x", "y"], GREEDY, priority=[1]), r"2 prompts need as many priorities, got \[1\]"),
         (lambda llm: llm.generate("x", GREEDY, priority=[2**40]), "priority="),
+        (lambda llm: llm.generate("x", GREEDY, priority=[]), r"1 prompts need as many priorities, got \[\]"),
+        (lambda llm: llm.score("x", 5), "data_2=5: Expected `array`"),
+        (lambda llm: llm.score(["x", 5], ["x", "y"]), "data_1=.*: Expected `str`, got `int`"),
         (lambda llm: llm.add_request("q", "x", GREEDY, priority="high"), "priority='high': Expected `int`"),
         (lambda llm: llm.add_request(5, "x", GREEDY), "request_id must be a text of 1 to 256 characters, got 5"),
         (lambda llm: llm.generate("x", samplng_params=GREEDY), "generate has no 'samplng_params'"),
@@ -267,3 +270,10 @@ def test_a_seed_or_a_tokenizer_that_is_none_is_refused_before_anything_is_loaded
         LLM("/nowhere", seed="x")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="tokenizer"):
         LLM("/nowhere", tokenizer="another")
+    for wrong in (None, 5):
+        with pytest.raises(
+            ConfigError, match=f"LLM: model: a directory or a name on the hub was expected, got {wrong}"
+        ):
+            LLM(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="connector_config: a mapping was expected, got 5"):
+        LLM("/nowhere", connector="store", connector_config=5)  # type: ignore[arg-type]

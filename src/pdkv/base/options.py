@@ -229,7 +229,7 @@ class Option:
             return None
         try:
             return self.check(self._read(value))
-        except (ValueError, OverflowError, msgspec.ValidationError):
+        except (ValueError, TypeError, OverflowError, msgspec.ValidationError):
             raise ConfigError(f"{self.expected} was expected, got {value!r}") from None
 
     def check(self, value: Any) -> Any:
@@ -428,9 +428,12 @@ class Options:
 
 
 def from_fields(config: type[Config], values: Mapping[str, Any], *, owner: str) -> Config:
-    """A configuration from a program's fields, with values of their own types or text; vLLM's names are accepted, too.
+    """A configuration from a program's fields, with values of their own types or text; vLLM's names are accepted, too,
+    and None as the default.
 
     Raises:
         ConfigError: an unknown field, with the nearest known one, or an invalid value.
     """
-    return config(**read_values(values.items(), options_of(config), owner=f"{owner}: ", of_vllm=True))
+    known = options_of(config)
+    given = [(name, value) for name, value in values.items() if value is not None or name not in known]
+    return config(**read_values(given, known, owner=f"{owner}: ", of_vllm=True))

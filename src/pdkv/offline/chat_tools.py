@@ -58,6 +58,8 @@ def read_calls(options: ChatOptions, tokenizer: Tokenizer) -> Calls | None:
         )
     as_type(options.chat_template_content_format, Literal["auto", "string", "openai"], "chat_template_content_format")
     choice = as_type(options.tool_choice, ToolChoice | None, "tool_choice")
+    as_type(options.tools, list[dict[str, Any]] | None, "tools")
+    as_type(options.tool_parser, str, "tool_parser")
     if not options.tools:
         if choice not in (None, "none", "auto"):
             raise InvalidRequest(f"tool_choice {choice!r:.80} needs tools", param="tool_choice")

@@ -137,7 +137,9 @@ def read_config(
     """
     if seed is not None and type(seed) is not int:
         raise ConfigError(f"{owner}: seed: a whole number was expected, got {seed!r}")
-    same_tokenizer = tokenizer is not None and Path(tokenizer) == Path(model)
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(f"{owner}: model: a directory or a name on the hub was expected, got {model!r}")
+    same_tokenizer = tokenizer is not None and Path(str(tokenizer)) == Path(model)
     given = {"model": Path(model), "tokenizer": None if same_tokenizer else tokenizer, **fields}
     config = with_local_model(from_fields(EngineConfig, given, owner=owner))
     return config, *_plan_connector(connector, connector_config), seed
@@ -157,7 +159,8 @@ def _plan_connector(
                 f"connector_config={dict(options)} requires a connector, such as connector='shared_storage'"
             )
         return None, None
-    handoff = HandoffConfig(connector=connector, connector_config=dict(options or {}))
+    given = dict(options) if isinstance(options, Mapping) else options
+    handoff = HandoffConfig(connector=connector, connector_config=given or {})
     plan = check_connector(connector, handoff.connector_config)
     if not plan.content_addressed:
         raise ConfigError(

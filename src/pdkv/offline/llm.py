@@ -143,7 +143,7 @@ class LLM(LLMEngine):
         """The generations, which have ended."""
         if not callable(use_tqdm):
             as_type(use_tqdm, bool, "use_tqdm")
-        priorities = as_type(priority, list[int] | None, "priority") or [0] * len(prompts)
+        priorities = [0] * len(prompts) if priority is None else as_type(priority, list[int], "priority")
         if len(priorities) != len(prompts):
             raise InvalidRequest(f"{len(prompts)} prompts need as many priorities, got {priority}", param="priority")
         generations = [
@@ -228,7 +228,10 @@ class LLM(LLMEngine):
             InvalidRequest: the model has no chat template, or no token for yes or no; and the errors of `embed`.
         """
         known_arguments("score", unused)
-        queries, documents = ([data] if isinstance(data, str) else [*data] for data in (data_1, data_2))
+        given = {"data_1": data_1, "data_2": data_2}.items()
+        queries, documents = (
+            as_type([data] if isinstance(data, str) else data, list[str], name) for name, data in given
+        )
         queries = queries * len(documents) if len(queries) == 1 else queries
         if len(queries) != len(documents):
             raise InvalidRequest(f"{len(documents)} documents need 1 or as many queries, got {len(queries)}")

@@ -234,14 +234,14 @@ def as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: i
 
 def as_conversations(messages: Conversation | Sequence[Conversation]) -> list[Conversation]:
     """A list of conversations. Raises InvalidRequest for anything else, and for an empty one."""
-    items: list[Any] = list(messages)
+    items: list[Any] = list(messages) if isinstance(messages, Iterable) else [messages]
     conversations: list[Conversation] = [items] if items and isinstance(items[0], Mapping) else items
     for conversation in conversations or [[]]:
         listed = isinstance(conversation, Sequence) and not isinstance(conversation, str)
         if not (listed and conversation and all(isinstance(m, Mapping) and "role" in m for m in conversation)):
             raise InvalidRequest(
                 "messages must be a list of messages with a role, such as {'role': 'user', 'content': 'Hello'}, "
-                "or a list of such lists, none of them empty",
+                f"or a list of such lists, none of them empty, got {clip(repr(messages))}",
                 param="messages",
             )
     return conversations
