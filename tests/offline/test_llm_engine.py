@@ -248,6 +248,14 @@ def test_beams_end_where_the_model_ends_and_at_its_length(engine: LLM) -> None:
     assert engine.beam_search([], BeamSearchParams(beam_width=2, max_tokens=9)) == []
 
 
+def test_beams_of_a_salted_prompt_leave_nothing_that_others_find(engine: LLM) -> None:
+    prompt = {"prompt_token_ids": [*range(60, 100)], "cache_salt": "mine"}
+    engine.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))
+    [unsalted] = engine.generate(prompt["prompt_token_ids"], GREEDY, use_tqdm=False)
+    [salted] = engine.generate(prompt, GREEDY, use_tqdm=False)
+    assert (unsalted.num_cached_tokens, salted.num_cached_tokens) == (0, 32)
+
+
 def test_prefix_caching_that_is_off_finds_nothing_and_leaves_stores_alone(tiny_model_dir: Path, tmp_path: Path) -> None:
     model = link_text_model(tiny_model_dir, tmp_path / "model") if (tmp_path / "model").mkdir() is None else tmp_path
     prompt = [list(range(5, 85))]

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from pdkv.errors import InvalidRequest
 from pdkv.offline.outputs import Logprobs, RequestOutput
-from pdkv.offline.requests import RequestMaker
+from pdkv.offline.requests import RequestMaker, TokensPrompt
 from pdkv.sampling.params import MAX_LOGPROBS, SamplingParams, as_type
 
 
@@ -50,10 +50,10 @@ class BeamSearchOutput:
 
 
 def search(
-    prompts: Sequence[list[int]],
+    prompts: Sequence[TokensPrompt],
     params: BeamSearchParams,
     model: RequestMaker,
-    generate: Callable[[Sequence[list[int]], SamplingParams], list[RequestOutput]],
+    generate: Callable[[Sequence[TokensPrompt], SamplingParams], list[RequestOutput]],
 ) -> list[BeamSearchOutput]:
     """The best sequences of prompts.
 
@@ -70,17 +70,18 @@ def search(
     width = params.beam_width
     one = SamplingParams(temperature=0.0, max_tokens=1, logprobs=2 * width, ignore_eos=True)
     ends = () if params.ignore_eos else model.eos_token_ids
-    beams = [[BeamSearchSequence(tokens)] for tokens in prompts]
+    beams = [[BeamSearchSequence(prompt["prompt_token_ids"])] for prompt in prompts]
     ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
 
     def best(sequences: list[BeamSearchSequence]) -> list[BeamSearchSequence]:
         return sorted(sequences, key=lambda beam: beam.score(params.length_penalty), reverse=True)[:width]
 
     for _ in range(params.max_tokens):
-        live = [beam for of_prompt in beams for beam in of_prompt]
+        each = zip(prompts, beams, strict=True)
+        live = [{**prompt, "prompt_token_ids": beam.tokens} for prompt, of_prompt in each for beam in of_prompt]
         if not live:
             break
-        outputs = iter(generate([beam.tokens for beam in live], one))
+        outputs = iter(generate(live, one))
         for index, of_prompt in enumerate(beams):
             grown = [_grow(beam, next(outputs), ends) for beam in of_prompt]
             candidates = [beam for of_beam in grown for beam in of_beam]

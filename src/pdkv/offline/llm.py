@@ -250,7 +250,7 @@ class LLM(LLMEngine):
             InvalidRequest: a wrong parameter or prompt; and the errors of `generate`.
         """
         known_arguments("beam_search", unused)
-        given = [self._requests.token_ids(prompt) for prompt in as_prompts(prompts)]
+        given = [self._requests.as_tokens(prompt) for prompt in as_prompts(prompts)]
         generate = functools.partial(self.generate, use_tqdm=use_tqdm)
         return search(given, params, self._requests, generate)
 

@@ -29,7 +29,8 @@ Prompt = str | list[int] | Mapping[str, Any]
 """A text, token ids, or vLLM's form of either: {"prompt": …} or {"prompt_token_ids": …, optionally with "prompt"}."""
 
 
-TextPrompt = TokensPrompt = dict[str, Any]
+TextPrompt = dict[str, Any]
+TokensPrompt = dict[str, Any]
 """vLLM's names of such mappings."""
 
 
@@ -71,9 +72,10 @@ class RequestMaker:
         """The default parameters: the model's, from its generation_config.json, or else vLLM's."""
         return SamplingParams(**self._defaults)
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Raises InvalidRequest."""
-        return self._encode(_read_prompt(prompt))
+    def as_tokens(self, prompt: Prompt) -> TokensPrompt:
+        """A prompt as token ids, with its salt. Raises InvalidRequest."""
+        read = _read_prompt(prompt)
+        return {"prompt_token_ids": self._encode(read), "cache_salt": read.cache_salt}
 
     def _encode(self, prompt: _Prompt) -> list[int]:
         if not (prompt.text if prompt.token_ids is None else prompt.token_ids):  # also for a tokenizer that adds a BOS
