@@ -233,8 +233,8 @@ class DraftModelProposer(Proposer):
             missing = known - drafted.num_computed
             if missing <= self.num_tokens + 1 and self._has_room(drafted, known):
                 ready.append((place, drafted, known))
-            elif budget > 0 and self._has_room(drafted, stop := drafted.num_computed + min(missing - 1, budget)):
-                budget -= stop - drafted.num_computed
+            elif (count := min(missing - 1, budget)) and self._has_room(drafted, stop := drafted.num_computed + count):
+                budget -= count
                 behind.append((place, drafted, stop))
         if behind:
             self._launch(behind, samples=False).finish()

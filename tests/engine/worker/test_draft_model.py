@@ -1,13 +1,23 @@
 """What tells a drafter's KV of a token from that of others, and what is left of an earlier request's in a block."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from step_plans import new
 
-from pdkv.engine.worker.draft_model import DraftModelProposer, _by_block, _by_token, _bytes, _Drafted, _marks
+from pdkv.engine.worker.draft_model import (
+    DraftModelOptions,
+    DraftModelProposer,
+    _by_block,
+    _by_token,
+    _bytes,
+    _Drafted,
+    _marks,
+)
 
 
 def test_a_mark_depends_on_all_tokens_up_to_it() -> None:
@@ -48,3 +58,17 @@ def test_a_block_keeps_nothing_of_its_earlier_owner() -> None:
     assert [int(block) for block in range(6) if not pool[block, 3:].any()] == [2, 3, 5]
     assert (pool[:, :3] == 1).all()
     assert (pool[[0, 1, 4]] == 1).all()
+
+
+def test_a_request_without_room_for_one_more_token_leaves_others_their_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing to compute, and a step of nothing cannot be computed."""
+    proposer = DraftModelProposer(DraftModelOptions(model=Path("/nowhere")))
+    proposer._block_size, proposer._free = 16, []
+    full, other = _Drafted(new("full", [5] * 16, 0)), _Drafted(new("other", [6] * 2, 0))
+    full.num_computed, full.blocks, other.num_computed, other.blocks = 16, [0], 2, [2]
+    proposer._known = {0: full, 1: other}
+    monkeypatch.setattr(proposer, "_launch", lambda shares, samples: pytest.fail(f"{shares} have no token"))
+    asked: Any = SimpleNamespace(
+        slots=np.arange(2), num_tokens=np.array([17, 3]), token_ids=np.zeros((2, 64), np.int32)
+    )
+    assert proposer._catch_up(asked) == [(1, other, 3)]
