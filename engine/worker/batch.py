@@ -48,6 +48,7 @@ class PersistentBatch:
     ) -> None:
         """`num_groups`: KV groups, each with a block table per request. `has_drafts`: plans may include drafts."""
         self.block_size = block_size
+        self.max_len = max_model_len
         # One column more than the longest request: a token is drawn after the last computed one and never used.
         self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         # A block that no token of the request sees any more stays in the table, or is 0: it is not read.

@@ -138,6 +138,8 @@ class Guesser:
             rows: those of the step's hidden states that the last tokens were drawn from.
         """
         begin, counts = self._clock.now(), np.zeros(len(slots), np.int64)
+        # The plan that asks for them does not know how many of the last ones are right.
+        most = np.minimum(most, batch.max_len - batch.num_tokens[slots])
         asked = np.flatnonzero(most > 0)
         if asked.size:
             some = slots[asked]

@@ -148,7 +148,7 @@ class ModelRunner:
         guesser, self._guesser = self._guesser, None
         num_groups, num_seqs, _ = self._batch.block_tables.shape
         num_blocks, block_size = self._kv_pool.shape[0], self._kv_pool.shape[4]
-        limits = WarmUp(num_seqs, self._batch.token_ids.shape[1] - 1, num_groups, num_blocks, block_size)
+        limits = WarmUp(num_seqs, self._batch.max_len, num_groups, num_blocks, block_size)
         for plan in limits.on_device(max_num_tokens) if max_num_tokens else limits.on_host(compiles=compiles):
             self.execute(plan)
         self.warm_up_decodes(self._recorder)

@@ -133,6 +133,18 @@ def test_a_draft_model_changes_no_token_and_is_right_where_it_agrees(model: Path
     assert counts["accepted_tokens"] > 0.95 * counts["draft_tokens"] > 50
 
 
+def test_a_draft_model_guesses_nothing_beyond_the_longest_request(
+    model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Right guesses bring a request closer to its end than the plan knows that asks for more of them."""
+    config = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3, "adaptive": False}
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    with LLM(model, threads=1, device="cpu", max_model_len=64, speculative_config=config) as llm:
+        outputs = llm.generate([[7] * length for length in range(40, 48)], params, use_tqdm=False)
+    assert {len(output.prompt_token_ids) + len(output.outputs[0].token_ids) for output in outputs} == {64}
+    assert "failed" not in caplog.text
+
+
 def test_a_draft_model_s_steps_are_queued_on_a_device(
     model: Path, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
