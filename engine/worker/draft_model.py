@@ -104,7 +104,8 @@ class DraftModelProposer(Proposer):
         dtype = getattr(torch, layout.dtype)
         decoder = load_decoder(options.model, model, dtype=dtype, device=device, max_model_len=place.max_model_len)
         most = place.max_num_seqs * -(-place.max_model_len // config.block_size)
-        num_blocks = num_blocks_that_fit(layout, options.draft_kv_cache_memory, most)
+        size = options.draft_kv_cache_memory
+        num_blocks = num_blocks_that_fit(layout, size, most, option="draft_kv_cache_memory")
         pool = allocate_pool(layout, num_blocks, device, reserved=False)
         self._runner = ModelRunner(
             decoder, pool, layout, max_num_seqs=place.max_num_seqs, max_model_len=place.max_model_len

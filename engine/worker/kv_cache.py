@@ -51,8 +51,10 @@ def make_layout(
     )
 
 
-def num_blocks_that_fit(layout: KVLayout, size_bytes: int, most: int = maxsize) -> int:
-    """Whole blocks in `size_bytes`, at most `most`; logs the formula.
+def num_blocks_that_fit(
+    layout: KVLayout, size_bytes: int, most: int = maxsize, *, option: str = "kv_cache_memory"
+) -> int:
+    """Whole blocks in `size_bytes`, which `option` says, at most `most`; logs the formula.
 
     Raises:
         ConfigError: not one block fits.
@@ -71,7 +73,7 @@ def num_blocks_that_fit(layout: KVLayout, size_bytes: int, most: int = maxsize) 
             ", ".join(f"{n} with {f'a window of {w} tokens' if w else 'all tokens'}" for w, n in windows.items()),
         )
     if num_blocks < 1:
-        raise ConfigError(f"kv_cache_memory of {size_bytes} bytes holds no block ({layout.block_bytes} bytes each)")
+        raise ConfigError(f"{option} of {size_bytes} bytes holds no block ({layout.block_bytes} bytes each)")
     return num_blocks
 
 

@@ -199,3 +199,8 @@ def test_a_draft_model_computes_with_threads_of_its_own(model: Path, monkeypatch
 def test_a_draft_model_of_another_vocabulary_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match=r"has a vocabulary of .* a draft model needs the same"):
         LLM(model, device="cpu", speculative_config={"model": str(DEFAULT_MODEL)})
+
+
+def test_a_draft_model_without_room_for_a_block_is_refused_by_its_own_option(model: Path) -> None:
+    with pytest.raises(ConfigError, match="draft_kv_cache_memory of 1000 bytes holds no block"):
+        LLM(model, device="cpu", speculative_config={"model": str(model), "draft_kv_cache_memory": 1000})
