@@ -248,6 +248,16 @@ def test_beams_end_where_the_model_ends_and_at_its_length(engine: LLM) -> None:
     assert engine.beam_search([], BeamSearchParams(beam_width=2, max_tokens=9)) == []
 
 
+def test_a_length_that_the_kv_pool_limits_is_that_of_beams_and_of_prompts_that_are_cut() -> None:
+    with LLM(MODEL, kv_cache_memory=4 << 16, threads=1, device="cpu") as llm:
+        assert llm.card.max_model_len == 64
+        [beams] = llm.beam_search([7] * 61, BeamSearchParams(beam_width=2, max_tokens=20, ignore_eos=True))
+        cut = msgspec.structs.replace(GREEDY, truncate_prompt_tokens=-1)
+        [output] = llm.generate([[*range(5, 105)]], cut, use_tqdm=False)
+    assert [len(beam.tokens) for beam in beams.sequences] == [64, 64]
+    assert output.prompt_token_ids == [*range(42, 105)]
+
+
 def test_beams_of_a_salted_prompt_leave_nothing_that_others_find(engine: LLM) -> None:
     prompt = {"prompt_token_ids": [*range(60, 100)], "cache_salt": "mine"}
     engine.beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=2))

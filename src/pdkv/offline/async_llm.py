@@ -45,6 +45,7 @@ class AsyncLLM:
         self.config, handoff, plan, seed = read_config("AsyncLLM", model, connector, connector_config, **fields)
         self._requests = RequestMaker(self.config, seed)
         self._engine = EngineThread(self.config, handoff, plan)
+        self._requests.max_len = self._engine.card.max_model_len
         self._stop = weakref.finalize(self, self._engine.stop)
         self._streams: dict[asyncio.AbstractEventLoop, Streams] = {}
 

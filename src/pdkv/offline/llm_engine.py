@@ -35,6 +35,7 @@ class LLMEngine:
         self.config = config
         self._requests = RequestMaker(config, seed)
         self._engine = LocalEngine(config, handoff, connector)
+        self._requests.max_len = self._engine.core.card.max_model_len
         self._in_flight = InFlight(self._engine.send)
         self._generations: dict[str, Generation] = {}  # of `add_request`, until `step` returns their last output
         self._news: dict[str, None] = {}  # names of requests for which `step` has something to return

@@ -15,7 +15,7 @@ from pdkv.config import EngineConfig
 from pdkv.errors import InvalidRequest
 from pdkv.grammar.prepare import with_grammar
 from pdkv.grammar.schema_time import SchemaTime
-from pdkv.models.config import load_model_config, resolve_max_model_len
+from pdkv.models.config import load_model_config
 from pdkv.models.generation_config import log_sampling_defaults, read_sampling_defaults
 from pdkv.offline.chat_tools import ChatOptions, format_of, read_calls
 from pdkv.offline.generation import Choice, Generation
@@ -48,17 +48,19 @@ Conversation = Sequence[Mapping[str, Any]]
 
 
 class RequestMaker:
-    """Makes generations for one model. Immutable, so any thread may use it.
+    """Makes generations for one model. Once `max_len` is set, it is immutable, so any thread may use it.
 
     Raises:
         ModelError: the model directory has no tokenizer, or a broken file.
     """
 
+    max_len: int
+    """The engine's longest request, which its KV pool may limit; the engine's owner sets this."""
+
     def __init__(self, config: EngineConfig, seed: int | None = None) -> None:
         """`seed`: the seeds of requests without one are drawn from it."""
         model = load_model_config(config.model, ignored_fields=config.ignore_config_fields)
         self._model, self.eos_token_ids = config.model, model.eos_token_ids
-        self.max_len = resolve_max_model_len(model, config.max_model_len)
         self._draw = secrets.randbits if seed is None else random.Random(seed).getrandbits
         self._defaults = read_sampling_defaults(config.model, config.generation_config)
         log_sampling_defaults(config.model, self._defaults)
