@@ -12,6 +12,9 @@ class PdkvError(Exception):
     status = 500
     """HTTP's, where a client meets it."""
 
+    request_id: str | None = None
+    """The request that it ended, if one; of `LLM` and its like, by the caller's name."""
+
     def anew(self) -> Self:
         """A copy to keep, or to raise again: the traceback of a raised error keeps alive what its frames refer to, such
         as a peer's memory.

@@ -54,8 +54,8 @@ def test_a_request_that_fails_fails_alone(engine: LLM) -> None:
         try:
             texts |= {output.request_id: output.outputs[0].text for output in engine.step() if output.finished}
         except InvalidRequest as error:
-            errors.append(str(error))
-    assert [("token ids" in error, "5000" in error) for error in errors] == [(True, False), (False, True)]
+            errors.append((error.request_id, "token ids" in str(error), "5000" in str(error)))
+    assert errors == [("bad", True, False), ("worse", False, True)]
     assert texts == {"good": greedy_text(QUESTIONS[0], 6), "also good": greedy_text(QUESTIONS[1], 6)}
 
 

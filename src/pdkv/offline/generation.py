@@ -245,6 +245,7 @@ class InFlight:
             case Failed():
                 del self._choices[message.request_id]
                 generation.error = error_of(message)
+                generation.error.request_id = generation.request_id  # the engine has names of its own
                 self.give_up(generation)
         return generation
 

@@ -104,7 +104,8 @@ class LLMEngine:
         """Compute one step. Returns the new outputs of requests added by `add_request`; empty if there are none.
 
         Raises:
-            RequestFailed, InvalidRequest: one request failed, and is gone; the others continue with the next call.
+            RequestFailed, InvalidRequest: one request, its `request_id`, failed and is gone; the others continue with
+                the next call.
             EngineUnavailable: an earlier step failed with its own error, or the engine was closed.
             KeyboardInterrupt: Ctrl-C, between two steps. No output is lost.
         """
